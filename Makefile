@@ -1,0 +1,78 @@
+# make report GPU=gtx1080      see `make help`
+
+GPU         ?= auto
+STRICT      ?=
+ARGS        ?=
+PYTHON      ?= python3
+NOENV       ?=
+TORCH_INDEX ?=
+
+# Which Python runs the targets:
+#   NOENV=1                                $(PYTHON) as it is, nothing installed
+#   an active environment with this lib    that one (conda, or a virtual environment of your own)
+#   otherwise                              .venv, built once by lib/setup.sh
+ifneq ($(NOENV),)
+  PY := $(PYTHON)
+  export PYTHONPATH := $(CURDIR)/lib$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+  HOLDS_RINGLAB := import os, sys, importlib.util as u; s = u.find_spec("ringlab"); \
+    sys.exit(not (s and os.path.samefile(list(s.submodule_search_locations)[0], "lib/ringlab")))
+  ACTIVE := $(shell for e in "$$VIRTUAL_ENV" "$$CONDA_PREFIX"; do \
+    [ -n "$$e" ] && [ "$$e" != "$(CURDIR)/.venv" ] && "$$e/bin/python" -I -c '$(HOLDS_RINGLAB)' 2>/dev/null && echo "$$e" && break; done)
+  ifneq ($(ACTIVE),)
+    PY := "$(ACTIVE)/bin/python"
+  else
+    PY := .venv/bin/python
+    # The stamp's name holds what was installed and where: new pins or a moved checkout set up again, a mere touch does not.
+    READY := .venv/.ready-$(firstword $(shell { pwd; cat lib/pyproject.toml lib/constraints.txt lib/setup.sh; } | cksum))
+    SETTLED := $(shell .venv/bin/python -c pass 2>/dev/null && cat $(READY) 2>/dev/null && echo settled)
+    ifeq ($(filter settled,$(SETTLED)),)
+      .PHONY: $(READY)
+    else ifneq ($(TORCH_INDEX),)
+      ifeq ($(filter $(TORCH_INDEX),$(SETTLED)),)
+        .PHONY: $(READY)
+      endif
+    endif
+    # Byte code is cached on first import, or every measuring process would compile torch again.
+    unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
+  endif
+endif
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help report test lab profiles env lint clean
+
+help:  ## list the targets
+	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [ARGS=...]"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
+
+# Reports are no make targets: an unfinished one must neither be deleted nor look up to date, so the driver decides.
+report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: no rehearsal)
+	@$(PY) -m ringlab report --profile $(GPU) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
+
+test: $(READY)  ## run the tests and the examples in the docstrings
+	@$(PY) -m pytest $(ARGS)
+
+lab: $(READY)  ## open the notebooks in JupyterLab
+	@$(PY) -m jupyterlab --notebook-dir=notebooks $(ARGS)
+
+profiles: $(READY)  ## list the hardware profiles and which of them run here
+	@$(PY) -m ringlab profiles $(ARGS)
+
+env: $(READY)  ## set up, and print the versions in use
+	@$(PY) -c 'import sys; from importlib.metadata import distributions; \
+	v = {d.name.lower(): d.version for d in distributions()}; print("python", sys.version.split()[0], sys.executable); \
+	[print(n, v.get(n, "not installed")) for n in sys.argv[1:]]' \
+	ringlab torch xformers papermill nbconvert jupyterlab pandas seaborn matplotlib pytest ruff
+
+lint: $(READY)  ## check the style of lib, tests and notebooks
+	@$(PY) -m ruff check $(wildcard lib tests notebooks) $(ARGS)
+
+clean:  ## remove .venv and caches; measured data and reports stay
+	rm -rf .venv .pytest_cache .ruff_cache build lib/build lib/dist lib/*.egg-info
+	find lib tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} + 2>/dev/null || true
+
+ifneq ($(READY),)
+$(READY):
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh lib/setup.sh $@
+endif

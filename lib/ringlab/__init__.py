@@ -1,0 +1,30 @@
+"""ringlab: dilated, ring and block-sparse attention that equals one float64 oracle.
+
+>>> import torch
+>>> q = torch.randn(1, 64, 4, 16)
+>>> attention(q, q, q, Dilated([16, 32], [1, 2])).shape
+torch.Size([1, 64, 4, 16])
+"""
+
+from .api import attention
+from .local import Execution
+from .patterns import Dense, Dilated, Pattern
+from .variants import (
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    RingDilatedAttentionV2Collective,
+    RingDilatedAttentionV2Flash,
+)
+
+__version__ = "0.1.0"
+__all__ = [
+    "Dense",
+    "Dilated",
+    "DilatedAttention",
+    "Execution",
+    "ImprovedDilatedAttention",
+    "Pattern",
+    "RingDilatedAttentionV2Collective",
+    "RingDilatedAttentionV2Flash",
+    "attention",
+]

@@ -1,0 +1,92 @@
+"""The public function."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import local
+from .local import Execution
+from .patterns import Dense, Dilated, Pattern
+
+DEFAULT = Execution()
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+REFUSED = {
+    "attn_mask": "masks are not arguments; use a pattern and causal=True",
+    "mask": "masks are not arguments; use a pattern and causal=True",
+    "attention_mask": "masks are not arguments; use a pattern and causal=True",
+    "key_padding_mask": "masks are not arguments; use a pattern and causal=True",
+    "dropout": "attention dropout is not supported",
+    "dropout_p": "attention dropout is not supported",
+    "is_causal": "write causal=True",
+}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str | tuple[str, ...] = "auto",
+    return_lse: bool = False,
+    execution: Execution = DEFAULT,
+    **refused,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern; exact forward and backward.
+
+    q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads.
+    Any sequence length is legal. ``causal`` hides keys after the query's position. ``scale`` defaults to
+    1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype, and with ``return_lse`` also lse
+    (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf.
+
+    ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of these to try in order;
+    ``execution``: switches that change no value.
+
+    Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
+    NotImplementedError, with the reason, for a backend that cannot serve the device or dtype.
+
+    >>> q = torch.randn(1, 100, 4, 16)
+    >>> attention(q, q, q, Dilated([32, 64], [1, 2]), causal=True).shape
+    torch.Size([1, 100, 4, 16])
+    """
+    for name in refused:
+        raise TypeError(f"attention() cannot honour {name!r}: {REFUSED.get(name, 'unknown argument')}")
+    check_tensors(q, k, v)
+    if not isinstance(pattern, Dense | Dilated):
+        raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    out, lse = local.attend(
+        q, k, v, pattern, causal=bool(causal), scale=scale, backend=backend, execution=execution
+    )
+    return (out, lse) if return_lse else out
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError or TypeError in one line unless q, k, v fit together."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+        if t.dim() != 4:
+            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got shape {tuple(t.shape)}")
+        if t.dtype not in FLOATS:
+            raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
+        if 0 in t.shape:
+            raise ValueError(f"{name} is empty: shape {tuple(t.shape)}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape: {shapes}")
+    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+        raise ValueError(f"q, k and v must agree in batch, seq and head_dim: {shapes}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"query heads must be a multiple of K/V heads: {q.shape[2]} and {k.shape[2]}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}")

@@ -1,0 +1,125 @@
+"""Which dtype a compute capability should run, and why: integer pairs, never a float comparison."""
+
+from __future__ import annotations
+
+import torch
+
+Capability = tuple[int, int]
+
+# Native fp16 against fp32 multiply-adds, results per clock and SM, tensor cores aside. Up to 7.x: CUDA C Programming
+# Guide, arithmetic throughput (forums.developer.nvidia.com/t/108706); 8.0, 8.9, 9.0: 78/19.5, 82.6/82.6 and 133.8/66.9
+# TFLOP/s; 8.6: GA102 white paper, not re-read.
+_FP16_RESULTS = {
+    (5, 3): (256, 128), (6, 0): (128, 64), (6, 1): (2, 128), (6, 2): (256, 128),
+    (7, 0): (128, 64), (7, 2): (128, 64), (7, 5): (128, 64),
+    (8, 0): (256, 64), (8, 6): (128, 128), (8, 9): (128, 128), (9, 0): (256, 128),
+}  # fmt: skip
+FAST_FP16_WITHOUT_TENSOR_CORES = frozenset({(5, 3), (6, 0), (6, 2)})
+
+
+def check_capability(capability: Capability | None) -> Capability | None:
+    """Return a (major, minor) pair of integers, or None for a CPU; anything else is a one-line TypeError.
+
+    A float is refused because 8.10 and 8.1 are one float but two capabilities.
+
+    >>> check_capability([8, 10])
+    (8, 10)
+    """
+    if capability is None:
+        return None
+    pair = tuple(capability) if isinstance(capability, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in pair):
+        raise TypeError(f"a compute capability is a (major, minor) pair of integers or None, not {capability!r}")
+    return pair
+
+
+def sm(capability: Capability | None) -> str:
+    """Name a capability as the tools do.
+
+    >>> sm((6, 1)), sm((12, 0)), sm(None)
+    ('sm_61', 'sm_120', '-')
+    """
+    pair = check_capability(capability)
+    return "-" if pair is None else f"sm_{pair[0]}{pair[1]}"
+
+
+def fp16_ratio(capability: Capability | None) -> float | None:
+    """Rate of native fp16 arithmetic over fp32 arithmetic, tensor cores aside; None where there is none or no figure.
+
+    Source: CUDA C Programming Guide, throughput of native arithmetic instructions.
+
+    >>> fp16_ratio((6, 0)), fp16_ratio((6, 1)), fp16_ratio((5, 2))
+    (2.0, 0.015625, None)
+    """
+    results = _FP16_RESULTS.get(check_capability(capability))
+    return None if results is None else results[0] / results[1]
+
+
+def has_tensor_cores(capability: Capability | None) -> bool:
+    """Say whether fp16 products run on tensor cores: 7.0 and newer (7.5 also covers GTX 16xx, which emulate them)."""
+    pair = check_capability(capability)
+    return pair is not None and pair >= (7, 0)
+
+
+def has_bf16(capability: Capability | None) -> bool:
+    """Say whether there is a bf16 unit: 8.0 and newer. (A CPU computes bf16 by other means; ask torch.)"""
+    pair = check_capability(capability)
+    return pair is not None and pair >= (8, 0)
+
+
+def default_dtype(capability: Capability | None) -> torch.dtype:
+    """Choose the dtype for a compute capability, None meaning the CPU.
+
+    float32 on the CPU and below 7.0, but float16 on 5.3, 6.0 and 6.2; float16 on 7.x; bfloat16 from 8.0 on, unknown
+    and newer capabilities included.
+
+    >>> default_dtype((6, 1)), default_dtype((6, 0)), default_dtype((7, 5)), default_dtype((8, 10))
+    (torch.float32, torch.float16, torch.float16, torch.bfloat16)
+    """
+    pair = check_capability(capability)
+    if has_bf16(pair):
+        return torch.bfloat16
+    # Kernels accumulate in fp32 everywhere. On 5.3, 6.0 and 6.2 fp16 storage still halves the bytes, and a half
+    # instruction that slips in runs at twice the fp32 rate; on 6.1 the same instruction runs at 1/64.
+    if has_tensor_cores(pair) or pair in FAST_FP16_WITHOUT_TENSOR_CORES:
+        return torch.float16
+    return torch.float32
+
+
+def dtype_reason(capability: Capability | None) -> str:
+    """Say in one line why :func:`default_dtype` chooses as it does.
+
+    >>> dtype_reason((6, 1))
+    'float32: native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit'
+    """
+    pair = check_capability(capability)
+    if pair is None:
+        return "float32: the CPU's own arithmetic; bf16 and fp16 halve memory but rarely save time there"
+    if has_bf16(pair):
+        return f"bfloat16: {sm(pair)} runs it on tensor cores with fp32 accumulation and the range of fp32"
+    if has_tensor_cores(pair):
+        return f"float16: {sm(pair)} has fp16 tensor cores with fp32 accumulation, and no bf16 unit (that needs 8.0)"
+    if pair in FAST_FP16_WITHOUT_TENSOR_CORES:
+        return f"float16: native fp16 runs at twice the fp32 rate on {sm(pair)}; stored as fp16, accumulated in fp32"
+    if pair == (6, 1):
+        return (
+            "float32: native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), "
+            "and there is no bf16 unit"
+        )
+    return f"float32: {sm(pair)} has neither fp16 nor bf16 arithmetic"
+
+
+def compute_dtype(dtype: torch.dtype | str, capability: Capability | None) -> tuple[str, str]:
+    """Name the arithmetic that serves a storage dtype on a GPU, with the reason in one line.
+
+    >>> compute_dtype("float16", (6, 1))[0], compute_dtype(torch.float16, (7, 0))[0]
+    ('float32', 'float16')
+    """
+    name = str(dtype).removeprefix("torch.")
+    if check_capability(capability) is None:
+        return name, f"{name} arithmetic"
+    if name == "float16" and not has_tensor_cores(capability):
+        return "float32", f"{sm(capability)} has no tensor cores: fp16 is storage, products accumulate in fp32"
+    if name == "bfloat16" and not has_bf16(capability):
+        return "float32", f"{sm(capability)} has no bf16 unit: bf16 is storage, products accumulate in fp32"
+    return name, f"{name} arithmetic" + (", fp32 accumulation" if name in ("float16", "bfloat16") else "")

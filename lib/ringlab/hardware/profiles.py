@@ -1,0 +1,271 @@
+"""Hardware profiles: TOML files with a source beside every number; peaks are dense, bytes and rates in SI units."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import tomllib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from . import dtypes
+from .detect import Gpu, Machine, detect
+from .dtypes import Capability
+from .install import refusal
+
+FOLDER = Path(__file__).parent / "profiles"
+ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
+_NUMBERS = ("capability", "memory_bytes", "bandwidth_bytes_per_s", "l2_bytes", "clock_hz")
+_PLAIN = ("name", "title", "kind", "match", "memory_gib", "notes")
+_DRIVER = "read from the driver of this machine"
+
+
+class UnknownProfile(ValueError):
+    """A profile name that does not exist; the message lists those that do."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One kind of hardware: figures from `sources`, None where there is none.
+
+    `flops` holds dense peak rates in FLOP/s by arithmetic: float32 (no tensor cores), tf32, float16 and bfloat16
+    (tensor cores with fp32 accumulation where there are any). `links` holds bytes/s in one direction per GPU.
+
+    >>> get_profile("gtx1080").flops["bfloat16"] is None
+    True
+    """
+
+    name: str
+    title: str
+    kind: str  # "cpu" or "cuda"
+    capability: Capability | None = None
+    memory_bytes: int | None = None
+    bandwidth_bytes_per_s: float | None = None
+    l2_bytes: int | None = None
+    clock_hz: float | None = None  # at which `flops` hold
+    flops: dict[str, float | None] = field(default_factory=dict)
+    links: dict[str, float | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    sources: dict[str, str] = field(default_factory=dict)
+    pattern: str | None = None  # of the device's name
+    memory_gib: tuple[float, float] | None = None  # sizes, as the driver shows them, that are this card
+    variants: tuple[Profile, ...] = ()
+
+    def matches(self, gpu: Gpu) -> bool:
+        """Say whether a GPU is this card, by name, compute capability and memory (as far as the driver tells)."""
+        if not self.pattern or not re.search(self.pattern, gpu.name):
+            return False
+        if gpu.capability is not None and gpu.capability != self.capability:
+            return False
+        return any(p._fits(gpu.memory_bytes) for p in (self, *self.variants))
+
+    def _fits(self, memory_bytes: int | None) -> bool:
+        if memory_bytes is None or self.memory_gib is None:
+            return True
+        return self.memory_gib[0] <= memory_bytes / 2**30 <= self.memory_gib[1]
+
+    def on(self, machine: Machine) -> Profile:
+        """Return this profile for the machine at hand: its variant of the card, and memory as its driver shows it."""
+        gpu = machine.gpus[0] if machine.gpus else None
+        if self.kind == "cpu":
+            sources = {**self.sources, "memory_bytes": "memory limit of this process"}
+            return replace(self, title=machine.cpu_model, memory_bytes=machine.ram_bytes, sources=sources)
+        if gpu is None or match(machine) != self.name:
+            return self
+        chosen = next((p for p in (self, *self.variants) if p._fits(gpu.memory_bytes)), self)
+        if self.name == "generic":
+            chosen = replace(chosen, title=gpu.name or chosen.title, capability=gpu.capability)
+            chosen = replace(chosen, sources={**chosen.sources, "capability": _DRIVER})
+        if gpu.memory_bytes is None:
+            return chosen
+        return replace(chosen, memory_bytes=gpu.memory_bytes, sources={**chosen.sources, "memory_bytes": _DRIVER})
+
+    def runnable(self, machine: Machine) -> tuple[bool, str]:
+        """Say in one line whether this profile can be measured on a machine, and why or why not.
+
+        >>> get_profile("h100").runnable(Machine(cpu_model="some CPU"))
+        (False, 'needs NVIDIA H100 SXM5 80 GB; no GPU here, only some CPU')
+        """
+        if self.kind == "cpu":
+            return True, f"{machine.cpu_model}, {machine.cores} cores"
+        if not machine.gpus:
+            wanted = "a GPU" if self.name == "generic" else self.title
+            return False, f"needs {wanted}; no GPU here, only {machine.cpu_model}"
+        here = match(machine)
+        described = machine.name or f"a GPU of {dtypes.sm(machine.capability)}"
+        if self.name != "generic" and here != self.name:
+            return False, f"needs {self.title}; here is {described} (profile {here})"
+        if obstacle := refusal(machine):
+            return False, obstacle
+        return True, f"{described} is here"
+
+    def default_dtype(self, machine: Machine | None = None) -> torch.dtype:
+        """Return the dtype policy of this hardware; generic asks the machine, and says float32 without a GPU."""
+        return dtypes.default_dtype(self._capability(machine))
+
+    def dtype_reason(self, machine: Machine | None = None) -> str:
+        """Say in one line why :meth:`default_dtype` chooses as it does."""
+        if self.name == "generic" and self._capability(machine) is None:
+            return "float32: the choice is made when a GPU is there to ask"
+        return dtypes.dtype_reason(self._capability(machine))
+
+    def _capability(self, machine: Machine | None) -> Capability | None:
+        if self.name == "generic" and self.capability is None and machine is not None:
+            return machine.capability
+        return self.capability
+
+    def peak(self, dtype: torch.dtype | str, machine: Machine | None = None) -> float | None:
+        """Return the peak rate, FLOP/s, of the arithmetic that serves a storage dtype; None where no figure is known.
+
+        fp16 without tensor cores and bf16 without a unit compute in fp32. With a machine, scaled up where its driver
+        allows a higher clock than the sheet's, so that a bound is never below the truth.
+
+        >>> p = get_profile("gtx1080")
+        >>> p.peak("float16") == p.peak(torch.float32) == 8.873e12
+        True
+        """
+        arithmetic, _ = dtypes.compute_dtype(dtype, self.capability)
+        rate = self.flops.get(arithmetic)
+        clock = machine.gpus[0].clock_max_hz if machine and machine.gpus and match(machine) == self.name else None
+        if rate is None or clock is None or self.clock_hz is None:
+            return rate
+        return rate * max(1.0, clock / self.clock_hz)
+
+    def peak_reason(self, dtype: torch.dtype | str) -> str:
+        """Say in one line what :meth:`peak` is the rate of.
+
+        >>> get_profile("gtx1080").peak_reason("float16")
+        'sm_61 has no tensor cores: fp16 is storage, products accumulate in fp32'
+        """
+        if self.kind == "cpu":
+            return "measured in the run, not tabled"
+        arithmetic, reason = dtypes.compute_dtype(dtype, self.capability)
+        return reason if self.flops.get(arithmetic) is not None else f"no figure for {arithmetic} on {self.title}"
+
+    def bandwidth(self, working_set_bytes: float | None = None) -> float | None:
+        """Return bytes/s of memory; None for a working set that fits the L2 cache, whose speed no sheet states."""
+        if working_set_bytes is not None and self.l2_bytes is not None and working_set_bytes <= self.l2_bytes:
+            return None
+        return self.bandwidth_bytes_per_s
+
+
+@functools.cache
+def _load() -> dict[str, Profile]:
+    found = {path.stem: load(path) for path in FOLDER.glob("*.toml")}
+    extra = sorted(set(found) - set(ORDER))
+    return {name: found[name] for name in (*ORDER, *extra)}
+
+
+def load(path: Path) -> Profile:
+    """Read one profile file; a number without a source, or a key that is not known, is a one-line ValueError."""
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    profile = _parse(data, path.name, known=(*_PLAIN, *_NUMBERS, "flops", "links", "variant"))
+    if profile["name"] != path.stem:
+        raise ValueError(f"{path.name}: the profile is named {profile['name']!r}, the file must be named alike")
+    base = Profile(**profile)
+    variants = []
+    for row in data.get("variant", []):
+        fields = _parse(row, path.name, known=("title", "memory_gib", *_NUMBERS))
+        variants.append(replace(base, **{**fields, "sources": {**base.sources, **fields["sources"]}}))
+    return replace(base, variants=tuple(variants))
+
+
+def _parse(data: dict, file: str, known: tuple[str, ...]) -> dict:
+    if unknown := sorted(set(data) - set(known)):
+        raise ValueError(f"{file}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    sources: dict[str, str] = {}
+
+    def number(key: str, row: dict) -> object:
+        if set(row) - {"value", "source"} or not str(row.get("source", "")).strip():
+            raise ValueError(f"{file}: {key} needs a value and a source (a source alone: there is none), got {row!r}")
+        sources[key] = row["source"]
+        return row.get("value")
+
+    fields: dict = {key: data[key] for key in ("name", "title", "kind") if key in data}
+    fields |= {key: number(key, data[key]) for key in _NUMBERS if key in data}
+    for group in ("flops", "links"):
+        if group in data:
+            fields[group] = {key: number(f"{group}.{key}", row) for key, row in data[group].items()}
+    if "capability" in fields:
+        fields["capability"] = dtypes.check_capability(fields["capability"])
+    if "memory_gib" in data:
+        fields["memory_gib"] = tuple(data["memory_gib"])
+    if "match" in data:
+        fields["pattern"] = data["match"]
+    if "notes" in data:
+        fields["notes"] = tuple(data["notes"])
+    return {**fields, "sources": sources}
+
+
+def profiles() -> dict[str, Profile]:
+    """Return all profiles by name: cpu first, then GPUs by age, generic last.
+
+    >>> list(profiles())
+    ['cpu', 'gtx1080', 'v100', 't4', 'rtx3090', 'rtx4090', 'a100', 'h100', 'h200', 'generic']
+    """
+    return dict(_load())
+
+
+def get_profile(name: str) -> Profile:
+    """Return a profile by name; UnknownProfile lists those there are and the closest.
+
+    >>> get_profile("gtx180")
+    Traceback (most recent call last):
+    ...
+    ringlab.hardware.profiles.UnknownProfile: unknown profile 'gtx180'; did you mean 'gtx1080'? known: auto, cpu, ...
+    """
+    known = _load()
+    if name in known:
+        return known[name]
+    folded = {re.sub(r"[^a-z0-9]", "", key): key for key in (*known, "auto")}
+    close = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", str(name).lower()), folded, n=1, cutoff=0.5)
+    hint = f" did you mean {folded[close[0]]!r}?" if close else ""
+    raise UnknownProfile(f"unknown profile {name!r};{hint} known: auto, {', '.join(known)}")
+
+
+def resolve(name: str = "auto", machine: Machine | None = None) -> Profile:
+    """Return the profile that a user asked for, "auto" being the one that matches the machine."""
+    if name != "auto":
+        return get_profile(name)
+    return get_profile(match(machine or detect()))
+
+
+def match(machine: Machine) -> str:
+    """Name the profile of a machine: by its first GPU's name, capability and memory; "generic" or "cpu" otherwise.
+
+    >>> match(Machine(gpus=(Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000),))), match(Machine())
+    ('gtx1080', 'cpu')
+    """
+    if not machine.gpus:
+        return "cpu"
+    return next((name for name, profile in _load().items() if profile.matches(machine.gpus[0])), "generic")
+
+
+def table(machine: Machine | None = None) -> list[dict]:
+    """List all profiles for a machine: name, title, sm, memory_bytes, dtype, runnable, why, matches.
+
+    >>> row = table(Machine(cpu_model="some CPU"))[1]
+    >>> row["name"], row["sm"], row["dtype"], row["runnable"]
+    ('gtx1080', 'sm_61', 'float32', False)
+    """
+    machine = machine or detect()
+    here = match(machine)
+    rows = []
+    for name, profile in _load().items():
+        ok, why = profile.runnable(machine)
+        profile = profile.on(machine)
+        rows.append({
+            "name": name,
+            "title": profile.title,
+            "sm": dtypes.sm(profile.capability),
+            "memory_bytes": profile.memory_bytes,
+            "dtype": str(profile.default_dtype(machine)).removeprefix("torch."),
+            "dtype_reason": profile.dtype_reason(machine),
+            "runnable": ok,
+            "why": why,
+            "matches": name == here,
+        })
+    return rows

@@ -1,0 +1,133 @@
+"""Which kernel runs: ordered by hardware, each link probed by calling it on a tiny tensor, every refusal kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from .base import Kernel, capability
+from .eager import Eager
+from .external import FlashAttn2, FlashAttn3, Xformers
+from .torch_cpu import CpuFlash
+from .torch_cuda import CuDNN, Efficient, Flash
+
+KERNELS: dict[str, Kernel] = {
+    k.name: k
+    for k in (CpuFlash(), FlashAttn3(), CuDNN(), FlashAttn2(), Flash(), Xformers(), Efficient(), Eager())
+}
+SDPA = ("cpu_flash", "cudnn", "flash", "efficient")  # what torch's scaled_dot_product_attention can dispatch to
+PROBE_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}  # far above rounding, far below a wrong function
+PROBE_ROWS = 160
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that will run, and for each one tried before it the reason why it will not."""
+
+    kernel: Kernel
+    refusals: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+
+def choose(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    backward: bool = False,
+    backend: str | tuple[str, ...] = "auto",
+) -> Choice:
+    """Pick the kernel for (device, dtype, head_dim), the fastest known for the hardware first.
+
+    ``backend`` is "auto", "sdpa" (any of torch's own kernels), one name of ``KERNELS``, or a tuple of names to try in
+    that order. Raises ValueError for an unknown name and NotImplementedError, with every reason, when nothing that was
+    asked for can run.
+
+    >>> choose("cpu", torch.float32, 64).name
+    'cpu_flash'
+    """
+    device = _with_index(device)
+    names = ()
+    for name in (backend,) if isinstance(backend, str) else backend:
+        if name not in ("auto", "sdpa", *KERNELS):
+            raise ValueError(f"unknown backend {name!r}; known: auto, sdpa, {', '.join(KERNELS)}")
+        names += order(device) if name == "auto" else SDPA if name == "sdpa" else (name,)
+    refusals = {}
+    for name in names:
+        why = probe(name, device, dtype, head_dim, causal, backward)
+        if why is None:
+            return Choice(KERNELS[name], refusals)
+        refusals[name] = why
+    reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+    raise NotImplementedError(f"backend {backend!r} cannot run on {device.type} in {dtype}: {reasons}")
+
+
+def order(device: torch.device) -> tuple[str, ...]:
+    """The names of all kernels, the fastest expected on ``device`` first."""
+    if device.type != "cuda":
+        return ("cpu_flash", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager")
+    if capability(device) >= (9, 0):
+        return ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager", "cpu_flash")
+    return ("flash_attn_2", "flash", "cudnn", "xformers", "efficient", "eager", "flash_attn_3", "cpu_flash")
+
+
+def table(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int = 64, *, causal: bool = False, backward: bool = True
+) -> list[tuple[str, bool, str | None, bool]]:
+    """Every kernel as (name, runs, reason for a refusal, chosen by "auto"), in the order of preference."""
+    device = _with_index(device)
+    chosen = choose(device, dtype, head_dim, causal=causal, backward=backward).name
+    rows = []
+    for name in order(device):
+        why = probe(name, device, dtype, head_dim, causal, backward)
+        rows.append((name, why is None, why, name == chosen))
+    return rows
+
+
+@lru_cache(maxsize=1024)
+def probe(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool, backward: bool
+) -> str | None:
+    """Why the kernel ``name`` cannot serve these arguments, or None; found by one tiny call against float64."""
+    kernel = KERNELS[name]
+    why = kernel.refuses(device, dtype, head_dim)
+    if why is not None:
+        return why
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, PROBE_ROWS, 2, head_dim)
+    wide = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
+    q, k, v, dout = (t.to(device, dtype) for t in wide)
+    exact_q, exact_k, exact_v, exact_dout = (t.double().cpu() for t in (q, k, v, dout))
+    scale, exact = head_dim**-0.5, Eager()
+    want_out, want_lse = exact.forward(exact_q, exact_k, exact_v, causal, scale)
+    # A backend may refuse by any exception of its own; what it says is the answer, and is shown in every report.
+    try:
+        out, lse = kernel.forward(q, k, v, causal, scale)
+        found = {"out": (out, want_out), "lse": (lse, want_lse)}
+        if backward:
+            grads = kernel.backward(dout, q, k, v, out, lse, causal, scale)
+            want = exact.backward(exact_dout, exact_q, exact_k, exact_v, want_out, want_lse, causal, scale)
+            found |= dict(zip(("dq", "dk", "dv"), zip(grads, want)))
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, ImportError) as failure:
+        return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+    for what, (x, ref) in found.items():
+        wrong = float((x.double().cpu() - ref).norm() / ref.norm())
+        if not wrong <= PROBE_ERROR.get(dtype, 0.05):
+            return f"wrong result: {what} is off by {wrong:.1e}{' in causal mode' if causal else ''}"
+    return None
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+__all__ = ["KERNELS", "SDPA", "Choice", "Kernel", "choose", "order", "probe", "table"]

@@ -1,0 +1,64 @@
+"""What every dense kernel offers: ``(q, k, v) -> (out, lse)`` and the backward by a *final* (out, lse).
+
+All tensors are (b, m, h, d) with equal heads in q, k and v, any strides with a contiguous last dimension; lse is
+(b, h, m), natural log, fp32 (fp64 for fp64). Causal is the square, top-left mask. ``scale`` is positive.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Kernel(Protocol):
+    """One attention kernel; an instance holds no state of a call."""
+
+    name: str
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why this kernel cannot serve the device, dtype or head_dim (known without a call), or None."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """out (b, m, h, d) in q's dtype and lse (b, h, m)."""
+
+    def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv (b, m, h, d) of ``P = exp(scale * q k^T - lse)``, ``dS = P * (dout v^T - rowsum(dout * out))``.
+
+        With the (out, lse) of a larger softmax, of which these keys are a part, the gradients are exact for that one.
+        """
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of log-sum-exps and accumulators for tensors of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def needs_cuda(device: torch.device, least: tuple[int, int], most: tuple[int, int] | None = None) -> str | None:
+    """Why a CUDA kernel for capabilities ``least`` to ``most`` cannot run on ``device``, or None."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, this is {device.type}"
+    have = capability(device)
+    if have < least or (most is not None and have > most):
+        bounds = f"{least[0]}.{least[1]}" + (f" to {most[0]}.{most[1]}" if most else " or newer")
+        return f"needs compute capability {bounds}, this is {have[0]}.{have[1]}"
+    return None
+
+
+def wants_dtype(dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | None:
+    if dtype not in allowed:
+        names = [str(d).removeprefix("torch.") for d in (*allowed, dtype)]
+        return f"takes {', '.join(names[:-1])}, not {names[-1]}"
+    return None
+
+
+def to_bhmd(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(b, m, h, d) views as the (b, h, m, d) that torch's kernels take, and back."""
+    return tuple(t.transpose(1, 2) for t in tensors)

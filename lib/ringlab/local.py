@@ -1,0 +1,121 @@
+"""Attention on one device: the autograd rule, and the choice between the strided and the plain path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from . import cache as caches
+from . import gather, kernels, memory, strided
+from .patterns import Pattern
+from .plan import make_plan
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The switches of one call; none of them changes a value.
+
+    ``gather``: index-select copies instead of strided views. ``cache``: keep plans and index tensors (True: the global
+    pattern cache, False: rebuild them each call, or a ``PatternCache``). ``pool``: borrow large scratch buffers (True:
+    the global pool, False: fresh ones, or a ``MemoryPool``).
+
+    >>> Execution(gather=True, cache=False)
+    Execution(gather=True, cache=False, pool=False)
+    """
+
+    gather: bool = False
+    cache: bool | caches.PatternCache = True
+    pool: bool | memory.MemoryPool = False
+
+    def cached(self, key, build):
+        if self.cache is False:
+            return build()
+        return (caches.GLOBAL if self.cache is True else self.cache).get(key, build)
+
+    def scratch(self) -> memory.MemoryPool | None:
+        return {True: memory.GLOBAL_POOL, False: None}.get(self.pool, self.pool)
+
+
+def attend(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
+    """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    return _Attention.apply(q, k, v, pattern, causal, scale, backend, execution)
+
+
+def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, execution: Execution):
+    """``passes`` = "forward" on (q, k, v) or "backward" on (dout, q, k, v, out, lse), by the path chosen."""
+    q, k = tensors[:2] if passes == "forward" else tensors[1:3]
+    (_, n, heads, d), kv_heads = q.shape, k.shape[2]
+    needs_backward = passes == "backward" or any(t.requires_grad for t in tensors)
+    kernel = kernels.choose(q.device, q.dtype, d, causal=causal, backward=needs_backward, backend=backend).kernel
+    if execution.gather:
+        key = caches.key("gather", pattern, n, heads, kv_heads, q.device)
+        steps = execution.cached(key, lambda: gather.gather_indices(pattern, n, heads, kv_heads, q.device))
+        path = gather
+    else:
+        key = caches.key("plan", pattern, n, heads, kv_heads)
+        steps = execution.cached(key, lambda: make_plan(pattern, n, heads, kv_heads))
+        block = strided.head_block(q, k, steps.period)
+        if block < heads and (steps.merges or kv_heads < heads):
+            key = caches.key("plan", pattern, n, heads, kv_heads, block)
+            steps = execution.cached(key, lambda: make_plan(pattern, n, heads, kv_heads, block))
+        path = strided
+    return getattr(path, passes)(*tensors, steps, causal, scale, kernel, execution.scratch())
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, pattern, causal, scale, backend, execution):
+        ctx.rest = pattern, causal, scale, backend, execution
+        ctx.set_materialize_grads(False)
+        flip, positive = _positive(scale)
+        out, lse = _run("forward", (flip(q), k, v), pattern, causal, positive, backend, execution)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        pattern, causal, scale, backend, execution = ctx.rest
+        if dout is None and dlse is None:
+            return (None,) * 8
+        dout = torch.zeros_like(out) if dout is None else dout
+        flip, positive = _positive(scale)
+        tensors = (dout, flip(q), k, v, out, lse)
+        d = q.shape[3]
+        if dlse is not None:
+            tensors = _fold_lse_gradient(*tensors, dlse)
+        tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:-1]] + [tensors[-1]]
+        dq, dk, dv = (g[..., :d] for g in _run("backward", tensors, pattern, causal, positive, backend, execution))
+        return flip(dq), dk, dv, None, None, None, None, None
+
+
+def _positive(scale: float):
+    """Fused kernels find the maximum before they scale, which is wrong for scale <= 0: give q the sign instead."""
+    if scale > 0:
+        return (lambda t: t), scale
+    if scale < 0:
+        return torch.neg, -scale
+    return torch.zeros_like, 1.0
+
+
+def _fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor):
+    """Widen the head so that a flash backward, which knows no lse cotangent g, computes ``rowsum(dO * O) - g``.
+
+    Two more columns of O hold -g, its rounded value and the rest, those of dO hold 1; v, q and k get zeros, so no score
+    and no ``dO v^T`` changes. Padded to 8 columns, which every kernel's alignment allows.
+    """
+    g = -dlse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
+    dead = lse.transpose(1, 2).unsqueeze(-1) == -torch.inf
+    g = g.masked_fill(dead, 0.0)
+    high = g.to(out.dtype)
+    low = (g - high.to(g.dtype)).to(out.dtype)
+    zeros = out.new_zeros(*out.shape[:3], 6)
+    ones = torch.ones_like(high)
+    wide_q, wide_k, wide_v = (F.pad(t, (0, 8)) for t in (q, k, v))
+    return torch.cat([dout, ones, ones, zeros], -1), wide_q, wide_k, wide_v, torch.cat([out, high, low, zeros], -1), lse

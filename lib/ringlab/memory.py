@@ -1,0 +1,250 @@
+"""Allocate and reuse memory: huge pages for large CPU tensors, and a pool of scratch buffers with a scope.
+
+torch's CUDA allocator caches already, so there the pool mostly repeats its work; on the CPU a large fresh buffer costs
+page faults on first touch, which reuse avoids and `advise_huge` lessens. Whether that pays is for measurements to say.
+"""
+
+import contextlib
+import ctypes
+import functools
+import math
+import mmap
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .tracking import LiveStorageTracker, high_water_bytes, reset_high_water, resident_bytes
+
+__all__ = ["GLOBAL_POOL", "MemoryPool", "PoolStats", "advise_huge", "empty"]
+__all__ += ["LiveStorageTracker", "high_water_bytes", "reset_high_water", "resident_bytes"]
+
+_HUGE_FROM, _MADV_HUGEPAGE = 4 << 20, 14  # a smaller buffer holds at most one huge page, and malloc recycles it
+
+
+@functools.cache
+def _madvise():
+    if not sys.platform.startswith("linux"):
+        return None
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None:
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
+
+
+def advise_huge(tensor: torch.Tensor) -> bool:
+    """Ask Linux to back a CPU tensor of 4 MiB or more with huge pages; True if the system accepted.
+
+    Call it before the first write: pages already touched stay as they are. The advice covers the whole pages inside the
+    tensor's storage, changes no value, and ends with the memory. Elsewhere, or for smaller tensors: False.
+
+    >>> advise_huge(torch.empty(8))
+    False
+    """
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()  # a fake tensor's is on the meta device
+    madvise = _madvise() if storage.device.type == "cpu" and storage.nbytes() >= _HUGE_FROM else None
+    if madvise is None:
+        return False
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    return madvise(start, stop - start, _MADV_HUGEPAGE) == 0
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Allocate as torch.empty does, with huge pages for large CPU tensors; contents are uninitialised.
+
+    >>> empty((2, 3), torch.bfloat16).shape
+    torch.Size([2, 3])
+    """
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    advise_huge(tensor)
+    return tensor
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """What a pool did: borrows = reuses + allocations + bypassed; bytes are capacities, live while borrowed."""
+
+    borrows: int = 0
+    reuses: int = 0
+    allocations: int = 0
+    bypassed: int = 0
+    evictions: int = 0
+    refused: int = 0
+    idle_bytes: int = 0
+    held_bytes: int = 0
+    live_bytes: int = 0
+
+
+class _Buffer:
+    """Raw bytes in one place (device and stream); only the storage is kept, so no autograd history sticks to it."""
+
+    __slots__ = ("alone", "capacity", "place", "storage")
+
+    def __init__(self, capacity: int, device: torch.device, place: tuple) -> None:
+        self.capacity, self.place = capacity, place
+        self.storage = empty((capacity,), torch.uint8, device).untyped_storage()
+        self.alone = _references(self.storage)
+
+    def intact(self) -> bool:
+        """False once the bytes were resized, shared with a process, or exported to NumPy (unresizable from then)."""
+        shared = self.storage.device.type == "cpu" and self.storage.is_shared()
+        return self.storage.nbytes() == self.capacity and self.storage.resizable() and not shared
+
+
+def _references(storage: torch.UntypedStorage) -> tuple[int, int]:
+    # C++ owners (tensors, views, saved tensors, DLPack) and owners of the Python object. The numbers mean nothing by
+    # themselves; equal before and after, they say that nobody new holds the bytes.
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+class MemoryPool:
+    """Lend scratch tensors inside a `with` scope and reuse their bytes afterwards; thread-safe and bounded.
+
+    `max_bytes` bounds what the pool keeps while nobody borrows it; the least recently used goes first. Requests below
+    `threshold_bytes` are plain torch.empty. A buffer serves any shape and dtype that fills at least 1 / `waste` of it,
+    on the same device and, on CUDA, the same stream (finish or order other streams' work before the scope ends).
+
+    A borrowed tensor has uninitialised contents and must not outlive its scope. When the scope ends, by exception too,
+    the tensor is emptied to shape (0,), so that its name, still bound, cannot read what the next borrower writes. If
+    views, saved tensors, exports or more names refer to the bytes (returning the tensor is one), or it gained autograd
+    history, nothing is touched and the buffer is refused instead: held until those references are gone, or given up
+    where that cannot be known. A raw `data_ptr()` kept past the scope cannot be detected.
+
+    >>> pool = MemoryPool(threshold_bytes=0)
+    >>> with pool.borrow((2, 3), torch.float32, "cpu") as t:
+    ...     total = t.fill_(2).sum().item()
+    >>> total, t.shape, pool.stats().idle_bytes
+    (12.0, torch.Size([0]), 64)
+    """
+
+    def __init__(self, max_bytes: int = 512 << 20, threshold_bytes: int = 16 << 20, waste: float = 2.0) -> None:
+        if not (max_bytes >= 0 and threshold_bytes >= 0 and waste >= 1):
+            given = f"got {max_bytes}, {threshold_bytes}, {waste}"
+            raise ValueError(f"memory pool: max_bytes, threshold_bytes must be >= 0 and waste >= 1, {given}")
+        self.max_bytes, self.threshold_bytes, self.waste = max_bytes, threshold_bytes, waste
+        # Reentrant, since garbage collection may end an abandoned scope while this very thread holds the lock.
+        self._lock, self._closed = threading.RLock(), False
+        self._idle: OrderedDict[int, _Buffer] = OrderedDict()  # id -> buffer, least recently used first
+        self._held: OrderedDict[int, _Buffer] = OrderedDict()  # returned, but somebody still refers to the bytes
+        self._live = 0
+        self._counts = dict.fromkeys(("borrows", "reuses", "allocations", "bypassed", "evictions", "refused"), 0)
+
+    @contextlib.contextmanager
+    def borrow(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Iterator[torch.Tensor]:
+        """Lend an uninitialised contiguous tensor; ValueError for a negative size, RuntimeError once closed."""
+        shape, device = torch.Size(shape), torch.device(device)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"borrow: sizes must be >= 0, got {tuple(shape)}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        place = _place(device) if nbytes and nbytes >= self.threshold_bytes else None
+        buffer = self._take(-(-nbytes // 64) * 64, device, place)  # torch aligns to 64 bytes
+        escaped, history = True, False
+        try:
+            with torch.inference_mode(False):  # a fresh normal tensor each time: no view, no history, fit for any mode
+                tensor = torch.empty(0 if buffer else shape, dtype=dtype, device=device)
+                if buffer:
+                    tensor.set_(buffer.storage, 0, shape)
+            storage = tensor.untyped_storage()
+            lent, names = (tensor._use_count(), _references(storage)), sys.getrefcount(tensor)
+            try:
+                yield tensor
+            finally:
+                history = tensor.requires_grad or tensor.grad_fn is not None
+                escaped = history or (tensor._use_count(), _references(storage)) != lent
+                escaped |= sys.getrefcount(tensor) > names + 1  # one more is the name in the with statement
+                del storage
+                if not escaped:
+                    tensor.data = torch.empty(0, dtype=dtype, device=device)
+        finally:
+            if buffer:
+                self._give_back(buffer, escaped, reusable=not history)
+
+    def stats(self) -> PoolStats:
+        """A consistent snapshot of the counters and of the bytes idle, held and live."""
+        with self._lock:
+            self._reclaim()
+            idle, held = (sum(b.capacity for b in kept.values()) for kept in (self._idle, self._held))
+            return PoolStats(**self._counts, idle_bytes=idle, held_bytes=held, live_bytes=self._live)
+
+    def clear(self) -> None:
+        """Free everything idle or held and reset the counters; what is borrowed stays valid and comes back later."""
+        with self._lock:
+            freed = (self._idle, self._held)  # freed outside the lock, for it may take long
+            self._idle, self._held = OrderedDict(), OrderedDict()
+            self._counts = dict.fromkeys(self._counts, 0)
+        del freed
+
+    def close(self) -> None:
+        """Free everything and refuse further borrowing; what is borrowed is freed when it comes back."""
+        self._closed = True
+        self.clear()
+
+    def _take(self, capacity: int, device: torch.device, place: tuple | None) -> _Buffer | None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("borrow: this memory pool is closed")
+            self._counts["borrows"] += 1
+            if place is None:
+                self._counts["bypassed"] += 1
+                return None
+            self._reclaim()
+            fits = [b for b in [*self._idle.values()] if b.place == place and 1 <= b.capacity / capacity <= self.waste]
+            best = min(reversed(fits), key=lambda b: b.capacity, default=None)  # of equals the last used, still warm
+            if self._idle.pop(id(best), None):
+                self._counts["reuses"] += 1
+                self._live += best.capacity
+                return best
+            self._counts["allocations"] += 1
+        try:
+            buffer = _Buffer(capacity, device, place)
+        except torch.OutOfMemoryError:
+            with self._lock:  # what the pool keeps idle must not be what is missing
+                freed, self._idle = self._idle, OrderedDict()
+                self._counts["evictions"] += len(freed)
+            if not freed:
+                raise
+            freed.clear()
+            buffer = _Buffer(capacity, device, place)
+        with self._lock:
+            self._live += capacity
+        return buffer
+
+    def _give_back(self, buffer: _Buffer, escaped: bool, reusable: bool) -> None:
+        freed = []  # outside the lock, for it may take long
+        with self._lock:
+            self._live -= buffer.capacity
+            self._counts["refused"] += escaped
+            oversize = buffer.capacity > self.max_bytes  # it must not push out all the others first
+            self._counts["evictions"] += oversize
+            if self._closed or oversize or not reusable or not buffer.intact():
+                return
+            (self._held if escaped else self._idle)[id(buffer)] = buffer
+            while sum(b.capacity for b in [*self._held.values(), *self._idle.values()]) > self.max_bytes:
+                freed.append((self._held or self._idle).popitem(last=False)[1])
+                self._counts["evictions"] += 1
+
+    def _reclaim(self) -> None:
+        for buffer in [*self._held.values()]:
+            if _references(buffer.storage) == buffer.alone and self._held.pop(id(buffer), None) and buffer.intact():
+                self._idle[id(buffer)] = buffer
+
+
+def _place(device: torch.device) -> tuple | None:
+    """The device and stream a buffer is bound to; None where the pool must not keep memory."""
+    if device.type == "cpu":
+        return ("cpu", 0, 0)
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():  # a graph's memory belongs to the graph
+        stream = torch.cuda.current_stream(device)
+        return ("cuda", stream.device_index, stream.cuda_stream)
+    return None
+
+
+GLOBAL_POOL = MemoryPool()

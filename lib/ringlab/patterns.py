@@ -1,0 +1,171 @@
+"""What attends to what: each pattern gives every (query, key, head) a multiplicity.
+
+``out = softmax(scale * q k^T + log M) v``; ``M = 0`` hides a key, ``M = 2`` counts it twice.
+Patterns are values: frozen, hashable, comparable, and they know nothing of tensors' contents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+MIXINGS = ("lse", "head_groups")
+OFFSETS = ("head", "block", "branch", "kv_head")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One dilated branch as the engine runs it: segments of ``length`` rows, every ``rate``-th row of them.
+
+    ``heads[i]`` selects position x iff ``(x mod length) mod rate == offsets[i]``.
+    """
+
+    length: int
+    rate: int
+    heads: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every query sees every key, ``M = 1``.
+
+    >>> Dense().multiplicity(torch.arange(2), torch.arange(3), head=0, heads=1).tolist()
+    [[1, 1, 1], [1, 1, 1]]
+    """
+
+    def branches(self, n: int, heads: int, kv_heads: int | None = None) -> tuple[Branch, ...]:
+        """The pattern as dilated branches over a sequence of ``n`` positions: one segment, rate 1."""
+        return (Branch(n, 1, tuple(range(heads)), (0,) * heads),)
+
+    def multiplicity(self, queries, keys, *, head: int, heads: int, kv_heads: int | None = None) -> torch.Tensor:
+        """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as int64 (q, k)."""
+        return torch.ones(len(queries), len(keys), dtype=torch.int64, device=queries.device)
+
+    def to_dict(self) -> dict:
+        return {"kind": "dense"}
+
+    def __str__(self) -> str:
+        return "dense"
+
+
+@dataclass(frozen=True)
+class Dilated:
+    """LongNet's dilated attention (Ding et al. 2023, arXiv 2307.02486), by segment lengths and dilation rates.
+
+    Branch i cuts the sequence into segments of ``segment_lengths[i]`` positions; head h keeps the positions x with
+    ``(x mod w_i) mod r_i == offset(h, i)``, as queries and as keys, and attends within its segment.
+    The last segment may be short; nothing is padded.
+
+    ``mixing="lse"`` (LongNet): every head runs every branch, mixed by their softmax denominators, M sums over branches.
+    ``mixing="head_groups"``: heads are split into contiguous groups, the first ones take the remainder, a branch each.
+    ``offsets``: ``"head"`` h mod r (the paper), ``"block"`` floor(h / ceil(H / r)) (torchscale), ``"branch"`` i mod r,
+    ``"kv_head"`` (index of the head's K/V head) mod r.
+
+    Raises ValueError for lists that are empty, of unequal length or not positive, a rate above its segment length,
+    or an unknown ``mixing`` or ``offsets``.
+
+    >>> Dilated([2, 4], [1, 2]).multiplicity(torch.arange(4), torch.arange(4), head=0, heads=1).tolist()
+    [[2, 1, 1, 0], [1, 1, 0, 0], [1, 0, 2, 1], [0, 0, 1, 1]]
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    mixing: str = "lse"
+    offsets: str = "head"
+
+    def __post_init__(self):
+        for name in ("segment_lengths", "dilation_rates"):
+            object.__setattr__(self, name, _positive_ints(name, getattr(self, name)))
+        w, r = self.segment_lengths, self.dilation_rates
+        if len(w) != len(r):
+            raise ValueError(f"segment_lengths and dilation_rates differ in length: {len(w)} and {len(r)}")
+        for length, rate in zip(w, r):
+            if rate > length:
+                raise ValueError(f"dilation rate {rate} exceeds its segment length {length}")
+        if self.mixing not in MIXINGS:
+            raise ValueError(f"unknown mixing {self.mixing!r}; known: {', '.join(MIXINGS)}")
+        if self.offsets not in OFFSETS:
+            raise ValueError(f"unknown offsets {self.offsets!r}; known: {', '.join(OFFSETS)}")
+
+    def offset(self, branch: int, head: int, heads: int, kv_heads: int | None = None) -> int:
+        """First selected row of a segment for ``head`` in ``branch``, in [0, rate)."""
+        rate = self.dilation_rates[branch]
+        if self.offsets == "head":
+            return head % rate
+        if self.offsets == "block":
+            return head // -(-heads // rate)
+        if self.offsets == "branch":
+            return branch % rate
+        return head // (heads // (kv_heads or heads)) % rate
+
+    def heads_of(self, branch: int, heads: int) -> range:
+        """The heads that run ``branch``: all of them, or the branch's group."""
+        if self.mixing == "lse":
+            return range(heads)
+        size, extra = divmod(heads, len(self.segment_lengths))
+        start = branch * size + min(branch, extra)
+        return range(start, start + size + (branch < extra))
+
+    def branches(self, n: int, heads: int, kv_heads: int | None = None) -> tuple[Branch, ...]:
+        """The branches that have heads, in order; segments longer than ``n`` are cut to ``n``."""
+        found = []
+        for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
+            members = tuple(self.heads_of(i, heads))
+            if members:
+                offsets = tuple(self.offset(i, h, heads, kv_heads) for h in members)
+                found.append(Branch(min(length, n), rate, members, offsets))
+        return tuple(found)
+
+    def multiplicity(self, queries, keys, *, head: int, heads: int, kv_heads: int | None = None) -> torch.Tensor:
+        """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as int64 (q, k)."""
+        total = torch.zeros(len(queries), len(keys), dtype=torch.int64, device=queries.device)
+        for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
+            if head not in self.heads_of(i, heads):
+                continue
+            o = self.offset(i, head, heads, kv_heads)
+            q_on, k_on = (x % length % rate == o for x in (queries, keys))  # (q,), (k,)
+            same = (queries // length)[:, None] == (keys // length)[None, :]  # (q, k)
+            total += (same & q_on[:, None] & k_on[None, :]).long()
+        return total
+
+    def to_dict(self) -> dict:
+        return {"kind": "dilated"} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    def __str__(self) -> str:
+        short = {"lse": "", "head_groups": " head groups"}[self.mixing]
+        offsets = "" if self.offsets == "head" else f" offsets by {self.offsets}"
+        return f"dilated {list(self.segment_lengths)} / {list(self.dilation_rates)}{short}{offsets}"
+
+
+Pattern = Dense | Dilated
+
+
+def from_dict(data: dict) -> Pattern:
+    """The pattern that ``pattern.to_dict()`` wrote; raises ValueError for an unknown kind or field.
+
+    >>> from_dict({"kind": "dilated", "segment_lengths": [4], "dilation_rates": [2]})
+    Dilated(segment_lengths=(4,), dilation_rates=(2,), mixing='lse', offsets='head')
+    """
+    kinds = {"dense": Dense, "dilated": Dilated}
+    fields = dict(data)
+    kind = fields.pop("kind", None)
+    if kind not in kinds:
+        raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(kinds)}")
+    unknown = fields.keys() - kinds[kind].__dataclass_fields__.keys()
+    if unknown:
+        raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(unknown))}")
+    return kinds[kind](**fields)
+
+
+def _positive_ints(name: str, values) -> tuple[int, ...]:
+    if isinstance(values, int):
+        values = (values,)
+    values = tuple(values)
+    if not values:
+        raise ValueError(f"{name} is empty")
+    for x in values:
+        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
+            raise ValueError(f"{name} must hold positive integers, got {x!r}")
+    return values

@@ -1,0 +1,188 @@
+"""The float64 oracle: the one definition that every fast path is judged by, and the error that it is judged with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .patterns import Dense, Pattern
+
+EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
+
+
+def attention(q, k, v, pattern: Pattern, *, causal: bool = False, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Dense float64 ``softmax(scale * q k^T + log M) v``: out (b, n, h, d), lse (b, h, n); differentiable.
+
+    q is (b, n, h, d); k, v are (b, n, h_kv, d) with h a multiple of h_kv; ``scale`` defaults to 1 / sqrt(d).
+    A query that sees no key has out 0, lse -inf and zero gradients. Time and memory grow with n^2.
+
+    >>> from ringlab.patterns import Dense
+    >>> q = torch.zeros(1, 3, 1, 2); v = torch.arange(6.).reshape(1, 3, 1, 2)
+    >>> attention(q, q, v, Dense(), causal=True)[0].flatten().tolist()
+    [0.0, 1.0, 1.0, 2.0, 2.0, 3.0]
+    """
+    n, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    every = torch.arange(n, device=q.device)
+    outs, lses = [], []
+    for h in range(heads):
+        bias = _log_multiplicity(pattern, every, every, h, heads, kv_heads, causal)  # (n, n)
+        kv = h // (heads // kv_heads)
+        q_h, k_h, v_h = q[:, :, h].double(), k[:, :, kv].double(), v[:, :, kv].double()  # (b, n, d)
+        scores = scale * q_h @ k_h.mT + bias  # (b, n, n)
+        dead = (bias == -torch.inf).all(-1)  # (n,)
+        lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(-1)  # (b, n)
+        prob = (scores - lse[..., None]).exp()  # dead rows: exp(-inf) = 0
+        outs.append(prob @ v_h)  # (b, n, d)
+        lses.append(lse.masked_fill(dead, -torch.inf))
+    return torch.stack(outs, 2), torch.stack(lses, 1)
+
+
+def error(x: Tensor, ref: Tensor, floor: float) -> float:
+    """``||x - ref|| / max(||ref||, floor)`` in float64; inf if x is not finite where ref is, or where -inf differs."""
+    x, ref = x.detach().double(), ref.detach().double()
+    finite = torch.isfinite(ref)
+    if not torch.equal(finite, torch.isfinite(x)) or not torch.equal(x[~finite], ref[~finite]):
+        return float("inf")
+    return float((x[finite] - ref[finite]).norm() / max(float(ref[finite].norm()), floor))
+
+
+def gradient_floor(q, k, dout, scale: float | None = None) -> float:
+    """The norm below which a gradient counts as zero: 0.01 ||dO|| max(1, |scale| max(||q||, ||k||) / sqrt(n h))."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    rows = (q.shape[0] * q.shape[1] * q.shape[2]) ** 0.5
+    size = max(float(q.detach().double().norm()), float(k.detach().double().norm())) / rows
+    return 0.01 * float(dout.detach().double().norm()) * max(1.0, abs(scale) * size)
+
+
+def tolerance(q, k, v, dout=None, *, pattern: Pattern | None = None, causal=False, scale=None) -> dict[str, float]:
+    """The error that each result may have: 1e-12 in fp64, 5e-6 in fp32, else twice that of one dense kernel call.
+
+    The dense calls are torch's own ``scaled_dot_product_attention`` in q's dtype, on up to 1024 positions and, given a
+    ``pattern``, on as few rows as its shortest segments keep (few keys cancel more in the gradient); the worst counts.
+    """
+    names = ("out", "lse", "dq", "dk", "dv")
+    if q.dtype in EXACT:
+        return dict.fromkeys(names, EXACT[q.dtype])
+    n, heads = q.shape[1], q.shape[2]
+    sizes = {min(n, 1024)}
+    if pattern is not None:
+        sizes |= {min(n, max(2, b.length // b.rate)) for b in pattern.branches(n, heads, k.shape[2])}
+    calls = [_dense_call_errors(q, k, v, dout, m, causal, scale) for m in sizes if m <= 1024]
+    # A call on a row or two may round nothing at all; storing a result rounds by up to half an epsilon.
+    least = torch.finfo(q.dtype).eps / 2
+    found = {name: max([least, *(2 * c[name] for c in calls)]) for name in ("out", "dq", "dk", "dv")}
+    return found | {"lse": found["out"]}  # kept in fp32: what its products lose is bounded by out's error
+
+
+def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, float]:
+    groups, segments = q.shape[2] // k.shape[2], min(q.shape[1], 1024) // m
+    whole = (q, k, v, torch.randn_like(q) if dout is None else dout)
+    *cut, g = (t[0, : segments * m].detach().unflatten(0, (segments, m)) for t in whole)  # (segments, m, h, d)
+    cut[1:] = [t.repeat_interleave(groups, 2) for t in cut[1:]]
+    low = [t.clone().requires_grad_() for t in cut]
+    out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in low), is_causal=causal, scale=scale)
+    out.backward(g.transpose(1, 2))
+    exact = [t.double().requires_grad_() for t in cut]
+    ref, _ = attention(*exact, Dense(), causal=causal, scale=scale)
+    ref.backward(g.double())
+    floor = gradient_floor(*cut[:2], g, scale)
+    grads = {name: error(a.grad, b.grad, floor) for name, a, b in zip(("dq", "dk", "dv"), low, exact)}
+    return {"out": error(out.transpose(1, 2), ref, 1.0)} | grads
+
+
+def sampled_errors(
+    q, k, v, pattern: Pattern, *, out, lse, causal=False, scale=None, dout=None, grads=None, samples=32, seed=0
+) -> dict[str, float]:
+    """Errors of a result at full size, exact on sampled rows: out, lse and dq by query, dk and dv by key.
+
+    Costs O(samples * n) instead of O(n^2). out (b, n, h, d) and lse (b, h, n) or None; ``grads`` = (dq, dk, dv) for
+    the cotangent ``dout``. dk and dv need the exact softmax of every query that sees a sampled key, so those keys are
+    taken from one random stretch of the sequence, whose queries a segmented pattern shares.
+    """
+    b, n, heads, d = q.shape
+    kv_heads, scale = k.shape[2], d**-0.5 if scale is None else scale
+    generator = torch.Generator().manual_seed(seed)
+    picked = torch.randperm(n, generator=generator)[:samples].to(q.device)
+    rows = torch.unique(torch.cat([picked, torch.tensor([0, n - 1], device=q.device)]))  # (s,)
+    stretch = min(n, 8 * samples)
+    start = int(torch.randint(n - stretch + 1, (1,), generator=generator))
+    cols = start + torch.randperm(stretch, generator=generator)[:samples].sort().values.to(q.device)  # (c,)
+    got: dict[str, list] = {"out": [], "lse": [], "dq": []}
+    want: dict[str, list] = {"out": [], "lse": [], "dq": []}
+    d_k, d_v = (torch.zeros(b, len(cols), kv_heads, d, dtype=torch.float64, device=q.device) for _ in range(2))
+    for i in range(b):
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            q_h, k_h, v_h = q[i, :, h].double(), k[i, :, kv].double(), v[i, :, kv].double()  # (n, d)
+            g_h = None if dout is None else dout[i, :, h].double()  # (n, d)
+            head = (pattern, h, heads, kv_heads, causal, scale)
+            o_r, l_r, dq_r = _query_rows(q_h, k_h, v_h, rows, g_h, head)
+            for name, mine, ref in (
+                ("out", out[i, rows, h], o_r),
+                ("lse", None if lse is None else lse[i, h, rows], l_r),
+                ("dq", None if grads is None else grads[0][i, rows, h], dq_r),
+            ):
+                if mine is not None:
+                    got[name].append(mine.double())
+                    want[name].append(ref)
+            if grads is not None:
+                dk_c, dv_c = _key_columns(q_h, k_h, v_h, cols, g_h, head)
+                d_k[i, :, kv] += dk_c
+                d_v[i, :, kv] += dv_c
+    found = {}
+    for name in got:
+        if got[name]:
+            floor = 1.0 if name != "dq" else gradient_floor(q, k, dout, scale) * (len(rows) / n) ** 0.5
+            found[name] = error(torch.cat(got[name]), torch.cat(want[name]), floor)
+    if grads is not None:
+        floor = gradient_floor(q, k, dout, scale) * (len(cols) / n) ** 0.5
+        found["dk"] = error(grads[1][:, cols], d_k, floor)
+        found["dv"] = error(grads[2][:, cols], d_v, floor)
+    return found
+
+
+def _log_multiplicity(pattern, queries, keys, head, heads, kv_heads, causal) -> Tensor:
+    m = pattern.multiplicity(queries, keys, head=head, heads=heads, kv_heads=kv_heads)  # (q, k)
+    if causal:
+        m = m * (keys[None, :] <= queries[:, None])
+    return m.double().log()
+
+
+def _query_rows(q, k, v, rows, dout, head):
+    """Exact out (s, d), lse (s,), dq (s, d) of one head at query positions ``rows``; q, k, v are (n, d) float64."""
+    pattern, h, heads, kv_heads, causal, scale = head
+    every = torch.arange(len(k), device=k.device)
+    scores = scale * q[rows] @ k.T + _log_multiplicity(pattern, rows, every, h, heads, kv_heads, causal)  # (s, n)
+    lse = scores.logsumexp(-1)  # (s,); -inf for a dead row
+    prob = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp()  # (s, n)
+    out = prob @ v
+    dq = None
+    if dout is not None:
+        g = dout[rows]  # (s, d)
+        dq = scale * (prob * (g @ v.T - (g * out).sum(-1, keepdim=True))) @ k
+    return out, lse, dq
+
+
+def _key_columns(q, k, v, cols, dout, head, block: int = 1024):
+    """Exact dk, dv (s, d) of one head at key positions ``cols``, over all queries in blocks of rows.
+
+    A block with no pair in the sampled columns is skipped before its softmax is computed.
+    """
+    pattern, h, heads, kv_heads, causal, scale = head
+    dk, dv = torch.zeros_like(k[cols]), torch.zeros_like(k[cols])
+    for start in range(0, len(q), block):
+        rows = torch.arange(start, min(start + block, len(q)), device=q.device)
+        bias = _log_multiplicity(pattern, rows, cols, h, heads, kv_heads, causal)  # (block, s)
+        sees = (bias > -torch.inf).any(-1)
+        if not sees.any():
+            continue
+        rows, bias = rows[sees], bias[sees]
+        out, lse, _ = _query_rows(q, k, v, rows, None, head)
+        g = dout[rows]  # (rows, d)
+        prob = (scale * q[rows] @ k[cols].T + bias - lse[:, None]).exp()  # (rows, s)
+        delta = (g * out).sum(-1, keepdim=True)  # (rows, 1)
+        dv += prob.T @ g
+        dk += scale * (prob * (g @ v[cols].T - delta)).T @ q[rows]
+    return dk, dv

@@ -1,0 +1,172 @@
+"""Measure memory: bytes of live tensor storages, and the process's own high-water mark.
+
+Two instruments, because each is blind where the other sees. `LiveStorageTracker` counts tensor storages exactly, page
+by page or not; the high-water mark (Linux) sees everything the process really touched, scratch and libraries included.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PROC = Path("/proc/self")
+# torch.tensor(...) fills its memory out of sight of a dispatch mode and shows it first as the argument of this op.
+_SHOWS_NEW_MEMORY = {torch.ops.aten.lift_fresh.default}
+
+
+def storages(value: object) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that hold a tensor's bytes (a sparse tensor has several; meta and opaque tensors none).
+
+    >>> [s.nbytes() for s in storages(torch.zeros(4, 4)[0])]
+    [64]
+    """
+    if isinstance(value, torch.UntypedStorage):
+        parts = [value]
+    elif not isinstance(value, torch.Tensor):
+        parts = []
+    elif value.layout is torch.strided:
+        parts = [value.untyped_storage()]
+    elif value.layout is torch.sparse_coo:
+        parts = [value._indices().untyped_storage(), value._values().untyped_storage()]
+    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [t.untyped_storage() for t in (value.crow_indices(), value.col_indices(), value.values())]
+    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [t.untyped_storage() for t in (value.ccol_indices(), value.row_indices(), value.values())]
+    else:
+        parts = []
+    yield from (part for part in parts if part.device.type != "meta")
+
+
+class LiveStorageTracker(TorchDispatchMode):
+    """Count the bytes of live tensor storages, and their peak, while torch ops run; each storage counts once.
+
+    A storage counts from the op that made it (or from `register`) until it is really freed, whoever holds it: names,
+    views, saved tensors of a graph. Views and in-place ops add nothing. Memory that existed before and was not
+    registered does not count, unless `count_arguments=True`, which counts every storage an op reads or writes.
+    The backward pass is seen too. Nesting is fine: each tracker sees all ops inside it. Units: bytes.
+
+    Blind spots: scratch inside a kernel and temporaries inside one fused or compiled op; the old copy while `resize_`
+    moves a storage; memory that C++ libraries hold outside torch storages; ops of other Python threads; tensor
+    subclasses that wrap tensors; and two storages over the same memory (`from_numpy` or DLPack twice) count twice.
+    `high_water_bytes` sees those on the CPU. flex_attention fails inside, since torch compiles nothing under a mode.
+
+    >>> x = torch.zeros(1024)
+    >>> with LiveStorageTracker() as tracker:
+    ...     tracker.register(x)
+    ...     y = (x + 1).mul_(2)[::2]
+    >>> tracker.peak_bytes
+    8192
+    """
+
+    def __init__(self, *, count_arguments: bool = False) -> None:
+        super().__init__()
+        self._count_arguments = count_arguments
+        self._lock = threading.RLock()
+        # StorageImpl address -> (weak reference, bytes). The weak reference keeps the address from being given to
+        # another storage for as long as the entry exists; the bytes themselves are freed without regard to it.
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._current = 0
+        self._peak = 0
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of the tracked storages that are alive now."""
+        with self._lock:
+            self._drop_freed()
+            return self._current
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest `current_bytes` that any op or `register` reached."""
+        with self._lock:
+            return self._peak
+
+    def register(self, *tensors: torch.Tensor) -> None:
+        """Count tensors that exist already, such as the inputs; raise TypeError for anything else."""
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"register: expected tensors, got {type(tensor).__name__}")
+        with self._lock:
+            self._drop_freed()
+            for tensor in tensors:
+                self._count(storages(tensor))
+
+    def reset_peak(self) -> None:
+        """Let the peak begin again at what is alive now."""
+        with self._lock:
+            self._drop_freed()
+            self._peak = self._current
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self._lock:
+            # Between two ops memory only shrinks, so the peak is exact if the freed bytes go before the new ones come.
+            self._drop_freed()
+            given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf)}
+            if self._count_arguments:
+                self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf))
+        out = func(*args, **kwargs)
+        if func in _SHOWS_NEW_MEMORY:
+            given = {}
+        with self._lock:
+            made = (s for leaf in tree_leaves(out) for s in storages(leaf))
+            # An output that shares an argument's unregistered storage is a view of foreign memory, unless it grew.
+            self._count(s for s in made if s._cdata in self._live or given.get(s._cdata, -1) < s.nbytes())
+        return out
+
+    def _count(self, found: Iterator[torch.UntypedStorage]) -> None:
+        for storage in found:
+            key, size = storage._cdata, storage.nbytes()
+            reference, counted = self._live.get(key) or (StorageWeakRef(storage), 0)
+            if size != counted:  # new, or resized in place
+                self._live[key] = (reference, size)
+                self._current += size - counted
+        self._peak = max(self._peak, self._current)
+
+    def _drop_freed(self) -> None:
+        # The storages' Python objects come and go while the memory stays, so only the C++ weak count tells.
+        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+            self._current -= self._live.pop(key)[1]
+
+
+def reset_high_water() -> bool:
+    """Begin the process's high-water mark again at its present resident size; False where that is not possible.
+
+    Linux: writes 5 to /proc/self/clear_refs, see proc(5).
+
+    >>> reset_high_water() in (True, False)
+    True
+    """
+    try:
+        (_PROC / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return high_water_bytes() is not None
+
+
+def high_water_bytes() -> int | None:
+    """Largest resident size in bytes since start or `reset_high_water`; None where the system does not tell.
+
+    It is VmHWM of proc(5): pages really touched, all threads, everything in the process, kept by the kernel to within
+    a fraction of a MiB. It sees no GPU memory.
+    """
+    return _status("VmHWM")
+
+
+def resident_bytes() -> int | None:
+    """Resident size of the process in bytes now (VmRSS of proc(5)); None where the system does not tell."""
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int | None:
+    try:
+        text = (_PROC / "status").read_text()
+    except OSError:
+        return None
+    found = re.search(rf"^{field}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,58 @@
+#!/bin/sh
+# Builds .venv at the top of the checkout from pyproject.toml and constraints.txt; the Makefile calls it: setup.sh STAMP.
+# Reads PYTHON (default python3) and TORCH_INDEX (default: PyPI's build, or cu126 where the GPU is older than Turing).
+set -eu
+cd "$(dirname "$0")/.."
+stamp=$1
+PYTHON=${PYTHON:-python3}
+TORCH_INDEX=${TORCH_INDEX:-}
+log=.venv/setup.log
+
+die() { echo "ringlab: $*" >&2; exit 1; }
+
+version=$($PYTHON -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) ||
+    die "'$PYTHON' is not a working Python; name one: make PYTHON=/path/to/python3.11"
+$PYTHON -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    die "Python 3.11 or newer is needed, '$PYTHON' is $version; name another: make PYTHON=/path/to/python3.11"
+$PYTHON -c 'import venv, ensurepip' 2>/dev/null ||
+    die "'$PYTHON' has no venv module; install it (Debian, Ubuntu: apt install python3-venv) or name another Python: make PYTHON=..."
+
+# CUDA 13 builds of torch hold no kernels below compute capability 7.5; the CUDA 12.6 build still does.
+if [ -z "$TORCH_INDEX" ] && command -v nvidia-smi >/dev/null 2>&1; then
+    oldest=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d ' \r' | grep -E '^[0-9]+\.[0-9]+$' | sort -n | head -n 1) || true
+    case $oldest in
+        [1-6].* | 7.[0-4])
+            TORCH_INDEX=cu126
+            echo "ringlab: this GPU has compute capability $oldest, so torch comes as its CUDA 12.6 build (TORCH_INDEX=cu126)" ;;
+    esac
+fi
+
+if ls .venv/.ready-* >/dev/null 2>&1; then
+    echo "ringlab: bringing .venv up to date (log in $log)"
+else
+    echo "ringlab: setting up .venv with Python $version (about 2 minutes, once; log in $log)"
+fi
+# A log without a stamp is a set-up that did not finish: start again from nothing. Another .venv is kept and added to.
+clear=
+if [ -e "$log" ] && ! ls .venv/.ready-* >/dev/null 2>&1; then clear=--clear; fi
+.venv/bin/python -c pass 2>/dev/null || clear=--clear
+rm -f .venv/.ready-*
+failure=$($PYTHON -m venv $clear .venv 2>&1) || { rm -rf .venv; die "'$PYTHON -m venv .venv' failed: $(echo "$failure" | tail -n 1)"; }
+: >"$log"
+
+# Byte code is written on first import instead of for all packages: set-up halves.
+pip() { .venv/bin/python -m pip "$@" --no-compile --no-input --disable-pip-version-check --progress-bar off -c lib/constraints.txt >>"$log" 2>&1; }
+fail() {
+    grep -v '^WARNING' "$log" | tail -n 12 >&2
+    die "set-up failed${1:+: $1}; the whole log is $log"
+}
+
+if [ -n "$TORCH_INDEX" ]; then
+    url=https://download.pytorch.org/whl/$TORCH_INDEX
+    torch=$(sed -n 's/^torch==//p' lib/constraints.txt)
+    pip install --extra-index-url "$url" "torch==$torch+$TORCH_INDEX" || fail "torch==$torch+$TORCH_INDEX is not to be had from $url"
+    # PyPI's xformers fits CUDA 12 alone; take the build that matches torch where that index has one.
+    case $TORCH_INDEX in cu*) pip install --no-deps --index-url "$url" xformers || echo "ringlab: no xformers on $url; PyPI's is used" >>"$log" ;; esac
+fi
+pip install -e './lib[report,lab,gpu,test]' || fail
+echo "$TORCH_INDEX" >"$stamp"

@@ -1,0 +1,58 @@
+import random
+
+import pytest
+import torch
+from ringlab import Dense, Dilated, cost
+from ringlab.patterns import MIXINGS, OFFSETS
+
+
+def test_pairs_equal_the_multiplicity_matrix():
+    rng = random.Random(0)
+    for _ in range(150):
+        n, kv_heads = rng.randint(1, 60), rng.randint(1, 4)
+        heads = kv_heads * rng.choice([1, 2])
+        lengths = [rng.randint(1, 70) for _ in range(rng.randint(1, 3))]
+        p = Dilated(lengths, [rng.randint(1, w) for w in lengths], rng.choice(MIXINGS), rng.choice(OFFSETS))
+        causal, x = rng.random() < 0.5, torch.arange(n)
+        m = torch.stack([p.multiplicity(x, x, head=h, heads=heads, kv_heads=kv_heads) for h in range(heads)])
+        m = m * (x[None] <= x[:, None]) if causal else m
+        assert cost.count_pairs(p, n, heads, kv_heads, causal) == (int(m.sum()), int((m > 0).sum())), p
+
+
+@pytest.mark.parametrize(
+    "pattern, share", [(Dilated([2048, 4096, 8192], [1, 2, 4]), 0.786), (Dilated([2048, 4096], [1, 2]), 0.833)]
+)
+def test_folding_share(pattern, share):
+    pairs, distinct = cost.count_pairs(pattern, 16384, 8)
+    assert round(distinct / pairs, 3) == share
+
+
+def test_flops_and_bytes_by_hand():
+    shape = dict(batch=2, seq_len=64, heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+    forward = cost.estimate(Dense(), **shape)
+    assert forward.pairs == 2 * 4 * 64 * 64
+    assert forward.flops == forward.folded_flops == 4 * 16 * forward.pairs
+    assert forward.floor_bytes == 2 * 64 * 16 * (4 + 2 + 2 + 4) * 2
+    both = cost.estimate(Dense(), **shape, passes="fwd+bwd")
+    assert both.flops == 14 * 16 * forward.pairs  # two products forward, five backward
+    assert both.floor_bytes == 2 * forward.floor_bytes
+    causal = cost.estimate(Dense(), **shape, causal=True)
+    assert causal.pairs == 2 * 4 * 64 * 65 // 2
+
+
+def test_published_configuration():
+    """Document 000: 8192 tokens, 8 heads of 64 in two groups: 25.8 GFLOP, so at least 2.9 ms at 8.87 TFLOP/s."""
+    c = cost.estimate(
+        Dilated([2048, 4096], [1, 2], "head_groups", "branch"),
+        batch=1, seq_len=8192, heads=8, head_dim=64, dtype=torch.float32,
+    )  # fmt: skip
+    assert c.flops == 4 * 64 * (4 * 4 * 2048**2 + 4 * 2 * 2048**2)
+    assert c.floor_bytes == 64 * 2**20
+    assert c.seconds(8.87e12, 320e9) == pytest.approx(2.905e-3, rel=1e-3)
+    assert c.seconds(None, 320e9) == c.floor_bytes / 320e9
+    assert c.seconds(None, None) == 0.0
+
+
+def test_unknown_passes():
+    with pytest.raises(ValueError, match="unknown passes 'bwd'"):
+        cost.estimate(Dense(), batch=1, seq_len=1, heads=1, head_dim=1, dtype=torch.float32, passes="bwd")

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from ringlab import Dense, Dilated, attention, reference
+from torch.nn import functional as F
+
+
+def tensors(n=40, heads=4, kv_heads=2, d=8, dtype=torch.float64):
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, n, h, d, dtype=dtype) for h in (heads, kv_heads, kv_heads))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_equals_torch(causal):
+    q, k, v = tensors()
+    out, lse = reference.attention(q, k, v, Dense(), causal=causal)
+    bhnd = [t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))]
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(*bhnd, is_causal=causal).transpose(1, 2))
+    scores = bhnd[0] @ bhnd[1].mT / 8**0.5
+    scores = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf) if causal else scores
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_a_key_shown_twice_counts_twice():
+    """M = 2 equals writing the key and its value down twice."""
+    q, k, v = (t[:1, :4, :1] for t in tensors(kv_heads=4))
+    out, _ = reference.attention(q, k, v, Dilated([4, 4], [1, 2]))
+    rows = torch.tensor([0, 1, 2, 3, 0, 2])  # for a selected query: every key, and the selected ones again
+    twice = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q[:, ::2], k[:, rows], v[:, rows])))
+    torch.testing.assert_close(out[:, ::2], twice.transpose(1, 2))
+    once = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q[:, 1::2], k, v)))
+    torch.testing.assert_close(out[:, 1::2], once.transpose(1, 2))
+
+
+def test_dead_rows_are_zero_with_zero_gradient():
+    q, k, v = (t.requires_grad_() for t in tensors(n=12))
+    out, lse = reference.attention(q, k, v, Dilated([4], [2]))
+    dead = (torch.arange(12) % 4 % 2)[None, :] != (torch.arange(4) % 2)[:, None]  # (h, n)
+    assert bool((lse[:, dead] == -torch.inf).all()) and bool((lse[:, ~dead] > -torch.inf).all())
+    assert bool((out.transpose(1, 2)[:, dead] == 0).all())
+    dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert bool((dq.transpose(1, 2)[:, dead] == 0).all())
+    assert all(bool(torch.isfinite(g).all()) for g in (dq, dk, dv))
+
+
+def test_values_of_one_give_one():
+    q, k, _ = tensors()
+    out, lse = reference.attention(q, k, torch.ones_like(k), Dilated([16, 32], [1, 2]), causal=True)
+    torch.testing.assert_close(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Dilated([16, 32], [1, 2]), Dilated([10], [3], "head_groups")])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sampled_errors_find_what_the_full_oracle_finds(pattern, causal):
+    q, k, v = (t.float().requires_grad_() for t in tensors(n=200))
+    dout = torch.randn(2, 200, 4, 8)
+    out, lse = attention(q, k, v, pattern, causal=causal, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    common = dict(causal=causal, out=out, lse=lse, dout=dout, grads=grads, samples=20)
+    found = reference.sampled_errors(q, k, v, pattern, **common)
+    assert set(found) == {"out", "lse", "dq", "dk", "dv"} and max(found.values()) < 5e-6
+    broken = dict(common, out=1.01 * out, lse=lse + 0.01, grads=[1.01 * g for g in grads])
+    found = reference.sampled_errors(q, k, v, pattern, **broken)
+    assert found["out"] == pytest.approx(0.01, rel=0.01) and found["dk"] == pytest.approx(0.01, rel=0.01)
+    assert found["dq"] == pytest.approx(0.01, rel=0.01) and found["dv"] == pytest.approx(0.01, rel=0.01)
+    assert found["lse"] > 1e-3
+    zero = dict(common, out=torch.zeros_like(out), grads=[torch.zeros_like(g) for g in grads])
+    assert min(reference.sampled_errors(q, k, v, pattern, **zero)[n] for n in ("out", "dq", "dk", "dv")) > 0.5
+
+
+def test_error_is_infinite_for_the_wrong_infinities():
+    good = torch.tensor([1.0, -torch.inf])
+    assert reference.error(good, good, 1.0) == 0
+    assert reference.error(torch.tensor([1.0, 0.0]), good, 1.0) == torch.inf
+    assert reference.error(torch.tensor([1.0, torch.inf]), good, 1.0) == torch.inf
+    assert reference.error(torch.tensor([torch.nan, -torch.inf]), good, 1.0) == torch.inf
+
+
+def test_tolerance():
+    q, k, v = tensors(dtype=torch.float32)
+    assert set(reference.tolerance(q, k, v).values()) == {5e-6}
+    low = reference.tolerance(*(t.bfloat16() for t in (q, k, v)), pattern=Dilated([16], [4]))
+    assert all(2e-3 < x < 2e-2 for x in low.values())
