@@ -21,6 +21,7 @@ REFUSED = {
     "dropout": "attention dropout is not supported",
     "dropout_p": "attention dropout is not supported",
     "is_causal": "write causal=True",
+    **dict.fromkeys(("group", "scheme", "layout"), "attention runs on one device"),
 }
 
 

@@ -47,23 +47,27 @@ def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, poo
             out.zero_()
             lse.fill_(-torch.inf)
     for inside, calls in plan.blocks:
+        calls = [c for c in calls if c is not first]
         for start, stop in _tiles(n, plan.period if narrow else n):
             with _accumulators((out,), (inside,), start, stop, narrow, not plan.covered, pool) as (accs, origins):
                 for call in calls:
                     segments = call.within(start, stop)
-                    if call is first or not segments:
-                        continue
-                    views = _views(call, segments, (q, k, v, lse), kv=(1, 2))
-                    views.append(call.view(accs[0], segments, origin=origins[0]))
-                    for q_p, k_p, v_p, l_p, o_p in _pieces(views):
-                        o, l = kernel.forward(q_p, k_p, v_p, causal, scale)
-                        l_p = l_p.squeeze(-1).transpose(1, 2)  # (b', h, m)
-                        if call.first:
-                            o_p.copy_(o)
-                            l_p.copy_(l)
-                        else:
-                            merge_(o_p, l_p, o, l)
+                    if segments:
+                        into = call.view(lse, segments), call.view(accs[0], segments, origin=origins[0])
+                        _add_forward(call, segments, (q, k, v), into, causal, scale, kernel)
     return out, lse.squeeze(-1).transpose(1, 2)
+
+
+def _add_forward(call, segments: range, reads, into, causal: bool, scale: float, kernel: Kernel) -> None:
+    """Run the call on its views of q, k, v, piece by piece, and write or merge it ``into`` views of lse and out."""
+    for q, k, v, lse, out in _pieces([*_views(call, segments, reads, kv=(1, 2)), *into]):  # (b', m, h, d)
+        o, l = kernel.forward(q, k, v, causal, scale)
+        lse = lse.squeeze(-1).transpose(1, 2)  # (b', h, m)
+        if call.first:
+            out.copy_(o)
+            lse.copy_(l)
+        else:
+            merge_(out, lse, o, l)
 
 
 def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool):
@@ -80,32 +84,37 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
     else:
         first = None
         grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        if not plan.covered or group > 1:
+        if not (plan.covered and group == 1):
             for g in grads:
                 g.zero_()
     for inside, calls in plan.blocks:
+        calls = [c for c in calls if c is not first]
         kv_inside = range(inside.start // group, -(-inside.stop // group))
         ranges = (inside, kv_inside, kv_inside)
         for start, stop in _tiles(n, plan.period if narrow else n):
             with _accumulators(grads, ranges, start, stop, narrow, True, pool) as (accs, origins):
                 for call in calls:
                     segments = call.within(start, stop)
-                    if call is first or not segments:
-                        continue
-                    views = _views(call, segments, reads, kv=(2, 3))
-                    views += [call.view(a, segments, kv=i > 0, origin=o) for i, (a, o) in enumerate(zip(accs, origins))]
-                    for *read, dq_p, dk_p, dv_p in _pieces(views):
-                        dq, dk, dv = _call_backward(kernel, read, causal, scale)
-                        write = dq_p.copy_ if call.first and not narrow else dq_p.add_
-                        write(dq)
-                        for into, grad in ((dk_p, dk), (dv_p, dv)):
-                            if group == 1 and call.first and not narrow:
-                                into.copy_(grad)
-                            elif call.shares_kv:
-                                into[:, :, :1].add_(grad.to(into.dtype).sum(2, keepdim=True))
-                            else:
-                                into.add_(grad)
+                    if segments:
+                        into = [
+                            call.view(acc, segments, kv=i > 0, origin=origin)
+                            for i, (acc, origin) in enumerate(zip(accs, origins))
+                        ]
+                        alone = call.first and group == 1 and not narrow  # nothing else wrote these rows before
+                        _add_backward(call, segments, reads, into, alone, causal, scale, kernel)
     return grads
+
+
+def _add_backward(call, segments: range, reads, into, alone: bool, causal: bool, scale: float, kernel: Kernel) -> None:
+    """Run the call's backward on its views of (dout, q, k, v, out, lse) and add it ``into`` views of dq, dk, dv."""
+    for *read, dq, dk, dv in _pieces([*_views(call, segments, reads, kv=(2, 3)), *into]):  # (b', m, h, d)
+        for i, (result, grad) in enumerate(zip((dq, dk, dv), _call_backward(kernel, read, causal, scale))):
+            if alone:
+                result.copy_(grad)
+            elif i > 0 and call.shares_kv:
+                result[:, :, :1].add_(grad.to(result.dtype).sum(2, keepdim=True))
+            else:
+                result.add_(grad)
 
 
 def _call_backward(kernel: Kernel, reads, causal: bool, scale: float):

@@ -25,8 +25,8 @@ class Xformers:
 
     def refuses(self, device, dtype, head_dim):
         return (
-            _missing("xformers.ops.fmha", "xformers")
-            or needs_cuda(device, (5, 0))
+            needs_cuda(device, (5, 0))
+            or _missing("xformers.ops.fmha", "xformers")
             or wants_dtype(dtype, (torch.float32, *HALF))
         )
 
@@ -60,8 +60,8 @@ class FlashAttn2:
         if head_dim > 256 or head_dim % 8:
             return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
         return (
-            _missing("flash_attn.flash_attn_interface", "flash-attn")
-            or needs_cuda(device, (8, 0))
+            needs_cuda(device, (8, 0))
+            or _missing("flash_attn.flash_attn_interface", "flash-attn")
             or wants_dtype(dtype, HALF)
         )
 
@@ -94,8 +94,8 @@ class FlashAttn3:
         if head_dim > 256 or head_dim % 8:
             return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
         return (
-            _missing("flash_attn_interface", "flash-attn 3")
-            or needs_cuda(device, (9, 0), (9, 0))
+            needs_cuda(device, (9, 0), (9, 0))
+            or _missing("flash_attn_interface", "flash-attn 3")
             or wants_dtype(dtype, HALF)
         )
 

@@ -1,0 +1,182 @@
+"""What is measured, named so that two runs agree on it: a point, a group of points, and the result of one point."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from .. import patterns
+from ..cost import PASSES
+
+STATUSES = ("ok", "incorrect", "oom", "unsupported", "timeout", "crashed", "suspect")
+
+
+def digest(value, length: int = 16) -> str:
+    """The first hex digits of the sha256 of a JSON value in canonical form.
+
+    >>> digest({"b": 1, "a": [2]}) == digest({"a": [2], "b": 1})
+    True
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing to measure: a system on tensors (batch, seq_len, heads, head_dim), by value and hashable.
+
+    ``system`` is a name in ``systems.SYSTEMS`` or an entry ``"module:function"``; ``pattern`` a ringlab pattern or its
+    dictionary; ``dtype`` a name as "float32"; ``passes`` "fwd" or "fwd+bwd"; ``options`` what the system takes besides.
+
+    >>> p = Point("ringlab", patterns.Dilated([2, 4], [1, 2]), seq_len=64, options={"gather": True})
+    >>> p.label()
+    'ringlab gather=True, dilated [2, 4] / [1, 2], n=64 float32 fwd'
+    >>> len(p.id), p == Point.from_dict(p.to_dict())
+    (16, True)
+    """
+
+    system: str
+    pattern: dict
+    batch: int = 1
+    seq_len: int = 8192
+    heads: int = 8
+    kv_heads: int | None = None
+    head_dim: int = 64
+    dtype: str = "float32"
+    causal: bool = False
+    passes: str = "fwd"
+    world_size: int = 1
+    options: tuple = ()
+
+    def __post_init__(self):
+        given = self.pattern
+        pattern = patterns.from_dict(given) if isinstance(given, Mapping) else given
+        options = dict(self.options)  # a mapping or pairs
+        set_ = object.__setattr__
+        set_(self, "pattern", pattern.to_dict())
+        set_(self, "options", tuple(sorted(options.items())))
+        set_(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
+        set_(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.passes not in PASSES:
+            raise ValueError(f"unknown passes {self.passes!r}; known: {', '.join(PASSES)}")
+        for name in ("batch", "seq_len", "heads", "kv_heads", "head_dim", "world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def __hash__(self):
+        return hash(self.id)
+
+    @property
+    def id(self) -> str:
+        return digest(self.to_dict())
+
+    def to_dict(self) -> dict:
+        return asdict(self) | {"options": dict(self.options)}
+
+    @classmethod
+    def from_dict(cls, data: dict) -> Point:
+        return cls(**data)
+
+    def but(self, **changes) -> Point:
+        """The same point with some fields changed."""
+        return replace(self, **changes)
+
+    def label(self) -> str:
+        """One line for a terminal or a legend."""
+        options = "".join(f" {k}={v}" for k, v in self.options)
+        if self.system == "sgemm":
+            return f"sgemm {self.seq_len}"
+        tail = f"{self.dtype}{' causal' if self.causal else ''} {self.passes}"
+        shape = f"b={self.batch} " if self.batch > 1 else ""
+        return f"{self.system}{options}, {patterns.from_dict(self.pattern)}, {shape}n={self.seq_len} {tail}"
+
+
+def sgemm(size: int = 2048) -> Point:
+    """The pseudo-system that multiplies two (size, size) fp32 matrices: the matmul rate of the run it stands in."""
+    return Point("sgemm", patterns.Dense(), seq_len=size, heads=1, head_dim=size)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The points that one worker process runs; interleaved, they take turns sample by sample, so ratios are paired.
+
+    ``timed=False`` checks the points and takes their memory, and no time.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    interleave: bool = True
+    timed: bool = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "points", tuple(self.points))
+        if not self.points:
+            raise ValueError(f"group {self.name!r} has no points")
+        if len({p.id for p in self.points}) < len(self.points):
+            raise ValueError(f"group {self.name!r} holds a point twice")
+
+    def composition(self, point: Point) -> str:
+        """What else the point's samples depend on: all points of its group if they are interleaved, else itself."""
+        members = [p.id for p in self.points] if self.interleave else [point.id]
+        return digest([members, self.timed], 12)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known of one point after a run; times in seconds, memory in bytes.
+
+    ``seconds`` holds one time per sample in the order of the rounds, ``run`` names the process that took them (two
+    results of one run and an interleaved group are paired), ``final`` is false where trying again may help.
+    ``share`` is useful FLOPs per second as a fraction of the rate of the group's sgemm.
+    """
+
+    point: Point
+    group: str
+    status: str
+    reason: str = ""
+    seconds: tuple[float, ...] = ()
+    median: float | None = None
+    q1: float | None = None
+    q3: float | None = None
+    ci: tuple[float, float] | None = None
+    unstable: bool = False
+    loops: int = 1
+    warmups: int = 0
+    errors: dict = field(default_factory=dict)
+    tolerance: dict = field(default_factory=dict)
+    memory: dict = field(default_factory=dict)
+    cost: dict = field(default_factory=dict)
+    bound_seconds: float | None = None
+    share: float | None = None
+    provenance: dict = field(default_factory=dict)
+    rehearsal: bool = False
+    run: str = ""
+    composition: str = ""
+    interleaved: bool = False
+    final: bool = True
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.point.batch * self.point.seq_len / self.median if self.median else None
+
+    def option(self, name: str, default=None):
+        return dict(self.point.options).get(name, default)
+
+
+def select(results, group: str | None = None, **fields) -> list[Result]:
+    """Results of ``group`` whose point has these fields; ``options`` is matched key by key.
+
+    >>> r = Result(sgemm(), "g", "ok")
+    >>> select([r], "g", system="sgemm") == [r], select([r], options={"pool": True})
+    (True, [])
+    """
+    wanted = dict(fields.pop("options", {}))
+    return [
+        r
+        for r in results
+        if (group is None or r.group == group)
+        and all(getattr(r.point, k) == v for k, v in fields.items())
+        and all(r.option(k) == v for k, v in wanted.items())
+    ]

@@ -1,0 +1,147 @@
+"""Where a row comes from: code, versions, machine and its state. No host name, no user name, no path."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import torch
+
+from .. import __version__, hardware
+
+PACKAGE = Path(__file__).resolve().parent.parent
+OUTSIDE_ENGINE = ("measure", "report", "cli.py", "__main__.py")
+METHOD = ("systems", "baselines", "timing", "worker", "stats")
+SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
+# Rows count as done only where all of these agree.
+KEY = ("engine", "method", "torch", "device", "device_name", "machine", "threads")
+
+
+def code_hash(paths, root: Path) -> str:
+    """12 hex digits over Python files: their code, without comments, docstrings and layout.
+
+    The syntax tree is written out by hand because ``ast.dump`` differs between Python versions.
+    """
+    sha = hashlib.sha256()
+    for path in sorted(paths):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        sha.update(f"{path.relative_to(root).as_posix()}\n{_written(tree)}\n".encode())
+    return sha.hexdigest()[:12]
+
+
+def _written(node) -> str:
+    if isinstance(node, list):
+        return f"[{','.join(map(_written, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        first = node.body[0] if node.body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            fields["body"] = node.body[1:]
+    return f"{type(node).__name__}({','.join(f'{k}={_written(v)}' for k, v in fields.items())})"
+
+
+@functools.cache
+def engine_hash(package: Path = PACKAGE) -> str:
+    """Hash of the engine (floors 0 to 3): every module of the package but measuring, reports and the command line."""
+    files = (p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in OUTSIDE_ENGINE)
+    return code_hash(files, package)
+
+
+@functools.cache
+def method_hash(package: Path = PACKAGE) -> str:
+    """Hash of what decides how a point is measured: its systems, inputs, timing and statistics."""
+    return code_hash((package / "measure" / f"{name}.py" for name in METHOD), package)
+
+
+@functools.cache
+def machine_id() -> str:
+    """12 hex digits that name this machine and tell nothing about it."""
+    try:
+        name = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        name = ""
+    node = uuid.getnode()
+    if not name:  # getnode() without a network card is random, and then has its lowest bit of the first octet set
+        name = f"{node:x}" if not node >> 40 & 1 else platform.node()
+    return hashlib.sha256(f"{SALT}:{name}".encode()).hexdigest()[:12]
+
+
+def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
+    """(commit, dirty) of the checkout that holds this package, reports/ aside; ("unknown", "unknown") outside one."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(package), *arguments], capture_output=True, text=True, timeout=20, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    top = git("rev-parse", "--show-toplevel")
+    ours = top is not None and git("ls-files", "--error-unmatch", str(package / "patterns.py")) is not None
+    commit = git("rev-parse", "HEAD") if ours else None
+    if commit is None:
+        return "unknown", "unknown"
+    changed = git("status", "--porcelain", "--", top, ":(exclude,top)reports")
+    return commit, bool(changed) if changed is not None else "unknown"
+
+
+def threads() -> int:
+    """The physical cores that this process may run on, at most what its control group grants: one thread each."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = set()
+    for core in cores:
+        try:
+            path = f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+            siblings.add(Path(path).read_text().strip())
+        except OSError:
+            siblings.add(str(core))
+    quota = hardware.detect().cpu_quota
+    return max(1, min(len(siblings), int(quota) if quota else len(siblings)))
+
+
+def collect(device: str) -> dict:
+    """Everything that stays the same during a run on ``device`` ("cpu" or "cuda")."""
+    machine = hardware.detect()
+    commit, dirty = git_state()
+    on_gpu = torch.device(device).type == "cuda"
+    gpu = machine.gpus[0] if on_gpu and machine.gpus else None
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "ringlab": __version__,
+        "engine": engine_hash(),
+        "method": method_hash(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "driver": gpu.driver if gpu else None,
+        "device": torch.device(device).type,
+        "device_name": gpu.name if gpu else machine.cpu_model,
+        "device_memory_bytes": gpu.memory_bytes if gpu else machine.ram_bytes,
+        "cpu": machine.cpu_model,
+        "cpu_capability": machine.cpu_capability,
+        "threads": threads(),
+        "machine": machine_id(),
+    }
+
+
+def moment() -> dict:
+    """What changes from group to group: UTC time and the load average of the last minute."""
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_average": load}
+
+
+def key(provenance: dict) -> tuple:
+    """What must agree for a row to count as done."""
+    return tuple(provenance.get(name) for name in KEY)

@@ -1,0 +1,156 @@
+"""The rows: one file, samples.jsonl, to which every measurement is appended as it comes.
+
+Schema 1, one JSON object a line. Every row has ``schema``, ``kind``, ``run`` (one worker process), ``point`` (its id)
+and ``rehearsal``. Non-finite numbers are written as strings ("inf").
+
+    point   an attempt begins: ``group``, ``label``
+    sample  one time: ``round``, ``seconds`` for one call, ``loops`` calls that were timed together
+    result  an attempt ended: all of ``points.Result`` but ``seconds``, which are the ``samples`` rows of this run and
+            point; ``definition`` is the point in full, ``duration`` the seconds spent on it, warm-up and check included
+
+A line that cannot be read is skipped with one line of warning; a result whose samples are not all there does not count.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from .points import Point, Result
+from .provenance import key
+
+SCHEMA = 1
+NAME = "samples.jsonl"
+
+
+class Busy(RuntimeError):
+    """Another process is measuring into the same folder."""
+
+
+class Store:
+    """Appends rows to ``folder``/samples.jsonl, one writer at a time; creates the folder, or raises OSError."""
+
+    def __init__(self, folder: Path | str):
+        self.path = Path(folder) / NAME
+
+    def __enter__(self) -> Store:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.path, "a+b")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            raise Busy(f"{self.path.parent} is in use by another measurement; wait for it or stop it") from None
+        size = self.file.seek(0, os.SEEK_END)
+        if size:
+            self.file.seek(size - 1)
+            if self.file.read(1) != b"\n":  # the last writer died in the middle of a line
+                self.file.write(b"\n")
+        return self
+
+    def __exit__(self, *_):
+        try:
+            self.file.close()
+        except OSError:  # what could not be flushed was reported when it was written
+            pass
+
+    def append(self, **row) -> None:
+        """Write one row through to the file."""
+        line = json.dumps({"schema": SCHEMA, **_plain(row)}, allow_nan=False)
+        self.file.write(line.encode() + b"\n")
+        self.file.flush()
+        if row["kind"] == "result":
+            os.fsync(self.file.fileno())
+
+
+def warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def read(folder: Path | str, warn: Callable[[str], None] = warn) -> list[Result]:
+    """All complete results in the order of the file; [] where there is none yet."""
+    path = Path(folder) / NAME
+    if not path.exists():
+        return []
+    samples: dict[tuple, list] = {}
+    results, bad = [], []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if row["schema"] != SCHEMA:
+                    continue
+                if row["kind"] == "sample":
+                    samples.setdefault((row["run"], row["point"]), []).append((row["round"], float(row["seconds"])))
+                elif row["kind"] == "result":
+                    taken = samples.pop((row["run"], row["point"]), [])
+                    result = _result(row, taken)
+                    if result is None:
+                        bad.append(number)
+                    else:
+                        results.append(result)
+            except (ValueError, KeyError, TypeError):
+                bad.append(number)
+    if bad:
+        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+        warn(f"{path}: skipped {len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})")
+    return results
+
+
+def load(folder: Path | str, *, prefer: dict | None = None, warn: Callable[[str], None] = warn) -> list[Result]:
+    """The newest result of each point in each group; of an interleaved group only those measured in its newest make-up.
+
+    With ``prefer`` (a provenance) results of that engine, torch, device and machine come before newer ones of others.
+    """
+    return latest(read(folder, warn), prefer)
+
+
+def latest(results: list[Result], prefer: dict | None = None) -> list[Result]:
+    if prefer is not None:
+        results = sorted(results, key=lambda r: key(r.provenance) == key(prefer))  # stable: the newest stay last
+    make_up = {r.group: r.composition for r in results if r.interleaved}
+    found: dict[tuple, Result] = {}
+    for r in results:
+        if r.interleaved and r.composition != make_up[r.group]:
+            continue
+        found.pop((r.group, r.point.id), None)
+        found[r.group, r.point.id] = r
+    return list(found.values())
+
+
+def result_row(result: Result, duration: float) -> dict:
+    """The fields of a result as a row."""
+    row = {f.name: getattr(result, f.name) for f in fields(Result) if f.name not in ("seconds", "point")}
+    row |= {"kind": "result", "point": result.point.id, "definition": result.point.to_dict()}
+    return row | {"samples": len(result.seconds), "duration": round(duration, 3)}
+
+
+def _result(row: dict, taken: list) -> Result | None:
+    point = Point.from_dict(row["definition"])
+    rounds = sorted(taken) if row["samples"] else []  # a point that failed late left samples that count for nothing
+    if point.id != row["point"] or [r for r, _ in rounds] != list(range(row["samples"])):
+        return None
+    names = {f.name for f in fields(Result)} - {"point", "seconds"}
+    given = {k: v for k, v in row.items() if k in names}
+    for k in ("errors", "tolerance"):
+        given[k] = {name: float(x) for name, x in given[k].items()}
+    given["ci"] = tuple(given["ci"]) if given["ci"] else None
+    return Result(point=point, seconds=tuple(s for _, s in rounds), **given)
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,82 @@
+"""Every kernel with what it says of this machine, and what its rules say of a profile whose GPU is absent."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+
+from .. import hardware, kernels
+from ..kernels import base, torch_cuda
+from .tables import Cell, Table
+
+WORDS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+REFUSED = Cell("refused", kind="none")
+
+
+def probed(device: str, stamp: str, times: dict[str, str], dense: str, head_dim: int = 64) -> Table:
+    """Every kernel called on a tiny tensor here, forward and backward, by dtype; ``times`` of those that were timed."""
+    found = {name: kernels.table(device, getattr(torch, name), head_dim, backward=True) for name in WORDS}
+    rows = []
+    for kernel, *_ in found["float32"]:
+        row, reasons = [kernel], {}
+        for name, word in WORDS.items():
+            _, ok, why, chosen = next(x for x in found[name] if x[0] == kernel)
+            row.append(Cell("chosen" if chosen else "runs", kind="good" if chosen else "") if ok else REFUSED)
+            reasons[word] = why
+        rows.append([*row, times.get(kernel), _why(reasons)])
+    here = "GPU" if device == "cuda" else "CPU"
+    return Table(
+        f"Kernels on this {here}, in order of preference",
+        ["Kernel", *WORDS.values(), ">Time (ms)", "Why refused"],
+        [*rows, ["Dense SDPA", None, None, None, dense, None]],
+        stamp=stamp,
+        note="Each was called on a tiny tensor, forward and backward, and compared with float64. Times are of the "
+        "document's forward with all optimizations; dense SDPA is another function.",
+    )
+
+
+def recorded(rows: list[list], stamp: str) -> Table:
+    """What each kernel did on a GPU that is not here now, from its rows."""
+    columns = ["Kernel", "dtype", ">Time (ms)", ">Error", "Why not quoted"]
+    return Table("Kernels, as recorded on that device", columns, rows, stamp=stamp)
+
+
+def by_rule(profile, stamp: str, head_dim: int = 64) -> Table:
+    """What each kernel would say on the profile's compute capability: by its rules, not by a call."""
+    rows = []
+    device = torch.device("cuda", 0)
+    with pretending(profile.capability):
+        for name in kernels.order(device):
+            kernel = kernels.KERNELS[name]
+            reasons = {word: kernel.refuses(device, getattr(torch, dtype), head_dim) for dtype, word in WORDS.items()}
+            rows.append([name, *(REFUSED if why else "allowed" for why in reasons.values()), _why(reasons)])
+    return Table(
+        f"Kernels on {profile.title} ({hardware.sm(profile.capability)}), by their rules",
+        ["Kernel", *WORDS.values(), "Why refused"],
+        rows,
+        stamp=stamp,
+        note="Computed from each kernel's stated needs; nothing was called on that device.",
+    )
+
+
+def _why(reasons: dict[str, str | None]) -> str | None:
+    """One reason for all dtypes, or each with its dtype."""
+    known = {why for why in reasons.values() if why}
+    if len(known) == 1 and all(reasons.values()):
+        return known.pop()
+    return "; ".join(f"{word}: {why}" for word, why in reasons.items() if why) or None
+
+
+@contextmanager
+def pretending(capability):
+    """The kernels' rules as on a GPU of ``capability``; nothing may be called meanwhile."""
+    places = [m for m in (base, torch_cuda, kernels) if hasattr(m, "capability")]
+    before = [m.capability for m in places]
+    for m in places:
+        m.capability = lambda device: capability
+    try:
+        yield
+    finally:
+        for m, was in zip(places, before):
+            m.capability = was

@@ -1,0 +1,146 @@
+"""One notebook through papermill, in this interpreter, with its failures told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+import papermill
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from traitlets.config import Config
+
+from .places import EXPECTED_PREFIX, ReportError, UsageError
+
+PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
+KERNEL = "ringlab-own"  # a name nobody else installs, so that no other kernel can shadow it
+_CLEANED = ("JUPYTER_PATH", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLBACKEND")
+
+
+class NotebookFailed(ReportError):
+    """A notebook did not finish; ``notebook`` holds what it got to, ``cell`` where it stopped."""
+
+    def __init__(self, message: str, notebook: nbformat.NotebookNode, cell: int):
+        super().__init__(message)
+        self.notebook, self.cell = notebook, cell
+
+
+def execute(
+    source: Path, target: Path, parameters: dict, *, cwd: Path, cell_timeout_s: int = 300
+) -> nbformat.NotebookNode:
+    """Run ``source`` with ``parameters`` into ``target``, which is replaced only by a run that finished.
+
+    Raises UsageError for a parameter that the notebook does not have (papermill alone would only warn), and
+    NotebookFailed for a cell that raises, one that exceeds ``cell_timeout_s`` seconds, or a kernel that dies.
+    """
+    check_parameters(source, parameters)
+    partial = target.with_name(f"{target.stem}.partial.ipynb")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    failure = None
+    with own_kernel() as config:
+        try:
+            papermill.execute_notebook(
+                str(source),
+                str(partial),
+                parameters=parameters,
+                kernel_name=KERNEL,
+                language="python",
+                config=config,
+                cwd=str(cwd),
+                execution_timeout=cell_timeout_s,
+                progress_bar={"desc": source.stem, "leave": False, "disable": not sys.stderr.isatty()},
+            )
+        except papermill.PapermillExecutionError as error:
+            failure = f"raised {error.ename}: {_line(error.evalue)}"
+        except CellTimeoutError:
+            failure = f"did not end within {cell_timeout_s} s"
+        except DeadKernelError:
+            failure = "killed its kernel (often: out of memory)"
+    notebook = nbformat.read(partial, as_version=4)
+    if failure:
+        stopped = last_started(notebook)
+        ours = [c for c in notebook.cells[: stopped + 1] if not _added(c)]
+        shown = sum(c.cell_type == "code" for c in ours)
+        where = f"code cell {shown}" + (f" under {heading!r}" if (heading := heading_before(notebook, stopped)) else "")
+        raise NotebookFailed(f"{source.name}: {where} {failure}", notebook, stopped)
+    _forget_places(notebook)
+    nbformat.write(notebook, partial)
+    os.replace(partial, target)
+    return notebook
+
+
+def check_parameters(source: Path, parameters: dict) -> None:
+    """Raises UsageError for names that the notebook's parameters cell does not define."""
+    known = papermill.inspect_notebook(str(source))
+    if unknown := sorted(parameters.keys() - known.keys()):
+        raise UsageError(f"{source.name} has no parameter {', '.join(unknown)}; it has: {', '.join(known)}")
+
+
+@contextmanager
+def own_kernel():
+    """A kernel specification for this very interpreter, whatever JUPYTER_PATH or the user has installed."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
+        spec = Path(folder, "kernels", KERNEL, "kernel.json")
+        spec.parent.mkdir(parents=True)
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        spec.write_text(json.dumps({"argv": argv, "display_name": "ringlab", "language": "python"}))
+        for name in _CLEANED:
+            os.environ.pop(name, None)
+        os.environ.update(
+            JUPYTER_PATH=folder,
+            JUPYTER_RUNTIME_DIR=str(Path(folder, "run")),
+            IPYTHONDIR=str(Path(folder, "ipython")),
+            PYDEVD_DISABLE_FILE_VALIDATION="1",
+        )
+        os.environ[EXPECTED_PREFIX] = sys.prefix
+        paths = [str(PACKAGE), *filter(None, before.get("PYTHONPATH", "").split(os.pathsep))]
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            map(os.path.abspath, paths)
+        )  # this ringlab, wherever the kernel starts
+        config = Config()
+        if len(folder) < 60:  # a socket's path has 107 bytes; beyond, the default TCP with its warning
+            config.KernelManager.transport = "ipc"
+        try:
+            yield config
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def last_started(notebook: nbformat.NotebookNode) -> int:
+    """Index of the cell that was running: papermill calls every cell completed, but only started ones have a time."""
+    started = [i for i, c in enumerate(notebook.cells) if c.metadata.get("papermill", {}).get("start_time")]
+    return max(started, default=0)
+
+
+def _added(cell) -> bool:
+    """Cells that papermill put in: its parameters and its marks of an error."""
+    tags = cell.metadata.get("tags", ())
+    return "injected-parameters" in tags or "papermill-error-cell-tag" in tags
+
+
+def heading_before(notebook: nbformat.NotebookNode, index: int) -> str:
+    """The nearest Markdown heading above a cell, which is how a reader would name it."""
+    for cell in reversed(notebook.cells[:index]):
+        written = cell.cell_type == "markdown" and not _added(cell)
+        titles = [x for x in cell.source.splitlines() if x.startswith("#")] if written else []
+        if titles:
+            return titles[-1].lstrip("# ").strip()
+    return ""
+
+
+def _forget_places(notebook: nbformat.NotebookNode) -> None:
+    """Drop what only tells where this machine keeps its files, and the kernel's throw-away name."""
+    for key in ("input_path", "output_path"):
+        notebook.metadata.get("papermill", {}).pop(key, None)
+    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def _line(text: str, limit: int = 300) -> str:
+    flat = " ".join(str(text).split())
+    return flat if len(flat) <= limit else flat[: limit - 3] + "..."

@@ -1,0 +1,168 @@
+"""Which rows are which in document 000: found by system, pattern, shape and switches, not by the names of groups."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from .. import patterns
+from .study import Study, objection
+
+DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
+FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
+PLAIN = {"gather": True, "cache": False, "pool": False, "backend": "eager"}
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+SPARSE_NOTE = (
+    "The dilated pattern computes fewer keys than dense attention, so it is another function, not the same one faster."
+)
+
+
+@cache
+def published() -> dict:
+    """Document 000 as data."""
+    return tomllib.loads((Path(__file__).parent / "published" / "000.toml").read_text(encoding="utf-8"))
+
+
+def shape() -> dict:
+    """The document's configuration as fields of a point, its pattern aside."""
+    return {k: v for k, v in published()["shape"].items() if k not in ("segment_lengths", "dilation_rates")}
+
+
+def pattern() -> patterns.Dilated:
+    """The document's pattern: head groups, offsets by branch, as the published classes have it."""
+    s = published()["shape"]
+    return patterns.Dilated(s["segment_lengths"], s["dilation_rates"], mixing="head_groups", offsets="branch")
+
+
+def document_rows(study: Study, **more) -> list:
+    """Timed or failed rows of the document's function at its shape."""
+    return study.rows(**{**shape(), "pattern": pattern().to_dict(), "system": computes_pattern, **more})
+
+
+def computes_pattern(system: str) -> bool:
+    return system not in ("sgemm", "dense_sdpa", "contiguous_segments")
+
+
+def switches(point) -> dict:
+    return DEFAULTS | dict(point.options)
+
+
+def is_plain(result) -> bool:
+    return result.point.system == "ringlab" and switches(result.point) == PLAIN
+
+
+def is_optimised(result) -> bool:
+    return result.point.system == "ringlab" and switches(result.point) == FULL
+
+
+def label(result) -> str:
+    """What a reader calls a row."""
+    point = result.point
+    names = {
+        "dense_sdpa": "Dense SDPA",
+        "copying": "Copying form",
+        "contiguous_segments": "torch's kernel, contiguous segments",
+        "sgemm": "Matrix product",
+    }
+    if point.system in names:
+        return names[point.system]
+    if point.system != "ringlab":
+        return point.system
+    if is_plain(result):
+        return "Original (no optimizations)"
+    if is_optimised(result):
+        return "With all optimizations"
+    s = switches(point)
+    if s == DEFAULTS:
+        return "ringlab.attention as called"
+    said = ["gathered" if s["gather"] else "strided", "cache on" if s["cache"] else "cache off"]
+    said += ["pool on" if s["pool"] else "pool off"] + ([] if s["backend"] == "auto" else [s["backend"]])
+    return ", ".join(said)
+
+
+def best(results) -> object | None:
+    """The fastest row that may be quoted, else a failed one."""
+    return min(results, key=lambda r: (bool(objection(r)), r.median or float("inf")), default=None)
+
+
+def dtypes(results) -> list[str]:
+    """Names of the dtypes present, the document's fp16 first."""
+    order = ["float16", "bfloat16", "float32", "float64"]
+    return sorted({r.point.dtype for r in results}, key=order.index)
+
+
+def fastest_row(study: Study):
+    """The fastest quotable row of the implementations; single switches are its variants and differ by noise."""
+    found = [r for _, r in implementation_rows(study) if r is not None and not objection(r) and r.median]
+    fastest = best([r for r in found if computes_pattern(r.point.system)])
+    for row in filter(is_optimised, found):  # the plain name, where the two cannot be told apart
+        if row is not fastest and row.point.dtype == fastest.point.dtype and study.ratio(row, fastest).low <= 1:
+            return row
+    return fastest
+
+
+def hardware_dtype(study: Study) -> str:
+    return str(study.profile.default_dtype()).removeprefix("torch.")
+
+
+def same(row) -> dict:
+    return {k: getattr(row.point, k) for k in ("dtype", "passes", "causal", "batch", "heads", "head_dim")}
+
+
+def implementation_rows(study: Study) -> list[tuple]:
+    """(published row or None, our row or None): the document's rows in their dtype, then all else in every dtype."""
+    ours = document_rows(study)
+    roles = {"original": is_plain, "optimised": is_optimised, "flash": lambda r: r.point.system.endswith("V2Flash")}
+    entries, used = [], set()
+    for paper in published()["rows"]:
+        row = best([r for r in ours if roles[paper["key"]](r) and r.point.dtype == paper["dtype"]])
+        entries.append((paper, row))
+        used.add(id(row))
+    for test in roles.values():
+        for dtype in dtypes(ours):
+            row = best([r for r in ours if test(r) and r.point.dtype == dtype])
+            if row is not None and id(row) not in used:
+                entries.append((None, row))
+                used.add(id(row))
+    named = sorted({r.point.system for r in ours if r.point.system not in ("ringlab",) and not roles["flash"](r)})
+    for system in [*named, "dense_sdpa"]:
+        pool = (
+            study.rows(system="dense_sdpa", **shape())
+            if system == "dense_sdpa"
+            else [r for r in ours if r.point.system == system]
+        )
+        for dtype in dtypes(pool):
+            entries.append((None, best([r for r in pool if r.point.dtype == dtype])))
+    return entries
+
+
+def switch_pairs(study: Study) -> list[tuple]:
+    """(switch, switches before, switches after, row off, row on, Ratio) for rows that differ in one switch alone."""
+    ours = document_rows(study, system="ringlab")
+    off = {"gather": True, "cache": False, "pool": False}
+    found = []
+    for a in ours:
+        for b in ours:
+            one, two = switches(a.point), switches(b.point)
+            changed = [k for k in one if one[k] != two[k]]
+            if len(changed) != 1 or a.point.dtype != b.point.dtype:
+                continue
+            name = changed[0]
+            chosen = name == "backend" and (one[name], two[name]) == ("eager", "auto")
+            if chosen or (name in off and one[name] == off[name]):
+                found.append((name, one, two, a, b, study.ratio(a, b)))
+    order = ["gather", "backend", "cache", "pool"]
+    seen, kept = set(), []
+    # With the others on first: that is the switch as one would use it.
+    found.sort(key=lambda x: (order.index(x[0]), x[3].point.dtype != "float32", _plainness(x[2]), x[5] is None))
+    for x in found:
+        key = (x[3].point.id, x[4].point.id)
+        if key not in seen:
+            seen.add(key)
+            kept.append(x)
+    return kept
+
+
+def _plainness(s: dict) -> int:
+    return sum(s[k] == v for k, v in PLAIN.items())

@@ -1,0 +1,259 @@
+"""The rows of one profile as a notebook sees them: what may be quoted, what failed and why."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from .. import cost, hardware, measure, patterns
+from .places import EXPECTED_PREFIX, data_folder
+from .plan import REHEARSAL
+from .tables import Cell, Table, Text, interval, number
+
+
+def open_study(profile: str = "auto", data: str = "") -> Study:
+    """The rows of ``profile`` (or of the folder ``data``), found from any working folder.
+
+    Raises FileNotFoundError that says how to measure when there are none, and RuntimeError when the driver started this
+    kernel in another environment than its own.
+    """
+    expected = os.environ.get(EXPECTED_PREFIX, sys.prefix)
+    if os.path.realpath(expected) != os.path.realpath(sys.prefix):
+        raise RuntimeError(f"this kernel runs in {sys.prefix}, the report was started from {expected}")
+    name = hardware.match(hardware.detect()) if profile == "auto" else profile
+    folder = data_folder(name, data)
+    return read_study(hardware.get_profile(name), folder)
+
+
+def read_study(profile, folder: Path) -> Study:
+    """The rows in ``folder`` of its newest machine, device and engine: a page never mixes two of them."""
+    results = measure.load(folder)
+    if not results:
+        return Study(profile, [], folder)
+
+    def origin(r):
+        return [r.provenance.get(k) for k in ("engine", "machine", "device_name", "torch")]
+
+    newest = max(results, key=lambda r: r.provenance.get("utc", ""))
+    kept = [r for r in results if origin(r) == origin(newest)]
+    return Study(profile, kept, folder, left_out=len(results) - len(kept))
+
+
+def objection(result) -> str:
+    """Why a row may not be quoted, or an empty string: no time without a passed check, none that physics forbids."""
+    if result.status != "ok":
+        return f"{result.status}: {result.reason}" if result.reason else result.status
+    if result.median is not None and not result.median > 0:
+        return "suspect: no time has passed"
+    if not result.errors:
+        return "suspect: no correctness check"
+    for name, error in result.errors.items():
+        bound = result.tolerance.get(name)
+        if bound is None:
+            return f"suspect: {name} was checked against no bound"
+        if not error <= bound:
+            return f"incorrect: {name} is off by {error:.1e}, allowed {bound:.1e}"
+    if result.bound_seconds and result.median is not None and result.median < result.bound_seconds:
+        return (
+            f"suspect: {number(result.median * 1e3)} ms is below its bound of {number(result.bound_seconds * 1e3)} ms"
+        )
+    peak, floor = result.memory.get("tracked_peak_bytes"), result.memory.get("floor_bytes")
+    if peak and floor and peak < floor:
+        return f"suspect: a peak of {peak} bytes is smaller than its own tensors, {floor} bytes"
+    return ""
+
+
+@dataclass
+class Study:
+    """Everything a document's tables are filled from; ``rehearsal`` is true if any row is one."""
+
+    profile: object
+    results: Sequence
+    folder: Path
+    left_out: int = 0  # rows of another machine, device or engine in the same folder
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.folder.parent.name.endswith(f"-{REHEARSAL}") or any(r.rehearsal for r in self.results)
+
+    @property
+    def stamp(self) -> str:
+        return REHEARSAL if self.rehearsal else ""
+
+    @property
+    def stamp_note(self) -> str:
+        if not self.rehearsal:
+            return ""
+        return (
+            f"No {self.profile.title} was at hand: small timings from {self.device}, with the policies and computed "
+            f"figures of {self.profile.title}. No time here says how fast that device is."
+        )
+
+    @property
+    def origin(self) -> str:
+        """Said where the rows come from another machine or engine than the ones at hand; empty otherwise."""
+        if not self.results:
+            return ""
+        said, first = [], self.results[0].provenance
+        if first.get("machine") != measure.machine_id():
+            said.append(f"measured on another machine ({self.device}), commit {str(first.get('commit'))[:10]}")
+        if first.get("engine") != measure.engine_hash():
+            said.append("measured with an older engine")
+        return f"These rows were {' and '.join(said)}." if said else ""
+
+    @cached_property
+    def device(self) -> str:
+        """What the rows were measured on."""
+        return ", ".join(sorted({str(r.provenance.get("device_name", "an unnamed device")) for r in self.results}))
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory that a run may use: of the machine that the rows come from; in a rehearsal of the profile's device."""
+        if self.rehearsal:
+            return self.profile.memory_bytes
+        found = [r.provenance.get("device_memory_bytes") for r in self.results]
+        return next((b for b in found if b), self.profile.memory_bytes)
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda", where the rows were measured."""
+        return next((r.provenance.get("device", "cpu") for r in self.results), "cpu")
+
+    @property
+    def good(self) -> list:
+        return [r for r in self.results if not objection(r)]
+
+    def failed(self) -> list[tuple]:
+        """(result, reason) of every row that is not quoted."""
+        return [(r, why) for r in self.results if (why := objection(r))]
+
+    def rows(self, results: Iterable | None = None, **wanted) -> list:
+        """Results whose point has the ``wanted`` fields; ``options`` are matched one by one, a callable is a test."""
+        return [r for r in (self.results if results is None else results) if _matches(r, wanted)]
+
+    def one(self, **wanted):
+        """The best quotable row that matches, else a failed one, else None."""
+        return _best(self.rows(**wanted))
+
+    def ratio(self, slow, fast):
+        """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None unless both may be quoted."""
+        if any(r is None or objection(r) or not r.seconds for r in (slow, fast)):
+            return None
+        return measure.ratio(slow, fast)
+
+    def pair(self, slow: dict, fast: dict) -> tuple:
+        """(slow, fast) rows of one interleaved run where there is one, else the best of each, None for none."""
+        left, right = self.rows(**slow), self.rows(**fast)
+        together = [
+            (a, b)
+            for a in left
+            for b in right
+            if (a.run, a.composition) == (b.run, b.composition) and not objection(a) and not objection(b) and a.seconds
+        ]
+        return together[0] if together else (_best(left), _best(right))
+
+    def frame(self):
+        """Every row as a pandas table, for hands and for ``summary.csv``; ``quoted`` is empty or the objection."""
+        import pandas
+
+        return pandas.DataFrame([_flat(r) for r in self.results])
+
+    def table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence], **more) -> Table:
+        return Table(caption, columns, rows, stamp=self.stamp, **more)
+
+    def text(self, *lines: str, **more) -> Text:
+        return Text([f"{self.stamp.capitalize()}: {x}" for x in lines] if self.stamp else lines, **more)
+
+
+def _best(results):
+    return min(results, key=lambda r: (bool(objection(r)), r.median or float("inf")), default=None)
+
+
+def _flat(result) -> dict:
+    point = result.point
+    return {
+        "point": point.id, "group": result.group, "system": point.system, "pattern": str(pattern_of(point)),
+        "options": " ".join(f"{k}={v}" for k, v in point.options), "batch": point.batch, "seq_len": point.seq_len,
+        "heads": point.heads, "kv_heads": point.kv_heads, "head_dim": point.head_dim, "dtype": point.dtype,
+        "causal": point.causal, "passes": point.passes, "world_size": point.world_size, "status": result.status,
+        "not_quoted_because": objection(result), "median_s": result.median,
+        "ci_low_s": result.ci[0] if result.ci else None, "ci_high_s": result.ci[1] if result.ci else None,
+        "q1_s": result.q1, "q3_s": result.q3, "samples": len(result.seconds), "unstable": result.unstable,
+        "bound_s": result.bound_seconds, "share_of_sgemm": result.share,
+        **{f"error_{k}": v for k, v in result.errors.items()}, **result.memory, **result.cost,
+        "rehearsal": result.rehearsal, "commit": result.provenance.get("commit"),
+        "device": result.provenance.get("device_name"), "machine": result.provenance.get("machine"),
+    }  # fmt: skip
+
+
+def pattern_of(point):
+    return patterns.from_dict(point.pattern)
+
+
+def cost_of(point, **changes):
+    """Cost of a point's work, with ``changes`` of its shape."""
+    shape = {k: getattr(point, k) for k in ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")}
+    return cost.estimate(pattern_of(point), **{**shape, "dtype": getattr(torch, point.dtype), **changes})
+
+
+def _matches(result, wanted: dict) -> bool:
+    for name, value in wanted.items():
+        if name == "options":
+            have = dict(result.point.options)
+            if any(have.get(k) != v for k, v in value.items()):
+                return False
+            continue
+        have = getattr(result.point, name, getattr(result, name, None))
+        if not (value(have) if callable(value) else have == value):
+            return False
+    return True
+
+
+# One measured quantity, one cell.
+
+
+def ms(result) -> Cell:
+    """Median time in ms with its 95 % interval, or why there is none."""
+    if result is None or (not objection(result) and result.median is None):
+        return Cell("not measured", kind="none")
+    if why := objection(result):
+        return Cell(result.status if result.status != "ok" else why.split(":")[0], kind="bad")
+    low, high = result.ci or (None, None)
+    return Cell(number(result.median * 1e3), interval(low, high, 1e3) + ("; unstable" if result.unstable else ""))
+
+
+def bound(result) -> Cell | None:
+    if result is None or objection(result) or not result.bound_seconds:
+        return None
+    return Cell(number(result.bound_seconds * 1e3))
+
+
+def error(result) -> Cell | None:
+    """The error that comes nearest to its bound, among output, log-sum-exp and gradients."""
+    if result is None or not result.errors:
+        return None
+    name = max(result.errors, key=lambda k: result.errors[k] / (result.tolerance.get(k) or float("inf")))
+    return Cell(f"{result.errors[name]:.1e}", f"{name} ≤ {result.tolerance.get(name, float('nan')):.1e}")
+
+
+def within(result) -> float:
+    """Tracked peak as a multiple of the tensors that the caller holds."""
+    return result.memory["tracked_peak_bytes"] / result.memory["floor_bytes"]
+
+
+def times(ratio, *, inverse: bool = False) -> Cell | None:
+    """A ratio with its interval; one whose interval holds 1 shows no difference; unpaired ones say so."""
+    if ratio is None:
+        return None
+    value, low, high = ratio.value, ratio.low, ratio.high
+    if inverse:
+        value, low, high = 1 / value, 1 / high, 1 / low
+    doubts = ["; no difference"] if low <= 1 <= high else []
+    doubts += [] if ratio.paired else ["; unpaired"]
+    return Cell(f"{number(value)}×", f"{number(low)} to {number(high)}{''.join(doubts)}")

@@ -1,0 +1,230 @@
+"""Display objects that a notebook cell returns: each gives HTML for the page and Markdown for a forge from one value.
+
+Nothing here knows what is measured; ``optimization.py`` fills these with the rows of a document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One table cell: ``text``, a quieter second part ``sub`` (an interval, a reason) and a ``kind`` for its style."""
+
+    text: str
+    sub: str = ""
+    kind: str = ""
+
+    @property
+    def html(self) -> str:
+        text = escape(self.text)
+        if self.kind:
+            text = f'<span class="{escape(self.kind)}">{text}</span>'
+        return " ".join([text, *(f"<small>{escape(part)}</small>" for part in self.sub.split("; ") if part)])
+
+    @property
+    def plain(self) -> str:
+        return f"{self.text} ({self.sub})" if self.sub else self.text
+
+
+def cell(value) -> Cell:
+    """Any value as a Cell; None is a dash, so that an absent number never reads as zero.
+
+    >>> cell(None).plain, cell(3).plain, cell(Cell("7.66", "7.5 to 7.8")).plain
+    ('–', '3', '7.66 (7.5 to 7.8)')
+    """
+    if isinstance(value, Cell):
+        return value
+    if value is None:
+        return Cell(DASH, kind="none")
+    return Cell(f"{value:,}" if isinstance(value, int) else str(value))
+
+
+@dataclass
+class Table:
+    """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
+
+    ``marked`` are indices of rows to emphasise. ``stamp`` (a rehearsal's word) goes into the caption and every row.
+
+    >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
+    **Times**
+    <BLANKLINE>
+    | System | Time (ms) |
+    |:--|--:|
+    | dense | 2.5 |
+    | a\\|b | – |
+    """
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence] = field(default_factory=list)
+    note: str = ""
+    marked: Iterable[int] = ()
+    stamp: str = ""
+    folded: bool = False  # drawn closed, as the data under a figure is
+
+    def __post_init__(self):
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"table {self.caption!r} has {len(self.columns)} columns, a row has {len(row)}")
+
+    def _stamped(self) -> tuple[str, list[str], list[list[Cell]]]:
+        columns, rows = list(self.columns), [[cell(x) for x in row] for row in self.rows]
+        if not self.stamp:
+            return self.caption, columns, rows
+        rows = [[Cell(self.stamp, kind="stamp"), *row] for row in rows]
+        return f"{self.stamp.capitalize()}: {self.caption}", ["Run", *columns], rows
+
+    @property
+    def html(self) -> str:
+        caption, columns, rows = self._stamped()
+        aligned = [' class="n"' if c.startswith(">") else "" for c in columns]
+        head = "".join(f'<th scope="col"{a}>{escape(c.lstrip(">"))}</th>' for c, a in zip(columns, aligned))
+        marked, body = set(self.marked), []
+        for i, row in enumerate(rows):
+            cells = "".join(f"<td{a}>{c.html}</td>" for c, a in zip(row, aligned))
+            body.append(f'<tr class="marked">{cells}</tr>' if i in marked else f"<tr>{cells}</tr>")
+        label = escape(caption, quote=True)
+        table = (
+            f'<div class="table" role="region" tabindex="0" aria-label="{label}"><table>'
+            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        )
+        note = f'<p class="note">{inline_html(self.note)}</p>' if self.note else ""
+        if self.folded:
+            return f'<details class="data"><summary>{escape(caption)}</summary>{table}{note}</details>'
+        return f'<div class="block"><p class="caption">{escape(caption)}</p>{table}{note}</div>'
+
+    @property
+    def markdown(self) -> str:
+        caption, columns, rows = self._stamped()
+        lines = [f"**{markdown_text(caption)}**", ""]
+        lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in columns) + " |")
+        lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in columns) + "|")
+        marked = set(self.marked)
+        for i, row in enumerate(rows):
+            texts = [markdown_text(c.plain) for c in row]
+            if i in marked:
+                texts = [f"**{t}**" if t != DASH else t for t in texts]
+            lines.append("| " + " | ".join(texts) + " |")
+        return "\n".join(lines + (["", self.note] if self.note else []))
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        return {"text/html": self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
+
+
+@dataclass
+class Text:
+    """Running text with ``code`` and **strong** marks; ``kind`` names a box of the page's style."""
+
+    lines: Sequence[str]
+    kind: str = ""
+    bullets: bool = False
+
+    @property
+    def html(self) -> str:
+        tag = "li" if self.bullets else "p"
+        body = "".join(f"<{tag}>{inline_html(x)}</{tag}>" for x in self.lines)
+        body = f"<ul>{body}</ul>" if self.bullets else body
+        return f'<div class="{escape(self.kind)}">{body}</div>' if self.kind else body
+
+    @property
+    def markdown(self) -> str:
+        return "\n".join(f"- {x}" for x in self.lines) if self.bullets else "\n\n".join(self.lines)
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        return {"text/html": self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
+
+
+@dataclass
+class Code:
+    """A block of Python that the reader may copy; ``run`` executes it, so that what is shown is known to work."""
+
+    source: str
+
+    def run(self) -> dict:
+        """The names that the code defines; an error in it is raised as it is."""
+        names: dict = {"__name__": "__recommended__"}
+        exec(compile(self.source, "recommended configuration", "exec"), names)
+        return names
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        return {
+            "text/html": f'<pre class="code" tabindex="0"><code>{escape(self.source)}</code></pre>',
+            "text/markdown": f"```python\n{self.source.rstrip()}\n```",
+            "text/plain": self.source,
+        }
+
+
+def inline_html(text: str) -> str:
+    """The two inline marks that ``Text`` and notes use, as HTML.
+
+    >>> inline_html("**3.1x** by `a<b`")
+    '<strong>3.1x</strong> by <code>a&lt;b</code>'
+    """
+    text = escape(text, quote=False)
+    text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+
+
+def markdown_text(text: str) -> str:
+    """Text that is safe in a pipe table and brings no HTML with it."""
+    return text.replace("|", "\\|").replace("<", "\\<").replace("\n", " ")
+
+
+def number(x: float, digits: int = 3) -> str:
+    """``x`` with ``digits`` significant digits, thousands separated, never in exponent form between 1e-4 and 1e15.
+
+    >>> number(7.6634), number(136.52), number(199987.4), number(0.01234), number(1.2e-7), number(99.96)
+    ('7.66', '137', '199,987', '0.0123', '1.2e-07', '100')
+    """
+    if x == 0:
+        return "0"
+    if abs(x) < 1e-4:
+        return f"{x:.1e}"
+    rounded = float(f"{x:.{digits}g}")
+    decimals = max(0, digits - len(str(int(abs(rounded))))) if abs(rounded) >= 1 else None
+    if decimals is None:
+        return f"{x:.{digits}g}"
+    return f"{x:,.{decimals}f}"
+
+
+def about(n: float) -> str:
+    """A large count as people say it, two digits.
+
+    >>> about(2_325_109), about(18_400), about(950)
+    ('2.3 million', '18,000', '950')
+    """
+    if n >= 1e6:
+        return f"{n / 1e6:.2g} million" if n < 1e8 else f"{n / 1e6:,.0f} million"
+    return f"{float(f'{n:.2g}'):,.0f}"
+
+
+def interval(low: float | None, high: float | None, scale: float = 1.0) -> str:
+    """A 95 % interval as text, empty where there is none.
+
+    >>> interval(0.0409, 0.0418, 1e3)
+    '40.9 to 41.8'
+    """
+    if low is None or high is None:
+        return ""
+    return f"{number(low * scale)} to {number(high * scale)}"
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes in binary units.
+
+    >>> size(64 * 2**20), size(8 * 2**30), size(None)
+    ('64 MiB', '8 GiB', '–')
+    """
+    if nbytes is None:
+        return DASH
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{number(nbytes / factor).removesuffix('.00').removesuffix('.0')} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,104 @@
+"""The command line: exit codes, one line for what a user can cause, and torch alone where that is promised."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ringlab import cli, hardware, measure
+from ringlab.measure import Group, Point, suites
+from ringlab.patterns import Dense
+
+LIB = Path(cli.__file__).resolve().parents[1]
+PASCAL = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
+UNDRIVABLE = hardware.Machine(gpus=(PASCAL,), torch="2.13.0", torch_cuda="13.0", arch_list=("sm_75", "sm_80", "sm_90"))
+
+
+def said(capsys, *argv):
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("command", ["report", "measure"])
+def test_unknown_profile_is_one_line_that_lists_the_known(capsys, command):
+    code, out, err = said(capsys, command, "--profile", "gtx180")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "unknown profile 'gtx180'" in err and all(name in err for name in hardware.profiles())
+
+
+def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch):
+    monkeypatch.setattr(hardware, "detect", lambda probe=None: hardware.Machine(cpu_model="a CPU", cores=2))
+    code, out, err = said(capsys, "profiles")
+    lines = {line.split()[0]: line for line in out.splitlines()[1:] if line}
+    assert code == 0 and set(hardware.profiles()) <= set(lines)
+    assert "sm_61" in lines["gtx1080"] and "float32" in lines["gtx1080"] and "8 GiB" in lines["gtx1080"]
+    assert "no: needs NVIDIA GeForce GTX 1080" in lines["gtx1080"]
+
+
+@pytest.mark.parametrize("command", ["report", "measure"])
+def test_strict_refuses_a_rehearsal(capsys, monkeypatch, command):
+    monkeypatch.setattr(hardware, "detect", lambda probe=None: hardware.Machine(cpu_model="a CPU"))
+    code, out, err = said(capsys, command, "--profile", "gtx1080", "--strict")
+    assert code == 2 and err.count("\n") == 1 and "strict" in err and "no GPU here" in err
+
+
+def test_strict_by_environment(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "detect", lambda probe=None: hardware.Machine(cpu_model="a CPU"))
+    monkeypatch.setenv("STRICT", "1")
+    assert said(capsys, "report", "--profile", "h100", "--reports", str(tmp_path))[0] == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["report", "measure"])
+def test_a_gpu_that_torch_cannot_drive_gets_one_screen_with_the_install_line(capsys, monkeypatch, command):
+    monkeypatch.setattr(hardware, "detect", lambda probe=None: UNDRIVABLE)
+    code, out, err = said(capsys, command, "--profile", "auto")
+    assert code == 2 and len(err.splitlines()) < 12 and "Traceback" not in err
+    assert "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126" in err
+
+
+def test_unknown_suite_is_one_line(capsys):
+    code, _, err = said(capsys, "measure", "--suite", "nothing")
+    assert code == 2 and "unknown suite 'nothing'; known: optimization" in err and err.count("\n") == 1
+
+
+def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
+    def stop(*_, **__):
+        raise measure.Interrupted("interrupted: 3 points measured are kept; run again to go on")
+
+    monkeypatch.setattr(measure, "run", stop)
+    code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path))
+    assert code == 130 and "run again" in err and "Traceback" not in err
+
+
+def test_measure_and_profiles_need_torch_alone(tmp_path):
+    """With every package of the report's blocked, points are measured and listed."""
+    code = f"""
+import sys
+blocked = set("numpy pandas matplotlib seaborn papermill nbconvert nbformat nbclient IPython yaml".split())
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+from ringlab import cli, measure
+from ringlab.measure import suites
+measure.run = lambda groups, data, **k: print(len(groups), "groups for", k["profile"].name)
+assert cli.main(["measure", "--profile", "cpu", "--data", {str(tmp_path)!r}]) == 0
+assert cli.main(["profiles"]) == 0
+assert cli.main(["report", "--profile", "cpu"]) == 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(LIB)})
+    assert done.returncode == 0, done.stderr
+    assert "groups for cpu" in done.stdout
+    assert "which is not installed: pip install -e './lib[report]'" in done.stderr
+
+
+def test_measure_writes_rows(capsys, monkeypatch, tmp_path):
+    def small(profile, *, device, rehearsal=False):
+        return [Group("one", (Point("dense_sdpa", Dense(), seq_len=32, heads=2, head_dim=8),))]
+
+    monkeypatch.setitem(suites.SUITES, "small", small)
+    code, out, _ = said(capsys, "measure", "--profile", "cpu", "--suite", "small", "--data", str(tmp_path / "data"))
+    assert code == 0 and measure.load(tmp_path / "data")[0].status == "ok"
