@@ -43,6 +43,10 @@ class Dense:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as int64 (q, k)."""
         return torch.ones(len(queries), len(keys), dtype=torch.int64, device=queries.device)
 
+    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
+        """Key positions [start, stop) outside of which the queries first .. last see nothing."""
+        return 0, n
+
     def to_dict(self) -> dict:
         return {"kind": "dense"}
 
@@ -129,6 +133,11 @@ class Dilated:
             same = (queries // length)[:, None] == (keys // length)[None, :]  # (q, k)
             total += (same & q_on[:, None] & k_on[None, :]).long()
         return total
+
+    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
+        """Key positions [start, stop) outside of which the queries first .. last see nothing."""
+        starts = [first // w * w for w in self.segment_lengths]
+        return min(starts), min(n, max((last // w + 1) * w for w in self.segment_lengths))
 
     def to_dict(self) -> dict:
         return {"kind": "dilated"} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

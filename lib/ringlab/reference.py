@@ -153,10 +153,11 @@ def _log_multiplicity(pattern, queries, keys, head, heads, kv_heads, causal) -> 
 def _query_rows(q, k, v, rows, dout, head):
     """Exact out (s, d), lse (s,), dq (s, d) of one head at query positions ``rows``; q, k, v are (n, d) float64."""
     pattern, h, heads, kv_heads, causal, scale = head
-    every = torch.arange(len(k), device=k.device)
-    scores = scale * q[rows] @ k.T + _log_multiplicity(pattern, rows, every, h, heads, kv_heads, causal)  # (s, n)
+    start, stop = pattern.reach(int(rows.min()), int(rows.max()), len(k))
+    keys, k, v = torch.arange(start, stop, device=k.device), k[start:stop], v[start:stop]
+    scores = scale * q[rows] @ k.T + _log_multiplicity(pattern, rows, keys, h, heads, kv_heads, causal)  # (s, keys)
     lse = scores.logsumexp(-1)  # (s,); -inf for a dead row
-    prob = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp()  # (s, n)
+    prob = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp()  # (s, keys)
     out = prob @ v
     dq = None
     if dout is not None:

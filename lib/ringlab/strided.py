@@ -17,7 +17,10 @@ from .kernels.base import HALF, Kernel, wide
 from .merge import merge_
 from .plan import Plan
 
-PIECE_BYTES = 8 << 20  # of a kernel's result, at most (or one segment): small enough to be reused while in cache
+# A kernel's result at most (or one head per thread): on a CPU small enough to be reused while in cache and to convert
+# half precision piece by piece, on a GPU large enough to fill it.
+PIECE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+SHARE = 16  # and no more than this part of the whole output, so that small problems stay small too
 
 
 def head_block(q: Tensor, k: Tensor, period: int, tensors: int = 1) -> int:
@@ -34,7 +37,7 @@ def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, poo
     """out (b, n, h, d) in q's dtype and lse (b, h, n) of all branches, merged; q (b, n, h, d), k, v (b, n, h_kv, d)."""
     b, n, heads, d = q.shape
     narrow = q.dtype in HALF and plan.merges
-    first = plan.whole(n) if not narrow and heads == k.shape[2] else None
+    first = plan.whole(n) if q.dtype not in HALF and heads == k.shape[2] else None
     views = first and _fold(_views(first, range(first.segments), (q, k, v), kv=(1, 2)))
     if views and len(views) == 1:  # one call writes every row: its result becomes the output
         o, l = kernel.forward(*views[0], causal, scale)  # (b', m, h, d), (b', h, m)
@@ -60,7 +63,8 @@ def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, poo
 
 def _add_forward(call, segments: range, reads, into, causal: bool, scale: float, kernel: Kernel) -> None:
     """Run the call on its views of q, k, v, piece by piece, and write or merge it ``into`` views of lse and out."""
-    for q, k, v, lse, out in _pieces([*_views(call, segments, reads, kv=(1, 2)), *into]):  # (b', m, h, d)
+    views = [*_views(call, segments, reads, kv=(1, 2)), *into]  # (b, segments, m, h, d)
+    for q, k, v, lse, out in _pieces(views, _limit(reads[0])):  # (b', m, h, d)
         o, l = kernel.forward(q, k, v, causal, scale)
         lse = lse.squeeze(-1).transpose(1, 2)  # (b', h, m)
         if call.first:
@@ -77,7 +81,7 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
     narrow = q.dtype in HALF and (plan.merges or group > 1)
     lse = lse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
     reads = (dout, q, k, v, out, lse)
-    first = plan.whole(n) if not narrow and group == 1 else None
+    first = plan.whole(n) if q.dtype not in HALF and group == 1 else None
     views = first and _fold(_views(first, range(first.segments), reads, kv=(2, 3)))
     if views and len(views) == 1:
         grads = tuple(g.reshape(q.shape) for g in _call_backward(kernel, views[0], causal, scale))
@@ -107,7 +111,8 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
 
 def _add_backward(call, segments: range, reads, into, alone: bool, causal: bool, scale: float, kernel: Kernel) -> None:
     """Run the call's backward on its views of (dout, q, k, v, out, lse) and add it ``into`` views of dq, dk, dv."""
-    for *read, dq, dk, dv in _pieces([*_views(call, segments, reads, kv=(2, 3)), *into]):  # (b', m, h, d)
+    views = [*_views(call, segments, reads, kv=(2, 3)), *into]  # (b, segments, m, h, d)
+    for *read, dq, dk, dv in _pieces(views, _limit(reads[0])):  # (b', m, h, d)
         for i, (result, grad) in enumerate(zip((dq, dk, dv), _call_backward(kernel, read, causal, scale))):
             if alone:
                 result.copy_(grad)
@@ -140,13 +145,21 @@ def _fold(views: list[Tensor]) -> list[list[Tensor]]:
     return [[x[i] for x in views] for i in range(b)]
 
 
-def _pieces(views: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The folded views, cut along the batch to at most ``PIECE_BYTES`` of the last one each."""
+def _pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """The folded views, cut along the batch, then along the heads, to at most ``limit`` bytes of the last one each."""
     for folded in _fold(views):
-        last = folded[-1]
-        step = max(1, PIECE_BYTES // (last[0].numel() * last.element_size()))
-        for i in range(0, len(last), step):
-            yield [x[i : i + step] for x in folded]
+        batch, rows, heads, d = folded[-1].shape
+        head_bytes = rows * d * folded[-1].element_size()
+        step = max(1, limit // (head_bytes * heads))
+        head_step = heads if step > 1 else max(torch.get_num_threads(), limit // head_bytes)
+        for i in range(0, batch, step):
+            for j in range(0, heads, head_step):
+                yield [x[i : i + step, :, j : j + head_step] for x in folded]
+
+
+def _limit(t: Tensor) -> int:
+    """Bytes of a piece for results like ``t``."""
+    return min(PIECE_BYTES.get(t.device.type, 8 << 20), t.numel() * t.element_size() // SHARE)
 
 
 @contextmanager

@@ -102,6 +102,10 @@ class LiveStorageTracker(TorchDispatchMode):
             self._drop_freed()
             self._peak = self._current
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the first operator would import the compiler: a second, and 70 MB that are not the caller's
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         with self._lock:

@@ -23,7 +23,7 @@ class Kernel(Protocol):
         """Why this kernel cannot serve the device, dtype or head_dim (known without a call), or None."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """out (b, m, h, d) in q's dtype and lse (b, h, m)."""
+        """out (b, m, h, d) in q's dtype or a wider one, and lse (b, h, m)."""
 
     def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv (b, m, h, d) of ``P = exp(scale * q k^T - lse)``, ``dS = P * (dout v^T - rowsum(dout * out))``.

@@ -31,7 +31,7 @@ class Eager:
     def forward(self, q, k, v, causal, scale):
         b, m, h, d = q.shape
         acc = wide(q.dtype)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # (b, m, h, d)
+        out = torch.empty(q.shape, dtype=acc, device=q.device)  # (b, m, h, d)
         lse = torch.empty(b, h, m, dtype=acc, device=q.device)
         hidden = _hidden(m, q.device) if causal else None
         tiles = self._tiles(q)
@@ -49,9 +49,8 @@ class Eager:
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
-        m = q.shape[1]
-        acc = lse.dtype
-        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        m, acc = q.shape[1], lse.dtype
+        grads = tuple(torch.empty(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
         hidden = _hidden(m, q.device) if causal else None
         tiles = self._tiles(q)
         for i in tiles:

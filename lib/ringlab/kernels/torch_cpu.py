@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .base import HALF, to_bhmd, wants_dtype
 from .eager import Eager
@@ -13,8 +14,23 @@ SHORT = 128
 _MATMUL = Eager(tile_bytes=4 << 20)
 
 
+def has_half_units(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies ``dtype`` natively; without, torch's backward in it takes ten times fp32's."""
+    bf16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    flags = bf16 if dtype == torch.bfloat16 else ("_is_amx_fp16_supported",)
+    return any(getattr(torch.cpu, flag, bool)() for flag in flags)
+
+
+def _computable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = tensors[0].dtype
+    return tuple(t.float() for t in tensors) if dtype in HALF and not has_half_units(dtype) else tensors
+
+
 class CpuFlash:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``; segments of at most 128 rows go to tiled products."""
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``; segments of at most 128 rows go to tiled products.
+
+    Half precision that the CPU does not multiply natively is computed, and returned, in fp32.
+    """
 
     name = "cpu_flash"
 
@@ -27,6 +43,7 @@ class CpuFlash:
         if q.shape[1] <= SHORT:
             return _MATMUL.forward(q, k, v, causal, scale)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        q, k, v = _computable(q, k, v)
         out, lse = op(*to_bhmd(q, k, v), 0.0, causal, scale=scale)
         return out.transpose(1, 2), lse
 
@@ -34,4 +51,5 @@ class CpuFlash:
         if q.shape[1] <= SHORT:
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dout, q, k, v, out = _computable(dout, q, k, v, out)
         return to_bhmd(*op(*to_bhmd(dout, q, k, v, out), lse, 0.0, causal, scale=scale))

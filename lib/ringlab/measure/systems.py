@@ -125,6 +125,9 @@ class _HeadsFrom:
     def multiplicity(self, queries, keys, *, head: int, **_):
         return self.pattern.multiplicity(queries, keys, head=self.first + head, **self.of)
 
+    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
+        return self.pattern.reach(first, last, n)
+
 
 def _only(point: Point, *allowed: str) -> dict:
     options = dict(point.options)

@@ -10,10 +10,10 @@ import torch
 
 MIN_SAMPLE_S = 0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
 SAMPLES = 10
-POINT_S = 5.0  # of samples: with its warm-up and checks such a point takes 10 s, and longer ones get fewer samples
-FEWEST = 5
+POINT_S = 4.0  # of samples: with its warm-up and checks such a point takes 10 s, and longer ones get fewer samples
+FEWEST = 4
 FEWEST_LONG = 3  # for calls over LONG_S
-LONG_S = 3.0
+LONG_S = 2.0
 MAX_SAMPLES = 30
 WARM_S = 0.1  # of calls before the first sample, at least one
 
@@ -66,10 +66,10 @@ def loops_for(seconds: float) -> int:
 
 
 def samples_for(seconds: float) -> int:
-    """Samples of a point whose call takes so long: 10, more for quick calls, fewer where they would take over 5 s.
+    """Samples of a point whose call takes so long: 10, more for quick calls, fewer where they would take over 4 s.
 
     >>> samples_for(0.001), samples_for(0.2), samples_for(0.7), samples_for(2.5), samples_for(60.0)
-    (30, 10, 7, 5, 3)
+    (30, 10, 5, 3, 3)
     """
     one = max(seconds, MIN_SAMPLE_S)
     if one > LONG_S:
@@ -83,7 +83,7 @@ def rounds_for(seconds: list[float], interleaved: bool) -> list[int]:
     """Samples of each point of a group; interleaved ones get no extra samples that others would not pair with.
 
     >>> rounds_for([0.001, 0.2, 2.5], True), rounds_for([0.001, 0.01], True), rounds_for([0.001, 2.5], False)
-    ([10, 10, 5], [30, 30], [30, 5])
+    ([10, 10, 3], [30, 30], [30, 3])
     """
     counts = [samples_for(s) for s in seconds]
     if not interleaved or not counts:
