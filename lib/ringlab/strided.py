@@ -20,17 +20,17 @@ from .plan import Plan
 # A kernel's result at most (or one head per thread): on a CPU small enough to be reused while in cache and to convert
 # half precision piece by piece, on a GPU large enough to fill it.
 PIECE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-SHARE = 16  # and no more than this part of the whole output, so that small problems stay small too
+SHARE = 32  # and about this part of the whole result, so that small problems stay small too
 
 
-def head_block(q: Tensor, k: Tensor, period: int, tensors: int = 1) -> int:
-    """How many heads to take at a time so that fp32 accumulators stay within a quarter of one half-precision result."""
+def head_block(q: Tensor, k: Tensor, period: int) -> int:
+    """How many heads to take at a time so that fp32 accumulators stay within an eighth of a result."""
     b, n, heads, d = q.shape
     if q.dtype not in HALF:
         return heads
     group = heads // k.shape[2]
-    budget = b * n * heads * d * q.element_size() // 4 * tensors
-    return min(heads, group * max(1, budget // (4 * tensors * b * period * d * group)))
+    budget = q.numel() * q.element_size() // 8
+    return min(heads, group * max(1, budget // (4 * b * period * d * group)))
 
 
 def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,8 @@ def _pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
     for folded in _fold(views):
         batch, rows, heads, d = folded[-1].shape
         head_bytes = rows * d * folded[-1].element_size()
-        step = max(1, limit // (head_bytes * heads))
+        # A CPU kernel shares out (batch, head) pairs: never fewer of them than threads.
+        step = max(1, limit // (head_bytes * heads), -(-torch.get_num_threads() // heads))
         head_step = heads if step > 1 else max(torch.get_num_threads(), limit // head_bytes)
         for i in range(0, batch, step):
             for j in range(0, heads, head_step):
@@ -159,7 +160,8 @@ def _pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 def _limit(t: Tensor) -> int:
     """Bytes of a piece for results like ``t``."""
-    return min(PIECE_BYTES.get(t.device.type, 8 << 20), t.numel() * t.element_size() // SHARE)
+    most = PIECE_BYTES.get(t.device.type, 8 << 20)
+    return min(most, max(most // 16, t.numel() * t.element_size() // SHARE))
 
 
 @contextmanager
