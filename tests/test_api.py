@@ -39,6 +39,12 @@ def test_bad_tensors_are_one_line(q, k, v, error, message):
     [
         (dict(scale=float("nan")), ValueError, "scale must be finite"),
         (dict(scale=float("inf")), ValueError, "scale must be finite"),
+        (dict(scale=1e300), ValueError, "scale must be finite"),
+        (dict(scale="a"), TypeError, "scale must be a number"),
+        (dict(causal="no"), TypeError, "causal must be True or False"),
+        (dict(execution="gather"), TypeError, "execution must be a ringlab.Execution"),
+        (dict(backend=()), ValueError, "backend must be a name"),
+        (dict(group=None), TypeError, "'group': attention runs on one device"),
         (dict(dropout_p=0.1), TypeError, "'dropout_p': attention dropout is not supported"),
         (dict(attn_mask=None), TypeError, "'attn_mask': masks are not arguments"),
         (dict(is_causal=True), TypeError, "write causal=True"),

@@ -137,6 +137,22 @@ def test_no_gradient_is_computed_where_none_is_asked_for():
     assert dv.shape == v.shape
 
 
+def test_autocast_does_not_lower_the_precision():
+    q, k, v = (torch.randn(1, 300, 2, 16, requires_grad=True) for _ in range(3))
+    for backend in ("cpu_flash", "eager"):
+        want = attention(q, k, v, LADDER, backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attention(q, k, v, LADDER, backend=backend)
+            (dq,) = torch.autograd.grad(out.sum(), q)
+        assert torch.equal(out, want) and torch.equal(dq, torch.autograd.grad(want.sum(), q)[0])
+
+
+def test_compiled_code_may_call_it():
+    q = torch.randn(1, 40, 2, 8)
+    compiled = torch.compile(lambda x: attention(2 * x, x, x, LADDER) + 1, backend="eager")
+    torch.testing.assert_close(compiled(q), attention(2 * q, q, q, LADDER) + 1)
+
+
 def test_double_backward_raises():
     q, k, v = (torch.randn(1, 20, 2, 8, requires_grad=True) for _ in range(3))
     (dq,) = torch.autograd.grad(attention(q, k, v, LADDER).square().sum(), q, create_graph=True)

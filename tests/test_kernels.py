@@ -94,7 +94,6 @@ def test_order_follows_the_hardware(monkeypatch):
         assert kernels.order(torch.device("cuda", 0))[0] == first
     refusals = {name: KERNELS[name].refuses for name in ("flash", "efficient", "cudnn")}
     monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (6, 1))
-    monkeypatch.setattr("ringlab.kernels.torch_cuda.capability", lambda device: (6, 1))
     pascal = torch.device("cuda", 0)
     assert "8.0 or newer, this is 6.1" in refusals["flash"](pascal, torch.float16, 64)
     assert "8.0" in refusals["cudnn"](pascal, torch.float16, 64)

@@ -99,7 +99,11 @@ def test_flash_switch_and_refusals_are_visible():
         (dict(heads=4), TypeError, "'heads': unknown argument"),
         (dict(block_size=64), TypeError, "'block_size': it belongs to the block-sparse systems"),
         (dict(ring_size=2), NotImplementedError, "ring_size must be 1"),
-        (dict(memory_pool_threshold_mb=-1), ValueError, "must not be negative"),
+        (dict(memory_pool_threshold_mb=-1), ValueError, "finite and not negative"),
+        (dict(memory_pool_threshold_mb=float("nan")), ValueError, "finite and not negative"),
+        (dict(ring_size=0), ValueError, "ring_size must be a positive integer"),
+        (dict(dtype=torch.int32), ValueError, "dtype must be float64"),
+        (dict(use_pattern_cache=None), TypeError, "use_pattern_cache must be True or False"),
     ],
 )
 def test_bad_constructor_arguments(arguments, error, message):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -60,11 +58,20 @@ def attention(
     check_tensors(q, k, v)
     if not isinstance(pattern, Dense | Dilated):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
+    for name, value in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if isinstance(scale, bool) or not isinstance(scale, float | int):
+        raise TypeError(f"scale must be a number, got {scale!r}")
+    if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be finite, got {scale}")
+    if not isinstance(execution, Execution):
+        raise TypeError(f"execution must be a ringlab.Execution, got {execution!r}")
+    if not backend or not isinstance(backend, str | tuple):
+        raise ValueError(f"backend must be a name or a tuple of names, got {backend!r}")
     out, lse = local.attend(
-        q, k, v, pattern, causal=bool(causal), scale=scale, backend=backend, execution=execution
+        q, k, v, pattern, causal=causal, scale=float(scale), backend=backend, execution=execution
     )
     return (out, lse) if return_lse else out
 

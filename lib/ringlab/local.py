@@ -31,6 +31,12 @@ class Execution:
     cache: bool | caches.PatternCache = True
     pool: bool | memory.MemoryPool = False
 
+    def __post_init__(self):
+        kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": bool | memory.MemoryPool}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"Execution: {name} cannot be {getattr(self, name)!r}")
+
     def cached(self, key, build):
         if self.cache is False:
             return build()
@@ -64,7 +70,8 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
             key = caches.key("plan", pattern, n, heads, kv_heads, block)
             steps = execution.cached(key, lambda: make_plan(pattern, n, heads, kv_heads, block))
         path = strided
-    return getattr(path, passes)(*tensors, steps, causal, scale, kernel, execution.scratch())
+    with torch.autocast(q.device.type, enabled=False):  # the dtype of the inputs is the one that was asked for
+        return getattr(path, passes)(*tensors, steps, causal, scale, kernel, execution.scratch())
 
 
 class _Attention(torch.autograd.Function):

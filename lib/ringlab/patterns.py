@@ -169,8 +169,8 @@ def from_dict(data: dict) -> Pattern:
 
 
 def _positive_ints(name: str, values) -> tuple[int, ...]:
-    if isinstance(values, int):
-        values = (values,)
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} must be a list of positive integers, got {values!r}")
     values = tuple(values)
     if not values:
         raise ValueError(f"{name} is empty")

@@ -17,10 +17,11 @@ from .kernels.base import HALF, Kernel, wide
 from .merge import merge_
 from .plan import Plan
 
-# A kernel's result at most (or one head per thread): on a CPU small enough to be reused while in cache and to convert
-# half precision piece by piece, on a GPU large enough to fill it.
+# A kernel's result at most (or one head per thread): on a CPU small enough for the allocator to reuse it, on a GPU
+# large enough to fill it.
 PIECE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-SHARE = 32  # and about this part of the whole result, so that small problems stay small too
+SHARE = 4  # and about this part of the whole result, so that small problems stay small too
+HALF_SHARE = 32  # a piece of half precision is converted, with its inputs, to fp32
 
 
 def head_block(q: Tensor, k: Tensor, period: int) -> int:
@@ -161,7 +162,8 @@ def _pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
 def _limit(t: Tensor) -> int:
     """Bytes of a piece for results like ``t``."""
     most = PIECE_BYTES.get(t.device.type, 8 << 20)
-    return min(most, max(most // 16, t.numel() * t.element_size() // SHARE))
+    share = HALF_SHARE if t.dtype in HALF else SHARE
+    return min(most, max(most // 16, t.numel() * t.element_size() // share))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import hardware, kernels, memory
-from .api import attention
+from .api import FLOATS, attention
 from .local import Execution
 from .patterns import Dilated
 
@@ -60,10 +60,24 @@ class PublishedAttention(nn.Module):
         for argument, value in (("block_size", block_size), ("density", density)):
             if value is not None:
                 raise TypeError(f"{name} cannot honour {argument!r}: it belongs to the block-sparse systems")
+        if ring_size is not None and (isinstance(ring_size, bool) or not isinstance(ring_size, int) or ring_size < 1):
+            raise ValueError(f"ring_size must be a positive integer, got {ring_size!r}")
         if group is not None or ring_size not in (None, 1):
             raise NotImplementedError(f"{name} runs on one device: ring_size must be 1 and group None")
-        if memory_pool_threshold_mb < 0:
-            raise ValueError(f"memory_pool_threshold_mb must not be negative, got {memory_pool_threshold_mb}")
+        if not isinstance(memory_pool_threshold_mb, float | int) or not 0 <= memory_pool_threshold_mb < float("inf"):
+            given = repr(memory_pool_threshold_mb)
+            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {given}")
+        if dtype is not None and dtype not in FLOATS:
+            raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype!r}")
+        switches = {
+            "use_pattern_cache": use_pattern_cache,
+            "enable_memory_pool": enable_memory_pool,
+            "use_flash_attention": use_flash_attention,
+            "use_gradient_checkpointing": use_gradient_checkpointing,
+        }
+        for argument, value in switches.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{argument} must be True or False, got {value!r}")
         self.pattern = Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
         self.device = None if device is None else torch.device(device)
         if dtype is None and self.auto_dtype:

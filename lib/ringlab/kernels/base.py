@@ -47,8 +47,16 @@ def needs_cuda(device: torch.device, least: tuple[int, int], most: tuple[int, in
         return f"needs a CUDA device, this is {device.type}"
     have = capability(device)
     if have < least or (most is not None and have > most):
-        bounds = f"{least[0]}.{least[1]}" + (f" to {most[0]}.{most[1]}" if most else " or newer")
+        tail = " or newer" if most is None else f" to {most[0]}.{most[1]}" if most > least else ""
+        bounds = f"{least[0]}.{least[1]}{tail}"
         return f"needs compute capability {bounds}, this is {have[0]}.{have[1]}"
+    return None
+
+
+def needs_bf16(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why bfloat16 cannot be used on a CUDA device, or None."""
+    if dtype == torch.bfloat16 and capability(device) < (8, 0):
+        return "takes bfloat16 from compute capability 8.0"
     return None
 
 

@@ -7,7 +7,7 @@ import importlib
 import torch
 from torch.nn import functional as F
 
-from .base import HALF, needs_cuda, wants_dtype
+from .base import HALF, needs_bf16, needs_cuda, wants_dtype
 
 
 def _missing(module: str, package: str) -> str | None:
@@ -26,6 +26,7 @@ class Xformers:
     def refuses(self, device, dtype, head_dim):
         return (
             needs_cuda(device, (5, 0))
+            or needs_bf16(device, dtype)
             or _missing("xformers.ops.fmha", "xformers")
             or wants_dtype(dtype, (torch.float32, *HALF))
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .base import HALF, capability, needs_cuda, to_bhmd, wants_dtype
+from .base import HALF, needs_bf16, needs_cuda, to_bhmd, wants_dtype
 
 _ATEN = torch.ops.aten
 
@@ -47,9 +47,7 @@ class Efficient:
     name = "efficient"
 
     def refuses(self, device, dtype, head_dim):
-        why = needs_cuda(device, (5, 0))
-        if why is None and dtype == torch.bfloat16 and capability(device) < (8, 0):
-            return "takes bfloat16 from compute capability 8.0"
+        why = needs_cuda(device, (5, 0)) or needs_bf16(device, dtype)
         aligned = 4 if dtype == torch.float32 else 8
         if why is None and head_dim % aligned:
             return f"needs a head_dim that is a multiple of {aligned}, not {head_dim}"

@@ -32,6 +32,7 @@ def speed(study: Study) -> Table:
             _against(_over_copying(study, row), _target(row, "copying"), less=True),
             _against(_of_kernel(study, row), _target(row, "kernel")), ms(dense),
         ])  # fmt: skip
+    rows = rows or [["not measured", *[None] * 10]]
     return study.table(
         "The engine, mixed by log-sum-exp, 8 heads of 64",
         ["Segments / rates", ">Tokens", "Pass", "dtype", ">Time (ms)", ">Error", ">Lower bound (ms)",
