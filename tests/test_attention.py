@@ -23,12 +23,16 @@ def test_random_configurations(seed):
     for _ in range(CASES // 8):
         case = random_case(rng)
         q, k, v, dout, dlse = case.tensors()
-        got, want = engine_results(case, q, k, v, dout, dlse), oracle_results(case, q, k, v, dout, dlse)
+        want = oracle_results(case, q, k, v, dout, dlse)
+        if case.dtype in (torch.bfloat16, torch.float16) and int((want["dq"] != 0).any(-1).sum()) < 64:
+            # Twice a typical rounding error needs a sample of rows; with a handful, check the shape in fp32 instead.
+            case.dtype = torch.float32
+            q, k, v, dout, dlse = case.tensors()
+            want = oracle_results(case, q, k, v, dout, dlse)
+            few_rows += 1
+        got = engine_results(case, q, k, v, dout, dlse)
         bound = reference.tolerance(q, k, v, dout, pattern=case.pattern, causal=case.causal, scale=case.scale)
         found = errors(got, want, q, k, dout, case.scale)
-        if case.dtype in (torch.bfloat16, torch.float16) and int((want["dq"] != 0).any(-1).sum()) < 64:
-            few_rows += 1  # the bound is twice a typical rounding error: a handful of rows is no sample of it
-            bound |= dict.fromkeys(("dq", "dk"), 4 * max(bound["dq"], bound["dk"]))
         wrong = {n: (found[n], bound[n]) for n in found if not found[n] <= bound[n]}
         assert not wrong, f"{case}: {wrong}"
         assert got["out"].dtype == q.dtype and got["dq"].dtype == q.dtype and got["dk"].shape == k.shape
