@@ -38,9 +38,17 @@ else
   endif
 endif
 
+# In .venv all is there; in another environment, name what is missing and how to get it instead of a traceback.
+COMMA := ,
+needs = $(if $(READY),,@sh lib/needs.sh "$(1)" "$(2)" $(PY))
+PROFILE_ARG = --profile "$(or $(strip $(GPU)),auto)"
+ifneq ($(filter gpu=% profile=% PROFILE=%,$(MAKEOVERRIDES)),)
+  $(error a profile is chosen by GPU=name, see `make help`)
+endif
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help report test lab profiles env lint clean
+.PHONY: help report pdf test lab profiles env lint clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [ARGS=...]"
@@ -48,24 +56,34 @@ help:  ## list the targets
 
 # Reports are no make targets: an unfinished one must neither be deleted nor look up to date, so the driver decides.
 report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: no rehearsal)
-	@$(PY) -m ringlab report --profile $(GPU) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
+	$(call needs,[report],torch)
+	@$(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
+
+pdf: $(READY)  ## print the reports that are there to PDF, beside the HTML (needs Chromium; CHROMIUM=/path/to/chrome)
+	$(call needs,,torch)
+	@$(PY) -m ringlab pdf $(PROFILE_ARG) $(ARGS)
 
 test: $(READY)  ## run the tests and the examples in the docstrings
+	$(call needs,[report$(COMMA)test],torch papermill nbconvert pandas pytest)
 	@$(PY) -m pytest $(ARGS)
 
 lab: $(READY)  ## open the notebooks in JupyterLab
+	$(call needs,[report$(COMMA)lab],torch pandas jupyterlab)
 	@$(PY) -m jupyterlab --notebook-dir=notebooks $(ARGS)
 
 profiles: $(READY)  ## list the hardware profiles and which of them run here
+	$(call needs,,torch)
 	@$(PY) -m ringlab profiles $(ARGS)
 
 env: $(READY)  ## set up, and print the versions in use
+	$(call needs,,)
 	@$(PY) -c 'import sys; from importlib.metadata import distributions; \
 	v = {d.name.lower(): d.version for d in distributions()}; print("python", sys.version.split()[0], sys.executable); \
 	[print(n, v.get(n, "not installed")) for n in sys.argv[1:]]' \
 	ringlab torch xformers papermill nbconvert jupyterlab pandas seaborn matplotlib pytest ruff
 
 lint: $(READY)  ## check the style of lib, tests and notebooks
+	$(call needs,[test],ruff)
 	@$(PY) -m ruff check $(wildcard lib tests notebooks) $(ARGS)
 
 clean:  ## remove .venv and caches; measured data and reports stay

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from ringlab import Dense, Dilated, attention
+from ringlab import Dense, Dilated, Simulated, attention
 
 P = Dilated([8], [2])
 
@@ -26,6 +26,8 @@ GOOD = (1, 16, 4, 8)
         (t(*GOOD), t(*GOOD), torch.zeros(GOOD, device="meta"), ValueError, "one device"),
         (t(1, 0, 4, 8), t(1, 0, 4, 8), t(1, 0, 4, 8), ValueError, "q is empty"),
         ([1.0], t(*GOOD), t(*GOOD), TypeError, "q must be a tensor, got list"),
+        (t(*GOOD).to_sparse(), t(*GOOD), t(*GOOD), ValueError, "q must be a plain tensor, got a torch.sparse_coo one"),
+        (*[torch.zeros(GOOD, device="meta")] * 3, NotImplementedError, "runs on cpu and cuda tensors, got meta"),
     ],
 )
 def test_bad_tensors_are_one_line(q, k, v, error, message):
@@ -44,11 +46,15 @@ def test_bad_tensors_are_one_line(q, k, v, error, message):
         (dict(causal="no"), TypeError, "causal must be True or False"),
         (dict(execution="gather"), TypeError, "execution must be a ringlab.Execution"),
         (dict(backend=()), ValueError, "backend must be a name"),
-        (dict(group=None), TypeError, "'group': attention runs on one device"),
+        (dict(group="all"), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated"),
+        (dict(scheme="ring"), ValueError, "scheme and layout are for several ranks"),
+        (dict(group=Simulated(2), scheme="rings"), ValueError, "unknown scheme 'rings'; known: auto, plan, ring"),
+        (dict(group=Simulated(2), layout="spiral"), ValueError, "unknown layout 'spiral'"),
         (dict(dropout_p=0.1), TypeError, "'dropout_p': attention dropout is not supported"),
         (dict(attn_mask=None), TypeError, "'attn_mask': masks are not arguments"),
         (dict(is_causal=True), TypeError, "write causal=True"),
         (dict(window=3), TypeError, "'window': unknown argument"),
+        (dict(enable_gqa=True), TypeError, "'enable_gqa': k and v may have fewer heads without it"),
         (dict(backend="xla"), ValueError, "unknown backend 'xla'"),
     ],
 )
@@ -72,3 +78,13 @@ def test_return_lse():
     low = attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), P, return_lse=True)
     assert low[0].dtype == torch.bfloat16 and low[1].dtype == torch.float32
     assert attention(q.double(), q.double(), q.double(), P, return_lse=True)[1].dtype == torch.float64
+
+
+def test_torch_compile_runs_around_it_at_any_length():
+    """Plans change with n: traced, the second length ended inside the compiler."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: attention(2 * q, q, q, P) + 1, backend="eager")
+    for n in (32, 48):
+        q = torch.randn(1, n, 2, 8, requires_grad=True)
+        assert torch.equal(compiled(q), attention(2 * q, q, q, P) + 1)
+        compiled(q).sum().backward()

@@ -157,11 +157,37 @@ def test_compiled_code_may_call_it():
     torch.testing.assert_close(compiled(q), attention(2 * q, q, q, LADDER) + 1)
 
 
-def test_double_backward_raises():
+@pytest.mark.parametrize("power", [1, 2])
+def test_double_backward_raises(power):
+    """Also where the cotangent is a constant, so that only q, k and v lead to the second derivative."""
     q, k, v = (torch.randn(1, 20, 2, 8, requires_grad=True) for _ in range(3))
-    (dq,) = torch.autograd.grad(attention(q, k, v, LADDER).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    loss = attention(q, k, v, LADDER).pow(power).sum()
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not supported") as caught:
+        (loss + dq.square().sum()).backward()
+    assert "\n" not in str(caught.value)
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        torch.autograd.functional.hessian(lambda q: attention(q, k, v, LADDER).pow(power).sum(), q)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp itself
+def test_torch_func_derives_once_and_refuses_the_rest_in_one_line():
+    q, k, v = (torch.randn(1, 20, 2, 8, requires_grad=True) for _ in range(3))
+
+    def loss(q):
+        return sum(x.square().sum() for x in attention(q, k.detach(), v.detach(), Dilated([8], [1]), return_lse=True))
+
+    assert torch.equal(torch.func.grad(loss)(q), torch.autograd.grad(loss(q), q)[0])
+    refused = {
+        "vmap": lambda: torch.func.vmap(loss)(q.expand(2, *q.shape)),
+        "vmap or batched": lambda: torch.func.jacrev(loss)(q),
+        "jvp": lambda: torch.func.jvp(loss, (q,), (q,)),
+        "double backward": lambda: torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q),
+    }
+    for words, call in refused.items():
+        with pytest.raises(NotImplementedError, match=words) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 # Broken engines: each of these must be told from the right one.

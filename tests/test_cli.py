@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,11 @@ def test_strict_refuses_a_rehearsal(capsys, monkeypatch, command):
 
 
 def test_strict_by_environment(capsys, monkeypatch, tmp_path):
+    """For both commands that may rehearse."""
     monkeypatch.setattr(hardware, "detect", lambda probe=None: hardware.Machine(cpu_model="a CPU"))
     monkeypatch.setenv("STRICT", "1")
     assert said(capsys, "report", "--profile", "h100", "--reports", str(tmp_path))[0] == 2
+    assert said(capsys, "measure", "--profile", "h100", "--data", str(tmp_path))[0] == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -56,6 +59,48 @@ def test_a_gpu_that_torch_cannot_drive_gets_one_screen_with_the_install_line(cap
     code, out, err = said(capsys, command, "--profile", "auto")
     assert code == 2 and len(err.splitlines()) < 12 and "Traceback" not in err
     assert "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126" in err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "the following arguments are required: command; see python -m ringlab --help"),
+        (["reprot"], "invalid choice: 'reprot'"),
+        (["profiles", "x"], "unrecognized arguments: x"),
+        (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
+        (["measure", "--group"], "argument --group: expected one argument"),
+    ],
+)
+def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("command", ["report", "measure", "pdf"])
+def test_help_shows_the_default_of_every_option(capsys, command):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    options = " ".join(capsys.readouterr().out.split("options:")[1].split()).split(" --")[2:]
+    assert options and all("(default: " in option for option in options), options
+
+
+def test_measure_takes_single_groups_of_a_suite(capsys, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(measure, "run", lambda groups, data, **_: asked.append([g.name for g in groups]))
+    how = ["measure", "--profile", "cpu", "--data", str(tmp_path)]
+    assert said(capsys, *how, "--group", "lengths", "--group", "implementations")[0] == 0
+    assert said(capsys, *how)[0] == 0
+    assert asked[0] == ["implementations", "lengths"] and len(asked[1]) > 2
+    code, _, err = said(capsys, *how, "--group", "length")
+    assert code == 2 and "unknown group 'length'; optimization has here: implementations, lengths, " in err
+    assert err.count("\n") == 1 and len(asked) == 2
+
+
+def test_report_packages_are_those_that_the_extra_installs():
+    project = tomllib.loads((LIB / "pyproject.toml").read_text())["project"]
+    assert list(cli.REPORT_PACKAGES) == project["optional-dependencies"]["report"]
 
 
 def test_unknown_suite_is_one_line(capsys):
@@ -72,7 +117,7 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
     assert code == 130 and "run again" in err and "Traceback" not in err
 
 
-def test_measure_and_profiles_need_torch_alone(tmp_path):
+def test_all_but_reports_need_torch_alone(tmp_path):
     """With every package of the report's blocked, points are measured and listed."""
     code = f"""
 import sys
@@ -88,11 +133,13 @@ measure.run = lambda groups, data, **k: print(len(groups), "groups for", k["prof
 assert cli.main(["measure", "--profile", "cpu", "--data", {str(tmp_path)!r}]) == 0
 assert cli.main(["profiles"]) == 0
 assert cli.main(["report", "--profile", "cpu"]) == 2
+assert cli.main(["pdf", "--profile", "h100", "--reports", {str(tmp_path)!r}]) == 2
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(LIB)})
     assert done.returncode == 0, done.stderr
     assert "groups for cpu" in done.stdout
-    assert "which is not installed: pip install -e './lib[report]'" in done.stderr
+    assert "matplotlib, nbclient, nbconvert, " in done.stderr and "; pip install -e './lib[report]'" in done.stderr
+    assert "no report in" in done.stderr and done.stderr.count("ringlab: ") == 2 and "Traceback" not in done.stderr
 
 
 def test_measure_writes_rows(capsys, monkeypatch, tmp_path):

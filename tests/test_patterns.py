@@ -112,14 +112,17 @@ def test_plan_selects_each_row_once():
         (Dilated([9, 50], [3, 11], offsets="kv_head"), 43, 8, 2),
         (Dilated([16, 32, 64], [1, 2, 4], "head_groups", "branch"), 100, 7, 7),
     ):
+        want = torch.zeros(n, heads)
+        for b in pattern.branches(n, heads, kv_heads):
+            for head, o in zip(b.heads, b.offsets):
+                want[:, head] += (torch.arange(n) % b.length % b.rate == o).float()
         for block in (None, 2 * heads // kv_heads):
-            touched = torch.zeros(1, n, heads, 1)
-            for _, calls in make_plan(pattern, n, heads, kv_heads, block).blocks:
-                for call in calls:
-                    whole = range(call.first_segment, call.first_segment + call.segments)
-                    call.view(touched, whole).add_(1)
-            want = torch.zeros(n, heads)
-            for b in pattern.branches(n, heads, kv_heads):
-                for head, o in zip(b.heads, b.offsets):
-                    want[:, head] += (torch.arange(n) % b.length % b.rate == o).float()
-            assert torch.equal(touched[0, :, :, 0], want)
+            for chunk in (range(n), range(0, 13), range(5, n), range(20, 22), range(9, n - 3)):
+                touched = torch.zeros(1, len(chunk), heads, 1)
+                plan = make_plan(pattern, n, heads, kv_heads, block, chunk)
+                for start, stop in plan.tiles():
+                    for _, calls in plan.blocks:
+                        for call in calls:
+                            if len(segments := call.within(start, stop)):
+                                call.view(touched, segments).add_(1)
+                assert torch.equal(touched[0, :, :, 0], want[chunk.start : chunk.stop])

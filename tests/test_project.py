@@ -163,8 +163,63 @@ def test_failed_set_up_shows_the_log_and_is_not_done(tmp_path):
 def test_make_help_lists_every_target():
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     listed = subprocess.run(["make", "help"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
-    for target in ("report", "test", "lab", "profiles", "env", "lint", "clean", "help"):
+    for target in ("report", "pdf", "test", "lab", "profiles", "env", "lint", "clean", "help"):
         assert re.search(rf"^  {target} ", listed, re.M), f"make help does not list {target}"
+
+
+def make(*arguments: str, path: str = "/usr/bin:/bin"):
+    """make without anything installed: a plain interpreter, nothing set up."""
+    env = {"PATH": path, "LC_ALL": "C"}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+BARE = """#!/bin/sh
+exec {python} -S -E "$@"
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    "target, missing, extra",
+    [
+        ("report", "torch", "[report]"),
+        ("pdf", "torch", ""),
+        ("profiles", "torch", ""),
+        ("test", "torch, papermill, nbconvert, pandas, pytest", "[report,test]"),
+        ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
+        ("lint", "ruff", "[test]"),
+    ],
+)
+def test_an_interpreter_that_lacks_something_is_one_line(tmp_path, target, missing, extra):
+    bare = tmp_path / "python"
+    bare.write_text(BARE.format(python=sys.executable))  # this interpreter without its packages
+    bare.chmod(0o755)
+    done = make(target, "NOENV=1", f"PYTHON={bare}")
+    line, makes_own = done.stderr.splitlines()
+    assert done.returncode == 2 and done.stdout == "" and makes_own.startswith("make: ***")
+    assert line.startswith(f"ringlab: '{bare}' has no {missing}; run: {bare} -m pip install")
+    assert f"-e './lib{extra}'" in line
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_an_interpreter_that_is_none_or_too_old_is_one_line(tmp_path):
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\necho is Python 3.9.2, and 3.11 or newer is needed\n")
+    old.chmod(0o755)
+    for python, said in (("nowhere/python", "is not a working Python; name one"), (old, "is Python 3.9.2, and 3.11")):
+        done = make("env", "NOENV=1", f"PYTHON={python}")
+        assert done.returncode == 2 and f"ringlab: '{python}' {said}" in done.stderr and done.stderr.count("\n") == 2
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_gpu_names_the_profile_and_nothing_else_does():
+    for given, profile in ((), "auto"), (("GPU=",), "auto"), (("GPU= h100 ",), "h100"), (("GPU=a b",), "a b"):
+        shown = make("-n", "report", "pdf", "NOENV=1", *given).stdout
+        assert shown.count(f'--profile "{profile}"') == 2, shown
+    for given in ("gpu=h100", "PROFILE=h100"):
+        done = make("-n", "report", given)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "a profile is chosen by GPU=name" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,6 +373,23 @@ def test_top_level_holds_only_what_was_agreed():
     allowed |= {".ci", ".gitattributes", ".gitignore", ".pytest.ini", ".ruff.toml"}
     extra = {name.split("/")[0] for name in tracked()} - allowed
     assert not extra, f"not in the agreed top level: {sorted(extra)}"
+
+
+def test_readme_names_files_and_targets_that_are_there():
+    text = (ROOT / "README.md").read_text()
+    paths = re.findall(r"`((?:lib|tests|notebooks)/[\w./-]*)`", text)
+    assert len(paths) > 5 and [p for p in paths if not (ROOT / p).exists()] == []
+    targets = set(re.findall(r"`make (?:[A-Z_]+=\S+ )*([a-z]+)", text))
+    known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"report", "pdf", "test"} <= targets <= known
+
+
+def test_readme_examples_run_as_written():
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
+    code += "\nassert out.shape == q.grad.shape and ringlab.reference.attention and ringlab.kernels.table"
+    env = {**os.environ, "PYTHONPATH": str(LIB)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_tracked_files_hold_no_path_of_a_machine():

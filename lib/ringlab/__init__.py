@@ -6,14 +6,22 @@
 torch.Size([1, 64, 4, 16])
 """
 
+from . import kernels, reference, ring
 from .api import attention
 from .local import Execution
 from .patterns import Dense, Dilated, Pattern
+from .ring import Simulated
 from .variants import (
     DilatedAttention,
     ImprovedDilatedAttention,
+    RingDilatedAttentionCorrect,
+    RingDilatedAttentionHilbertGPUOptimized,
+    RingDilatedAttentionHybrid,
+    RingDilatedAttentionSDPA,
+    RingDilatedAttentionV2,
     RingDilatedAttentionV2Collective,
     RingDilatedAttentionV2Flash,
+    RingDilatedAttentionV2Robust,
 )
 
 __version__ = "0.1.0"
@@ -24,7 +32,17 @@ __all__ = [
     "Execution",
     "ImprovedDilatedAttention",
     "Pattern",
+    "RingDilatedAttentionCorrect",
+    "RingDilatedAttentionHilbertGPUOptimized",
+    "RingDilatedAttentionHybrid",
+    "RingDilatedAttentionSDPA",
+    "RingDilatedAttentionV2",
     "RingDilatedAttentionV2Collective",
     "RingDilatedAttentionV2Flash",
+    "RingDilatedAttentionV2Robust",
+    "Simulated",
     "attention",
+    "kernels",
+    "reference",
+    "ring",
 ]

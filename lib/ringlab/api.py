@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import local
+from . import local, ring
 from .local import Execution
 from .patterns import Dense, Dilated, Pattern
 
@@ -19,7 +19,7 @@ REFUSED = {
     "dropout": "attention dropout is not supported",
     "dropout_p": "attention dropout is not supported",
     "is_causal": "write causal=True",
-    **dict.fromkeys(("group", "scheme", "layout"), "attention runs on one device"),
+    "enable_gqa": "k and v may have fewer heads without it",
 }
 
 
@@ -32,6 +32,9 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     backend: str | tuple[str, ...] = "auto",
+    group=None,
+    scheme: str = "auto",
+    layout: str | ring.Layout = "contiguous",
     return_lse: bool = False,
     execution: Execution = DEFAULT,
     **refused,
@@ -46,8 +49,15 @@ def attention(
     ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of these to try in order;
     ``execution``: switches that change no value.
 
+    Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this rank's shards; or
+    ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
+    "zigzag", "striped", or a ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
+    "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device answer; positions are global.
+
     Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
-    NotImplementedError, with the reason, for a backend that cannot serve the device or dtype.
+    NotImplementedError, with the reason, for a backend that cannot serve the device or dtype. Differentiable once, by
+    ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise NotImplementedError.
+    Under ``torch.compile`` it runs as it is, between the graphs.
 
     >>> q = torch.randn(1, 100, 4, 16)
     >>> attention(q, q, q, Dilated([32, 64], [1, 2]), causal=True).shape
@@ -55,7 +65,7 @@ def attention(
     """
     for name in refused:
         raise TypeError(f"attention() cannot honour {name!r}: {REFUSED.get(name, 'unknown argument')}")
-    check_tensors(q, k, v)
+    check_tensors(q, k, v, shards=group is not None)
     if not isinstance(pattern, Dense | Dilated):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     for name, value in (("causal", causal), ("return_lse", return_lse)):
@@ -70,22 +80,28 @@ def attention(
         raise TypeError(f"execution must be a ringlab.Execution, got {execution!r}")
     if not backend or not isinstance(backend, str | tuple):
         raise ValueError(f"backend must be a name or a tuple of names, got {backend!r}")
-    out, lse = local.attend(
-        q, k, v, pattern, causal=causal, scale=float(scale), backend=backend, execution=execution
-    )
+    options = {"causal": causal, "scale": float(scale), "backend": backend, "execution": execution}
+    if group is None:
+        if (scheme, layout) != ("auto", "contiguous"):
+            raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
+        out, lse = local.attend(q, k, v, pattern, **options)
+    else:
+        out, lse = ring.attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
     return (out, lse) if return_lse else out
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError or TypeError in one line unless q, k, v fit together."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> None:
+    """Raise ValueError or TypeError in one line unless q, k, v fit together; ``shards`` may have no rows."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+        if t.layout != torch.strided or t.is_nested:
+            raise ValueError(f"{name} must be a plain tensor, got a {'nested' if t.is_nested else t.layout} one")
         if t.dim() != 4:
             raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got shape {tuple(t.shape)}")
         if t.dtype not in FLOATS:
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
-        if 0 in t.shape:
+        if 0 in (t.shape[:1] + t.shape[2:] if shards else t.shape):
             raise ValueError(f"{name} is empty: shape {tuple(t.shape)}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape != v.shape:
@@ -98,3 +114,5 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"attention runs on cpu and cuda tensors, got {q.device}")

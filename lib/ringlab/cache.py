@@ -124,6 +124,9 @@ class PatternCache:
         self._generation = 0
         self._reset()
 
+    def __reduce__(self):  # a copy, as of a module that is cloned or saved, is an empty cache with the same bounds
+        return PatternCache, (self.max_bytes, self.max_entries)
+
     def _reset(self) -> None:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # least recently used first
         self._bytes = self._hits = self._misses = self._evictions = self._uncached = 0

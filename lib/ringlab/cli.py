@@ -1,4 +1,4 @@
-"""``python -m ringlab report / measure / profiles``. ``measure`` and ``profiles`` need torch alone."""
+"""``python -m ringlab report / measure / pdf / profiles``. All but ``report`` need torch alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-STOPPED = "interrupted: what was measured is kept; run again to go on"
-OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook or a worker failed; asked for what cannot be
+from . import __version__
+
+STOPPED = "interrupted: what is done is kept; run again to go on"
+OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
+# What pyproject.toml's [report] installs, asked for before minutes are spent on measuring.
+REPORT_PACKAGES = ("ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill", "seaborn")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,29 +34,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(REFUSED, f"ringlab: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ringlab", description="Attention measured on your own hardware.")
+    parser = _Parser(prog="python -m ringlab", description="Attention measured on your own hardware.")
+    parser.add_argument("--version", action="version", version=f"ringlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    report = commands.add_parser("report", help="measure what is missing and write reports/<profile>/")
-    report.add_argument("--profile", default="auto", metavar="NAME", help="a profile's name, or auto: this machine")
-    report.add_argument("--strict", action="store_true", help="refuse a rehearsal or recorded rows (exit 2)")
+    def command(name: str, run, about: str):
+        one = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        one.set_defaults(run=run)
+        return one
+
+    def choose_profile(one) -> None:
+        one.add_argument(
+            "--profile", default="auto", metavar="NAME", help="a profile's name, or auto: this machine (default: auto)"
+        )
+
+    report = command("report", _report, "measure what is missing and write reports/<profile>/")
+    choose_profile(report)
+    report.add_argument(
+        "--strict", action="store_true", help="refuse a rehearsal or recorded rows, exit 2 (default: no, or STRICT=1)"
+    )
     report.add_argument(
         "--reports", type=Path, metavar="DIR", help="where reports go (default: reports/ of the checkout)"
     )
-    report.add_argument("--force", action="store_true", help="run and render the notebooks even if nothing changed")
-    report.set_defaults(run=_report)
+    report.add_argument(
+        "--force", action="store_true", help="run and render the notebooks even if nothing changed (default: no)"
+    )
 
-    measure = commands.add_parser("measure", help="measure what is missing, without a report (torch alone)")
-    measure.add_argument("--profile", default="auto", metavar="NAME", help="a profile's name, or auto: this machine")
+    measure = command("measure", _measure, "measure what is missing, without a report (torch alone)")
+    choose_profile(measure)
     measure.add_argument("--suite", default="optimization", metavar="NAME", help="which points (default: optimization)")
+    measure.add_argument(
+        "--group", action="append", metavar="NAME", help="only this group of the suite; may be repeated (default: all)"
+    )
     measure.add_argument("--data", type=Path, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
-    measure.add_argument("--strict", action="store_true", help="refuse a rehearsal (exit 2)")
-    measure.add_argument("--force", action="store_true", help="measure again what is there already")
-    measure.set_defaults(run=_measure)
+    measure.add_argument("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
+    measure.add_argument("--force", action="store_true", help="measure again what is there already (default: no)")
 
-    profiles = commands.add_parser("profiles", help="list the hardware profiles and which of them run here")
-    profiles.set_defaults(run=_profiles)
+    pdf = command("pdf", _pdf, "print the reports that are there to PDF, by a headless Chromium")
+    choose_profile(pdf)
+    pdf.add_argument(
+        "--reports", type=Path, metavar="DIR", help="where reports are (default: reports/ of the checkout)"
+    )
+
+    command("profiles", _profiles, "list the hardware profiles and which of them run here")
     return parser
 
 
@@ -60,21 +91,35 @@ def _refuse(message: str, code: int = REFUSED) -> int:
     return code
 
 
+def _strict(arguments) -> bool:
+    return arguments.strict or os.environ.get("STRICT", "") not in ("", "0")
+
+
 def _report(arguments) -> int:
+    if lacking := [name for name in REPORT_PACKAGES if not _installed(name)]:
+        return _refuse(f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'")
+    from .report import driver
+    from .report.places import ReportError
+
     try:
-        from .report import driver
-        from .report.places import ReportError
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").startswith("ringlab"):
-            raise
-        return _refuse(f"reports need {missing.name}, which is not installed: pip install -e './lib[report]'")
-    strict = arguments.strict or os.environ.get("STRICT", "") not in ("", "0")
-    try:
-        pages = driver.run(arguments.profile, strict=strict, reports=arguments.reports, force=arguments.force)
+        pages = driver.run(
+            arguments.profile, strict=_strict(arguments), reports=arguments.reports, force=arguments.force
+        )
     except ReportError as error:
         return _refuse(str(error), error.exit_code)
-    for page in pages:
-        print(os.path.relpath(page))
+    return _show(pages)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # an import hook that hides it
+        return False
+
+
+def _show(paths: Sequence[Path]) -> int:
+    for path in paths:
+        print(os.path.relpath(path))
     return OK
 
 
@@ -88,13 +133,17 @@ def _measure(arguments) -> int:
         return _refuse(f"unknown suite {arguments.suite!r}; known: {', '.join(suites.SUITES)}")
     reports = reports_folder()
     try:
-        asked = plan(arguments.profile, hardware.detect(), reports, strict=arguments.strict, recorded=False)
+        asked = plan(arguments.profile, hardware.detect(), reports, strict=_strict(arguments), recorded=False)
     except UsageError as error:
         return _refuse(str(error))
+    groups = suites.SUITES[arguments.suite](asked.profile, device=asked.device, rehearsal=asked.rehearsal)
+    known = [g.name for g in groups]
+    if unknown := [name for name in arguments.group or () if name not in known]:
+        return _refuse(f"unknown group {unknown[0]!r}; {arguments.suite} has here: {', '.join(known)}")
+    groups = [g for g in groups if not arguments.group or g.name in arguments.group]
     if asked.why:
         print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
     data = arguments.data or reports / asked.folder / "data"
-    groups = suites.SUITES[arguments.suite](asked.profile, device=asked.device, rehearsal=asked.rehearsal)
     how = {"profile": asked.profile, "device": asked.device, "rehearsal": asked.rehearsal, "force": arguments.force}
     try:
         measure.run(groups, data, progress=True, **how)
@@ -102,8 +151,17 @@ def _measure(arguments) -> int:
         return _refuse(str(error), FAILED)
     except OSError as error:
         return _refuse(f"cannot write {error.filename or data}: {error.strerror or error}", FAILED)
-    print(os.path.relpath(data))
-    return OK
+    return _show([data])
+
+
+def _pdf(arguments) -> int:
+    from .report import pdf
+    from .report.places import ReportError
+
+    try:
+        return _show(pdf.run(arguments.profile, reports=arguments.reports))
+    except ReportError as error:
+        return _refuse(str(error), error.exit_code)
 
 
 def _profiles(arguments) -> int:

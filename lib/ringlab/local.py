@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import cache as caches
 from . import gather, kernels, memory, strided
 from .patterns import Pattern
-from .plan import make_plan
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,24 @@ class Execution:
 
 def attend(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
+    call = _outside_graphs() if torch.compiler.is_compiling() else _attend
+    return call(q, k, v, pattern, causal, scale, backend, execution)
+
+
+_opaque = None
+
+
+def _outside_graphs():
+    """``_attend`` as torch.compile calls it but may not trace it: plans are lists. Made late: it loads the compiler."""
+    global _opaque
+    if _opaque is None:
+        _opaque = torch.compiler.disable(_attend)
+    return _opaque
+
+
+def _attend(q, k, v, *rest):
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return _Attention.apply(q, k, v, pattern, causal, scale, backend, execution)
+    return _Attention.apply(q, k, v, *rest)
 
 
 def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, execution: Execution):
@@ -63,46 +77,69 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
         steps = execution.cached(key, lambda: gather.gather_indices(pattern, n, heads, kv_heads, q.device))
         path = gather
     else:
-        key = caches.key("plan", pattern, n, heads, kv_heads)
-        steps = execution.cached(key, lambda: make_plan(pattern, n, heads, kv_heads))
-        block = strided.head_block(q, k, steps.period)
-        if block < heads and (steps.merges or kv_heads < heads):
-            key = caches.key("plan", pattern, n, heads, kv_heads, block)
-            steps = execution.cached(key, lambda: make_plan(pattern, n, heads, kv_heads, block))
+        steps = strided.plan_for(q, k, pattern, execution.cached)
         path = strided
     with torch.autocast(q.device.type, enabled=False):  # the dtype of the inputs is the one that was asked for
         return getattr(path, passes)(*tensors, steps, causal, scale, kernel, execution.scratch())
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, pattern, causal, scale, backend, execution):
-        ctx.rest = pattern, causal, scale, backend, execution
-        ctx.set_materialize_grads(False)
-        flip, positive = _positive(scale)
-        out, lse = _run("forward", (flip(q), k, v), pattern, causal, positive, backend, execution)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
+class _Once(torch.autograd.Function):
+    """What both passes refuse: torch's transforms other than one reverse-mode derivative."""
 
     @staticmethod
-    @once_differentiable
+    def vmap(info, in_dims, *args):
+        raise NotImplementedError("attention does not support torch.func.vmap or batched gradients; use the batch axis")
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("attention does not support forward-mode derivatives (torch.func.jvp); use backward")
+
+
+class _Attention(_Once):
+    @staticmethod
+    def forward(q, k, v, pattern, causal, scale, backend, execution):
+        flip, positive = positive_scale(scale)
+        return _run("forward", (flip(q), k, v), pattern, causal, positive, backend, execution)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, *ctx.rest = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, *output)
+
+    @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        pattern, causal, scale, backend, execution = ctx.rest
         if dout is None and dlse is None:
             return (None,) * 8
+        q, k, v, out, lse = ctx.saved_tensors  # once: checkpointing recomputes them as they are read
         dout = torch.zeros_like(out) if dout is None else dout
-        flip, positive = _positive(scale)
+        return *_Gradients.apply(dout, dlse, q, k, v, out, lse, *ctx.rest), None, None, None, None, None
+
+
+class _Gradients(_Once):
+    """dq, dk, dv. A node of its own, so that every way to a second derivative ends here and none is silently zero."""
+
+    @staticmethod
+    def forward(dout, dlse, q, k, v, out, lse, pattern, causal, scale, backend, execution):
+        flip, positive = positive_scale(scale)
         tensors = (dout, flip(q), k, v, out, lse)
         d = q.shape[3]
         if dlse is not None:
-            tensors = _fold_lse_gradient(*tensors, dlse)
+            tensors = fold_lse_gradient(*tensors, dlse)
         tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:-1]] + [tensors[-1]]
         dq, dk, dv = (g[..., :d] for g in _run("backward", tensors, pattern, causal, positive, backend, execution))
-        return flip(dq), dk, dv, None, None, None, None, None
+        return flip(dq), dk, dv
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *second):
+        raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
 
-def _positive(scale: float):
+def positive_scale(scale: float):
     """Fused kernels find the maximum before they scale, which is wrong for scale <= 0: give q the sign instead."""
     if scale > 0:
         return (lambda t: t), scale
@@ -111,7 +148,7 @@ def _positive(scale: float):
     return torch.zeros_like, 1.0
 
 
-def _fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor):
+def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor):
     """Widen the head so that a flash backward, which knows no lse cotangent g, computes ``rowsum(dO * O) - g``.
 
     Two more columns of O hold -g, its rounded value and the rest, those of dO hold 1; v, q and k get zeros, so no score

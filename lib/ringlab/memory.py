@@ -135,6 +135,9 @@ class MemoryPool:
         self._live = 0
         self._counts = dict.fromkeys(("borrows", "reuses", "allocations", "bypassed", "evictions", "refused"), 0)
 
+    def __reduce__(self):  # a copy, as of a module that is cloned or saved, is an empty pool with the same bounds
+        return MemoryPool, (self.max_bytes, self.threshold_bytes, self.waste)
+
     @contextlib.contextmanager
     def borrow(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"

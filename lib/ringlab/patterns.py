@@ -12,6 +12,7 @@ import torch
 
 MIXINGS = ("lse", "head_groups")
 OFFSETS = ("head", "block", "branch", "kv_head")
+LARGEST = 2**40  # beyond any sequence, and strides still fit 64 bits
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,6 @@ def _positive_ints(name: str, values) -> tuple[int, ...]:
     if not values:
         raise ValueError(f"{name} is empty")
     for x in values:
-        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
-            raise ValueError(f"{name} must hold positive integers, got {x!r}")
+        if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x <= LARGEST:
+            raise ValueError(f"{name} must hold positive integers up to 2**40, got {x!r}")
     return values

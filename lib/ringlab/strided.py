@@ -13,9 +13,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from . import cache as caches
 from .kernels.base import HALF, Kernel, wide
 from .merge import merge_
-from .plan import Plan
+from .patterns import Pattern
+from .plan import Plan, make_plan
 
 # A kernel's result at most (or one head per thread): on a CPU small enough for the allocator to reuse it, on a GPU
 # large enough to fill it.
@@ -34,11 +36,29 @@ def head_block(q: Tensor, k: Tensor, period: int) -> int:
     return min(heads, group * max(1, budget // (4 * b * period * d * group)))
 
 
+def plan_for(q: Tensor, k: Tensor, pattern: Pattern, cached, n: int | None = None, chunk: range | None = None) -> Plan:
+    """The plan for tensors q (b, rows, h, d) and k that hold ``chunk`` of n positions (default: all of them).
+
+    ``cached(key, build)`` keeps it.
+    """
+    heads, kv_heads = q.shape[2], k.shape[2]
+    n = q.shape[1] if n is None else n
+    where = () if chunk is None else (chunk.start, chunk.stop)
+
+    def plan(*block):
+        key = caches.key("plan", pattern, n, heads, kv_heads, *block, *where)
+        return cached(key, lambda: make_plan(pattern, n, heads, kv_heads, *(block or (None,)), chunk))
+
+    steps = plan()
+    block = head_block(q, k, min(steps.period, q.shape[1]))
+    return plan(block) if block < heads and (steps.merges or kv_heads < heads) else steps
+
+
 def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) in q's dtype and lse (b, h, n) of all branches, merged; q (b, n, h, d), k, v (b, n, h_kv, d)."""
     b, n, heads, d = q.shape
     narrow = q.dtype in HALF and plan.merges
-    first = plan.whole(n) if q.dtype not in HALF and heads == k.shape[2] else None
+    first = plan.whole(n) if heads == k.shape[2] and _in_one_call(q, narrow) else None
     views = first and _fold(_views(first, range(first.segments), (q, k, v), kv=(1, 2)))
     if views and len(views) == 1:  # one call writes every row: its result becomes the output
         o, l = kernel.forward(*views[0], causal, scale)  # (b', m, h, d), (b', h, m)
@@ -52,23 +72,26 @@ def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, poo
             lse.fill_(-torch.inf)
     for inside, calls in plan.blocks:
         calls = [c for c in calls if c is not first]
-        for start, stop in _tiles(n, plan.period if narrow else n):
+        for start, stop in plan.tiles() if narrow else [(0, n)]:
             with _accumulators((out,), (inside,), start, stop, narrow, not plan.covered, pool) as (accs, origins):
                 for call in calls:
                     segments = call.within(start, stop)
                     if segments:
+                        views = _views(call, segments, (q, k, v), kv=(1, 2))
                         into = call.view(lse, segments), call.view(accs[0], segments, origin=origins[0])
-                        _add_forward(call, segments, (q, k, v), into, causal, scale, kernel)
+                        add_forward([*views, *into], piece_limit(q), call.first, causal, scale, kernel)
     return out, lse.squeeze(-1).transpose(1, 2)
 
 
-def _add_forward(call, segments: range, reads, into, causal: bool, scale: float, kernel: Kernel) -> None:
-    """Run the call on its views of q, k, v, piece by piece, and write or merge it ``into`` views of lse and out."""
-    views = [*_views(call, segments, reads, kv=(1, 2)), *into]  # (b, segments, m, h, d)
-    for q, k, v, lse, out in _pieces(views, _limit(reads[0])):  # (b', m, h, d)
+def add_forward(views, limit: int, alone: bool, causal: bool, scale: float, kernel: Kernel) -> None:
+    """Attend over views (b, segments, m, h, d) of q, k, v, piece by piece, merging into those of lse and out.
+
+    ``limit``: bytes of a piece's result; ``alone``: nothing was written there yet.
+    """
+    for q, k, v, lse, out in _pieces(views, limit):  # (b', m, h, d)
         o, l = kernel.forward(q, k, v, causal, scale)
         lse = lse.squeeze(-1).transpose(1, 2)  # (b', h, m)
-        if call.first:
+        if alone:
             out.copy_(o)
             lse.copy_(l)
         else:
@@ -82,7 +105,7 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
     narrow = q.dtype in HALF and (plan.merges or group > 1)
     lse = lse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
     reads = (dout, q, k, v, out, lse)
-    first = plan.whole(n) if q.dtype not in HALF and group == 1 else None
+    first = plan.whole(n) if group == 1 and _in_one_call(q, narrow) else None
     views = first and _fold(_views(first, range(first.segments), reads, kv=(2, 3)))
     if views and len(views) == 1:
         grads = tuple(g.reshape(q.shape) for g in _call_backward(kernel, views[0], causal, scale))
@@ -96,7 +119,7 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
         calls = [c for c in calls if c is not first]
         kv_inside = range(inside.start // group, -(-inside.stop // group))
         ranges = (inside, kv_inside, kv_inside)
-        for start, stop in _tiles(n, plan.period if narrow else n):
+        for start, stop in plan.tiles() if narrow else [(0, n)]:
             with _accumulators(grads, ranges, start, stop, narrow, True, pool) as (accs, origins):
                 for call in calls:
                     segments = call.within(start, stop)
@@ -106,21 +129,30 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
                             for i, (acc, origin) in enumerate(zip(accs, origins))
                         ]
                         alone = call.first and group == 1 and not narrow  # nothing else wrote these rows before
-                        _add_backward(call, segments, reads, into, alone, causal, scale, kernel)
+                        views = _views(call, segments, reads, kv=(2, 3))
+                        add_backward([*views, *into], piece_limit(q), alone, call.shares_kv, causal, scale, kernel)
     return grads
 
 
-def _add_backward(call, segments: range, reads, into, alone: bool, causal: bool, scale: float, kernel: Kernel) -> None:
-    """Run the call's backward on its views of (dout, q, k, v, out, lse) and add it ``into`` views of dq, dk, dv."""
-    views = [*_views(call, segments, reads, kv=(2, 3)), *into]  # (b, segments, m, h, d)
-    for *read, dq, dk, dv in _pieces(views, _limit(reads[0])):  # (b', m, h, d)
+def add_backward(views, limit: int, alone: bool, shares_kv: bool, causal: bool, scale: float, kernel: Kernel) -> None:
+    """The backward over views (b, segments, m, h, d) of dout, q, k, v, out, lse, added to those of dq, dk, dv.
+
+    ``limit``: bytes of a piece's result; ``alone``: nothing was written there yet; ``shares_kv``: all heads see the
+    same rows of k and v.
+    """
+    for *read, dq, dk, dv in _pieces(views, limit):  # (b', m, h, d)
         for i, (result, grad) in enumerate(zip((dq, dk, dv), _call_backward(kernel, read, causal, scale))):
             if alone:
                 result.copy_(grad)
-            elif i > 0 and call.shares_kv:
+            elif i > 0 and shares_kv:
                 result[:, :, :1].add_(grad.to(result.dtype).sum(2, keepdim=True))
             else:
                 result.add_(grad)
+
+
+def _in_one_call(q: Tensor, narrow: bool) -> bool:
+    """A call's result may become the output: nothing is rounded later, and no piece is converted (half on a CPU)."""
+    return not narrow and (q.dtype not in HALF or q.device.type != "cpu")
 
 
 def _call_backward(kernel: Kernel, reads, causal: bool, scale: float):
@@ -130,10 +162,6 @@ def _call_backward(kernel: Kernel, reads, causal: bool, scale: float):
 
 def _views(call, segments: range, tensors, kv: tuple[int, ...]) -> list[Tensor]:
     return [call.view(t, segments, kv=i in kv) for i, t in enumerate(tensors)]
-
-
-def _tiles(n: int, step: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + step, n)) for start in range(0, n, step))
 
 
 def _fold(views: list[Tensor]) -> list[list[Tensor]]:
@@ -159,7 +187,7 @@ def _pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
                 yield [x[i : i + step, :, j : j + head_step] for x in folded]
 
 
-def _limit(t: Tensor) -> int:
+def piece_limit(t: Tensor) -> int:
     """Bytes of a piece for results like ``t``."""
     most = PIECE_BYTES.get(t.device.type, 8 << 20)
     share = HALF_SHARE if t.dtype in HALF else SHARE

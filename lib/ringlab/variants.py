@@ -1,38 +1,54 @@
 """The published systems by their published names and constructor arguments, each a row over the engine.
 
 All of them compute head-group dilated attention: group i of the heads runs branch i, with offset i mod r, and nothing
-is divided by the number of groups. They differ in how it is executed, and are equal in value.
+is divided by the number of groups. They differ in how it is executed and in how ranks share it, and are equal in value;
+only along a Hilbert curve the pattern itself is another.
 """
 
 from __future__ import annotations
+
+from math import isqrt
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import hardware, kernels, memory
-from .api import FLOATS, attention
+from . import hardware, kernels, memory, ring
+from .api import FLOATS, attention, check_tensors
 from .local import Execution
 from .patterns import Dilated
+from .ring import Simulated
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
 FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
+NO_MASK, NO_DROPOUT = "masks are not arguments; use is_causal=True", "attention dropout is not supported"
 REFUSED = {
     "sparsity_ratio": "it changed nothing in the original; state a density",
-    "dropout": "attention dropout is not supported",
-    "attention_dropout": "attention dropout is not supported",
+    **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
+    "need_weights": "the attention weights are never formed",
+    **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), NO_DROPOUT),
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "key_padding_mask"), NO_MASK),
 }
+NOT_A_DTYPE = "dtype must be float64, float32, bfloat16 or float16, got {!r}"
 
 
 class PublishedAttention(nn.Module):
     """What the published modules share: no parameters, ``forward(q, k, v, is_causal=False)`` on (b, n, h, d) tensors.
 
-    Computes in ``dtype`` (None: the inputs' own) and returns the inputs' dtype. ``use_flash_attention=False`` keeps to
-    kernels without flash. ``memory_pool_threshold_mb`` is in MiB. Raises TypeError for an argument that this system
-    does not have, ValueError for bad values, NotImplementedError for more than one ring member.
+    q, k and v have one dtype; computes in ``dtype`` (None: that of the inputs) and returns that of the inputs.
+    ``.half()``, ``.to(dtype)`` and ``.to(device)`` change ``dtype`` and ``device`` like those of a module with weights.
+    ``use_flash_attention=False`` keeps to kernels without flash. ``memory_pool_threshold_mb`` is in MiB.
+    The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this rank's shards), or a
+    ``ring_size``, which is simulated on one device.
+    Raises TypeError for an argument that this system does not have, ValueError for bad values, NotImplementedError for
+    several ring members in a system of one device.
+
+    >>> DilatedAttention([4, 8], [1, 2]).to(torch.bfloat16).dtype
+    torch.bfloat16
     """
 
     gather = False  # index-select copies instead of strided views
+    scheme: str | None = None  # how ranks share the work; None: one device
     backend: str | tuple[str, ...] = "auto"
     auto_dtype = False  # dtype=None means the hardware's best, not the inputs' own
 
@@ -62,13 +78,15 @@ class PublishedAttention(nn.Module):
                 raise TypeError(f"{name} cannot honour {argument!r}: it belongs to the block-sparse systems")
         if ring_size is not None and (isinstance(ring_size, bool) or not isinstance(ring_size, int) or ring_size < 1):
             raise ValueError(f"ring_size must be a positive integer, got {ring_size!r}")
-        if group is not None or ring_size not in (None, 1):
+        if self.scheme is None and (group is not None or ring_size not in (None, 1)):
             raise NotImplementedError(f"{name} runs on one device: ring_size must be 1 and group None")
-        if not isinstance(memory_pool_threshold_mb, float | int) or not 0 <= memory_pool_threshold_mb < float("inf"):
-            given = repr(memory_pool_threshold_mb)
-            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {given}")
+        if group is not None and ring_size not in (None, size := ring.group_size(group)):
+            raise ValueError(f"ring_size is {ring_size}, the group has {size} ranks")
+        mb = memory_pool_threshold_mb
+        if isinstance(mb, bool) or not isinstance(mb, float | int) or not 0 <= mb < float("inf"):
+            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {mb!r}")
         if dtype is not None and dtype not in FLOATS:
-            raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype!r}")
+            raise ValueError(NOT_A_DTYPE.format(dtype))
         switches = {
             "use_pattern_cache": use_pattern_cache,
             "enable_memory_pool": enable_memory_pool,
@@ -79,25 +97,44 @@ class PublishedAttention(nn.Module):
             if not isinstance(value, bool):
                 raise TypeError(f"{argument} must be True or False, got {value!r}")
         self.pattern = Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else kernels.device_of(device)
         if dtype is None and self.auto_dtype:
             dtype = self._policy_dtype()
         self.dtype = dtype
+        self.group = Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
         self.chain = self.backend if use_flash_attention else FALLBACK
         self.use_gradient_checkpointing = use_gradient_checkpointing
-        pool = memory.MemoryPool(threshold_bytes=int(memory_pool_threshold_mb * 2**20)) if enable_memory_pool else False
+        pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
         self.execution = Execution(gather=self.gather, cache=use_pattern_cache, pool=pool)
 
     def _policy_dtype(self) -> torch.dtype:
         on_gpu = torch.cuda.is_available() if self.device is None else self.device.type == "cuda"
         return hardware.default_dtype(torch.cuda.get_device_capability(self.device) if on_gpu else None)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    def _apply(self, fn, recurse=True):
+        """Follow ``.half()``, ``.to(...)`` and their like: there are no weights, so empty tensors show what fn does."""
+        super()._apply(fn, recurse)
+        own = self.device or torch.device("cpu")
+        shown = [fn(torch.empty(0, dtype=dtype, device=own)) for dtype in (torch.float32, torch.float64)]
+        if shown[0].dtype == shown[1].dtype:
+            if shown[0].dtype not in FLOATS:
+                raise ValueError(NOT_A_DTYPE.format(shown[0].dtype))
+            self.dtype = shown[0].dtype
+        if shown[0].device.type != own.type or shown[0].device.index != own.index is not None:
+            self.device = shown[0].device
+        return self
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **refused) -> Tensor:
         """Attention over (b, n, h, d) tensors; returns (b, n, h, d) in the inputs' dtype."""
-        if self.device is not None and q.device.type != self.device.type:
-            raise ValueError(f"{type(self).__name__} is on {self.device}, the input on {q.device}")
+        name = type(self).__name__
+        for argument in refused:
+            raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
+        check_tensors(q, k, v)
+        own = self.device or q.device
+        if own.type != q.device.type or (own.type == "cuda" and own.index not in (None, q.device.index)):
+            raise ValueError(f"{name} is on {self.device}, the input on {q.device}")
         if self.dtype is not None and q.dtype == torch.float64 != self.dtype:
-            raise ValueError(f"{type(self).__name__} computes in {self.dtype}: for float64 pass dtype=torch.float64")
+            raise ValueError(f"{name} computes in {self.dtype}: for float64 pass dtype=torch.float64 or call .double()")
         args = [t if self.dtype is None else t.to(self.dtype) for t in (q, k, v)]
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
             out = checkpoint(self._attend, *args, is_causal, use_reentrant=False)
@@ -106,13 +143,18 @@ class PublishedAttention(nn.Module):
         return out.to(q.dtype)
 
     def _attend(self, q, k, v, is_causal):
-        return attention(q, k, v, self.pattern, causal=is_causal, backend=self.chain, execution=self.execution)
+        options = {"causal": is_causal, "backend": self.chain, "execution": self.execution}
+        return attention(q, k, v, self.pattern, **options, **self._ranks(q.shape[1]))
+
+    def _ranks(self, rows: int) -> dict:
+        """Arguments for ``attention`` that say who shares q, k, v of so many rows."""
+        return {} if self.group is None else {"group": self.group, "scheme": self.scheme}
 
     def backends(self, device: torch.device | str = "cpu", head_dim: int = 64) -> list[tuple]:
         """(kernel, runs, reason for a refusal, chosen) along this module's chain, each link probed by a call."""
         dtype = self.dtype or torch.float32
-        chosen = kernels.choose(device, dtype, head_dim, backward=True, backend=self.chain).name
         rows = kernels.table(device, dtype, head_dim)
+        chosen = kernels.choose(device, dtype, head_dim, backward=True, backend=self.chain).name
         return [(name, runs, why, name == chosen) for name, runs, why, _ in rows]
 
     def extra_repr(self) -> str:
@@ -138,15 +180,32 @@ class ImprovedDilatedAttention(PublishedAttention):
     """
 
 
+class RingDilatedAttentionV2(PublishedAttention):
+    """The ring simulated on one device, any ``ring_size``: K/V shards hop from rank to rank.
+
+    >>> q = torch.randn(1, 16, 2, 8); a, b = (RingDilatedAttentionV2([8, 16], [1, 2], ring_size=p) for p in (1, 4))
+    >>> torch.allclose(a(q, q, q), b(q, q, q), atol=1e-6)
+    True
+    """
+
+    scheme = "ring"
+
+
 class RingDilatedAttentionV2Collective(PublishedAttention):
-    """The all-gather ring; on one device, as in document 000, there is nothing to gather and no ring code runs.
+    """Every rank gathers K and V; on one device, as in document 000, there is nothing to gather and no ring code runs.
 
     >>> RingDilatedAttentionV2Collective([4, 8], [1, 2], dtype=torch.float32)(*[torch.randn(1, 16, 2, 8)] * 3).shape
     torch.Size([1, 16, 2, 8])
     """
 
+    scheme = "all_gather"
 
-class RingDilatedAttentionV2Flash(PublishedAttention):
+
+class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
+    """The ring by asynchronous point-to-point messages into buffers of their own; no ring code runs on one device."""
+
+
+class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
     """Flash kernels first, then xformers, SDPA, standard; dtype chosen by the hardware policy, an explicit one wins.
 
     >>> RingDilatedAttentionV2Flash([4, 8], [1, 2], device="cpu").dtype
@@ -155,3 +214,39 @@ class RingDilatedAttentionV2Flash(PublishedAttention):
 
     backend = FLASH + FALLBACK
     auto_dtype = True
+
+
+class RingDilatedAttentionHybrid(RingDilatedAttentionV2):
+    """Ring hops with segment-wise dilation inside each hop, accumulated by log-sum-exp."""
+
+
+class RingDilatedAttentionSDPA(RingDilatedAttentionV2):
+    """The ring on torch's own SDPA kernels alone."""
+
+    backend = "sdpa"
+
+
+class RingDilatedAttentionCorrect(RingDilatedAttentionV2):
+    """The ring on the plain eager kernel, with the right split of the sequence: the reference of the ring systems."""
+
+    backend = "eager"
+
+
+class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
+    """The pattern along a Hilbert curve over the most nearly square grid whose cells are the sequence, row by row.
+
+    On one device, or a ``ring_size`` simulated on it. Raises ValueError for ``is_causal=True``: steps of the curve are
+    not in time order.
+
+    >>> RingDilatedAttentionHilbertGPUOptimized([4, 8], [1, 2], ring_size=2)(*[torch.randn(1, 16, 2, 8)] * 3).shape
+    torch.Size([1, 16, 2, 8])
+    """
+
+    scheme = "plan"
+
+    def _ranks(self, rows: int) -> dict:
+        if self.group is not None and not isinstance(self.group, Simulated):
+            raise NotImplementedError(f"{type(self).__name__} takes ring_size: over a group, pass attention a layout")
+        height = max(h for h in range(1, isqrt(rows) + 1) if rows % h == 0)
+        group = self.group or Simulated(1)
+        return {"group": group, "scheme": self.scheme, "layout": ring.hilbert(height, rows // height, group.ranks)}

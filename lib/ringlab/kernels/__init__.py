@@ -81,6 +81,10 @@ def table(
     device: torch.device | str, dtype: torch.dtype, head_dim: int = 64, *, causal: bool = False, backward: bool = True
 ) -> list[tuple[str, bool, str | None, bool]]:
     """Every kernel as (name, runs, reason for a refusal, chosen by "auto"), in the order of preference."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {dtype!r}")
+    if not isinstance(head_dim, int) or head_dim < 1:
+        raise ValueError(f"head_dim must be a positive integer, got {head_dim!r}")
     device = _with_index(device)
     chosen = choose(device, dtype, head_dim, causal=causal, backward=backward).name
     rows = []
@@ -123,11 +127,22 @@ def probe(
     return None
 
 
+def device_of(device: torch.device | str) -> torch.device:
+    """``torch.device(device)``; ValueError in one line for what is none, or a GPU where torch finds none."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a torch.device or its name, as 'cpu' or 'cuda:0', got {device!r}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(found)!r}, but torch finds no GPU here")
+    return found
+
+
 def _with_index(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    if isinstance(device, torch.device) and (device.type != "cuda" or device.index is not None):
+        return device  # a tensor's
+    device = device_of(device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-__all__ = ["KERNELS", "SDPA", "Choice", "Kernel", "choose", "order", "probe", "table"]
+__all__ = ["KERNELS", "SDPA", "Choice", "Kernel", "choose", "device_of", "order", "probe", "table"]

@@ -1,7 +1,8 @@
 """What every dense kernel offers: ``(q, k, v) -> (out, lse)`` and the backward by a *final* (out, lse).
 
 All tensors are (b, m, h, d) with equal heads in q, k and v, any strides with a contiguous last dimension; lse is
-(b, h, m), natural log, fp32 (fp64 for fp64). Causal is the square, top-left mask. ``scale`` is positive.
+(b, h, m), natural log, fp32 (fp64 for fp64). ``scale`` is positive. k and v may have more or fewer rows than q unless
+the call is causal: the mask is square.
 """
 
 from __future__ import annotations

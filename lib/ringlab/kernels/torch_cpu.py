@@ -40,7 +40,7 @@ class CpuFlash:
         return wants_dtype(dtype, (torch.float64, torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
-        if q.shape[1] <= SHORT:
+        if max(q.shape[1], k.shape[1]) <= SHORT:
             return _MATMUL.forward(q, k, v, causal, scale)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         q, k, v = _computable(q, k, v)
@@ -48,7 +48,7 @@ class CpuFlash:
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
-        if q.shape[1] <= SHORT:
+        if max(q.shape[1], k.shape[1]) <= SHORT:
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dout, q, k, v, out = _computable(dout, q, k, v, out)

@@ -100,9 +100,10 @@ def sgemm(size: int = 2048) -> Point:
 
 @dataclass(frozen=True)
 class Group:
-    """The points that one worker process runs; interleaved, they take turns sample by sample, so ratios are paired.
+    """Points that are measured together, each in its own process; interleaved, they take turns sample by sample.
 
-    ``timed=False`` checks the points and takes their memory, and no time.
+    Ratios within an interleaved group are paired round by round. ``timed=False`` checks the points and takes their
+    memory, and no time.
     """
 
     name: str
@@ -117,6 +118,11 @@ class Group:
         if len({p.id for p in self.points}) < len(self.points):
             raise ValueError(f"group {self.name!r} holds a point twice")
 
+    @property
+    def id(self) -> str:
+        """A digest of the points and of how they are taken."""
+        return digest([[p.id for p in self.points], self.timed, self.interleave], 12)
+
     def composition(self, point: Point) -> str:
         """What else the point's samples depend on: all points of its group if they are interleaved, else itself."""
         members = [p.id for p in self.points] if self.interleave else [point.id]
@@ -127,8 +133,8 @@ class Group:
 class Result:
     """What is known of one point after a run; times in seconds, memory in bytes.
 
-    ``seconds`` holds one time per sample in the order of the rounds, ``run`` names the process that took them (two
-    results of one run and an interleaved group are paired), ``final`` is false where trying again may help.
+    ``seconds`` holds one time per sample and ``rounds`` the number of each (by default 0, 1, ...); results of one
+    ``run`` and an interleaved group are paired where they share rounds. ``final`` is false where trying again may help.
     ``share`` is useful FLOPs per second as a fraction of the rate of the group's sgemm.
     """
 
@@ -156,6 +162,11 @@ class Result:
     composition: str = ""
     interleaved: bool = False
     final: bool = True
+    rounds: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if len(self.rounds) != len(self.seconds):
+            object.__setattr__(self, "rounds", tuple(range(len(self.seconds))))
 
     @property
     def tokens_per_s(self) -> float | None:

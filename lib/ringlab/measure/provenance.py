@@ -18,7 +18,10 @@ from .. import __version__, hardware
 
 PACKAGE = Path(__file__).resolve().parent.parent
 OUTSIDE_ENGINE = ("measure", "report", "cli.py", "__main__.py")
-METHOD = ("systems", "baselines", "timing", "worker", "stats")
+# What of measure/ only says which points there are, who runs them and where the rows go.
+OUTSIDE_METHOD = (
+    "__init__", "points", "suites", "runner", "session", "processes", "host", "progress", "store", "provenance",
+)  # fmt: skip
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.
 KEY = ("engine", "method", "torch", "device", "device_name", "machine", "threads")
@@ -58,8 +61,8 @@ def engine_hash(package: Path = PACKAGE) -> str:
 
 @functools.cache
 def method_hash(package: Path = PACKAGE) -> str:
-    """Hash of what decides how a point is measured: its systems, inputs, timing and statistics."""
-    return code_hash((package / "measure" / f"{name}.py" for name in METHOD), package)
+    """Hash of what decides how a point is measured: its systems, inputs, checks, timing, bounds and statistics."""
+    return code_hash((p for p in (package / "measure").glob("*.py") if p.stem not in OUTSIDE_METHOD), package)
 
 
 @functools.cache
@@ -136,10 +139,49 @@ def collect(device: str) -> dict:
     }
 
 
-def moment() -> dict:
-    """What changes from group to group: UTC time and the load average of the last minute."""
+def moment(device: str) -> dict:
+    """What changes from group to group: UTC time, load average of the last minute, clocks and temperature."""
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    return {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_average": load}
+    state = device_state(device)
+    found = {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_average": load, "cpu_mhz": _cpu_mhz()}
+    return found | ({"gpu_before": state} if state else {})
+
+
+GPU_STATE = {  # fields of nvidia-smi --query-gpu, by our names
+    "sm_clock_mhz": "clocks.sm", "memory_clock_mhz": "clocks.mem", "max_sm_clock_mhz": "clocks.max.sm",
+    "temperature_c": "temperature.gpu", "power_w": "power.draw", "power_limit_w": "power.limit",
+    "throttle_reasons": "clocks_throttle_reasons.active", "performance_state": "pstate",
+}  # fmt: skip
+
+
+def device_state(device: str) -> dict:
+    """Clocks, temperature, power and throttle reasons of the first GPU now, by nvidia-smi; {} elsewhere."""
+    if torch.device(device).type != "cuda":
+        return {}
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_STATE.values())}", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
+    return {name: _number(value) for name, value in zip(GPU_STATE, values)}
+
+
+def _number(text: str):
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]", a bit mask, "P0"
+        return text
+
+
+def _cpu_mhz() -> float | None:
+    """Mean clock of the cores now, as the kernel tells it; None where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+    return round(sum(found) / len(found)) if found else None
 
 
 def key(provenance: dict) -> tuple:

@@ -81,8 +81,9 @@ def interval(statistic: Callable, seed: int = 0) -> tuple[float, float]:
 def ratio(a, b) -> Ratio:
     """How many times longer a takes than b; a and b are Results, or lists of seconds by round.
 
-    Results of one interleaved run are compared round by round. Others are compared by their medians, each resampled on
-    its own, and say so by ``paired=False``: drift between the two runs is then in the ratio but not in its interval.
+    Results of one interleaved run are compared round by round, over the rounds that both took part in. Others are
+    compared by their medians, each resampled on its own, and say so by ``paired=False``: drift between the two runs is
+    then in the ratio but not in its interval.
     Raises ValueError where one of them has no samples.
 
     >>> ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
@@ -91,14 +92,19 @@ def ratio(a, b) -> Ratio:
     x, y = getattr(a, "seconds", a), getattr(b, "seconds", b)
     if not x or not y:
         raise ValueError("a ratio needs samples of both")
-    if _process(a) == _process(b):
-        logs = [math.log(s / t) for s, t in zip(x, y)]  # rounds beyond the shorter list have no partner
+    if logs := _paired_logs(a, b, x, y):
         low, high = interval(lambda pick: median(pick(logs)))
         return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs), True)
     low, high = interval(lambda pick: median(pick(x)) / median(pick(y)))
     return Ratio(median(x) / median(y), low, high, min(len(x), len(y)), False)
 
 
-def _process(samples) -> tuple:
-    """What took the samples: results of one run that are not interleaved have compositions of their own."""
-    return getattr(samples, "run", None), getattr(samples, "composition", None)
+def _paired_logs(a, b, x, y) -> list[float]:
+    """Log ratios of the rounds that both took; results of different runs or groups have none."""
+    if hasattr(a, "rounds") and hasattr(b, "rounds"):
+        if (a.run, a.composition) != (b.run, b.composition):  # points that take no turns have compositions of their own
+            return []
+        x, y = dict(zip(a.rounds, x)), dict(zip(b.rounds, y))
+    else:
+        x, y = dict(enumerate(x)), dict(enumerate(y))
+    return [math.log(x[number] / y[number]) for number in sorted(x.keys() & y.keys())]

@@ -1,9 +1,10 @@
 """The rows: one file, samples.jsonl, to which every measurement is appended as it comes.
 
-Schema 1, one JSON object a line. Every row has ``schema``, ``kind``, ``run`` (one worker process), ``point`` (its id)
-and ``rehearsal``. Non-finite numbers are written as strings ("inf").
+Schema 1, one JSON object a line. Every row has ``schema``, ``kind``, ``run`` (one group measured, perhaps in several
+goes) and ``rehearsal``, and all but the first kind ``point`` (its id). Non-finite numbers are written
+as strings ("inf").
 
-    point   an attempt begins: ``group``, ``label``
+    run     a group is begun: ``group``, ``members`` (a digest of its points), ``key`` (engine, torch, machine, ...)
     sample  one time: ``round``, ``seconds`` for one call, ``loops`` calls that were timed together
     result  an attempt ended: all of ``points.Result`` but ``seconds``, which are the ``samples`` rows of this run and
             point; ``definition`` is the point in full, ``duration`` the seconds spent on it, warm-up and check included
@@ -18,11 +19,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from .points import Point, Result
+from .points import Group, Point, Result
 from .provenance import key
 
 SCHEMA = 1
@@ -75,34 +76,69 @@ def warn(text: str) -> None:
 
 def read(folder: Path | str, warn: Callable[[str], None] = warn) -> list[Result]:
     """All complete results in the order of the file; [] where there is none yet."""
+    samples: dict[tuple, dict] = {}
+    results: list[Result] = []
+    bad: list[int] = []
+    for number, row in _rows(folder, bad):
+        try:
+            if row["kind"] == "sample":
+                samples.setdefault((row["run"], row["point"]), {})[row["round"]] = float(row["seconds"])
+            elif row["kind"] == "result":
+                result = _result(row, samples.pop((row["run"], row["point"]), {}))
+                if result is None:
+                    bad.append(number)
+                else:
+                    results.append(result)
+        except (ValueError, KeyError, TypeError):
+            bad.append(number)
+    if bad:
+        shown = ", ".join(map(str, sorted(bad)[:5])) + (", ..." if len(bad) > 5 else "")
+        what = f"{len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})"
+        warn(f"{Path(folder) / NAME}: skipped {what}")
+    return results
+
+
+def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
+    """(line number, row) of this schema; the numbers of lines that are no rows go to ``bad``."""
     path = Path(folder) / NAME
     if not path.exists():
-        return []
-    samples: dict[tuple, list] = {}
-    results, bad = [], []
+        return
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-                if row["schema"] != SCHEMA:
-                    continue
-                if row["kind"] == "sample":
-                    samples.setdefault((row["run"], row["point"]), []).append((row["round"], float(row["seconds"])))
-                elif row["kind"] == "result":
-                    taken = samples.pop((row["run"], row["point"]), [])
-                    result = _result(row, taken)
-                    if result is None:
-                        bad.append(number)
-                    else:
-                        results.append(result)
+                if row["schema"] == SCHEMA:
+                    yield number, row
             except (ValueError, KeyError, TypeError):
                 bad.append(number)
-    if bad:
-        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        warn(f"{path}: skipped {len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})")
-    return results
+
+
+@dataclass
+class Unfinished:
+    """A run of a group that was stopped: its name, the rounds it began, the samples of points without a result."""
+
+    run: str
+    rounds: int = 0
+    samples: dict[str, dict[int, float]] = field(default_factory=dict)
+
+
+def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) -> Unfinished | None:
+    """The newest run of just these points by this engine, torch, device and machine, to be gone on with."""
+    found: Unfinished | None = None
+    about = {"group": group.name, "members": group.id, "key": list(key(here)), "rehearsal": rehearsal}
+    for _, row in _rows(folder, []):
+        if row.get("kind") == "run" and row.keys() >= about.keys() and all(row[k] == v for k, v in about.items()):
+            found = Unfinished(row["run"])
+        elif found is None or row.get("run") != found.run:
+            continue
+        elif row["kind"] == "sample":
+            found.samples.setdefault(row["point"], {})[row["round"]] = row["seconds"]
+            found.rounds = max(found.rounds, row["round"] + 1)
+        elif row["kind"] == "result":
+            found.samples.pop(row["point"], None)
+    return found
 
 
 def load(folder: Path | str, *, prefer: dict | None = None, warn: Callable[[str], None] = warn) -> list[Result]:
@@ -128,22 +164,22 @@ def latest(results: list[Result], prefer: dict | None = None) -> list[Result]:
 
 def result_row(result: Result, duration: float) -> dict:
     """The fields of a result as a row."""
-    row = {f.name: getattr(result, f.name) for f in fields(Result) if f.name not in ("seconds", "point")}
+    row = {f.name: getattr(result, f.name) for f in fields(Result) if f.name not in ("seconds", "rounds", "point")}
     row |= {"kind": "result", "point": result.point.id, "definition": result.point.to_dict()}
     return row | {"samples": len(result.seconds), "duration": round(duration, 3)}
 
 
-def _result(row: dict, taken: list) -> Result | None:
+def _result(row: dict, taken: dict[int, float]) -> Result | None:
     point = Point.from_dict(row["definition"])
     rounds = sorted(taken) if row["samples"] else []  # a point that failed late left samples that count for nothing
-    if point.id != row["point"] or [r for r, _ in rounds] != list(range(row["samples"])):
+    if point.id != row["point"] or len(rounds) != row["samples"]:
         return None
-    names = {f.name for f in fields(Result)} - {"point", "seconds"}
+    names = {f.name for f in fields(Result)} - {"point", "seconds", "rounds"}
     given = {k: v for k, v in row.items() if k in names}
     for k in ("errors", "tolerance"):
         given[k] = {name: float(x) for name, x in given[k].items()}
     given["ci"] = tuple(given["ci"]) if given["ci"] else None
-    return Result(point=point, seconds=tuple(s for _, s in rounds), **given)
+    return Result(point=point, seconds=tuple(taken[r] for r in rounds), rounds=tuple(rounds), **given)
 
 
 def _plain(value):

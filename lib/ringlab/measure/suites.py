@@ -20,19 +20,21 @@ LONG = Dilated([2048, 4096], [1, 2])
 SHORT = Dilated([512, 1024], [1, 2])
 LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
 LARGE_MEMORY = 16e9  # bytes; from here on a GPU takes longer sequences
+POOLED = Dilated([512, 4096], [1, 8])  # few products, and of 16 such sequences one head's accumulator is 16 MiB
 
 
 def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """The points of document 000 for a profile, about three minutes on two CPU cores.
+    """The points of document 000 for a profile, about three minutes on two CPU cores; each group answers a question.
 
-    ``implementations``: no optimisation, all of them, and the published modules by dtype, each switch taken away and
-    the two large ones added alone, every kernel by name (the refused ones give their reason), dense SDPA at the same
-    n. ``lengths``: where the speed-up over dense begins. ``engine forward`` and ``engine backward``: the engine beside
-    sgemm, the copying form, dense SDPA and torch's kernel on contiguous segments. ``memory ...``: half precision,
-    checked but not timed. A rehearsal takes the first two with the profile's dtypes.
+    ``implementations``: how fast is each in each dtype, and what is each switch and each kernel worth (the refused ones
+    give their reason)? ``lengths``: from which n on does the pattern pay? ``passes``: does it also causal, and in
+    training? ``cache and pool``: what does a plan cost, and when does a pool help? ``engine forward`` and ``engine
+    backward``: how near is it to this machine's matrix product and to torch's own kernel, how far from the copying
+    form? ``memory``: what does it hold in half precision? Dense SDPA is timed at each n that occurs. A
+    rehearsal takes the first two with the profile's dtypes.
     """
     groups = [implementations(profile, device, rehearsal), lengths(profile, device, rehearsal)]
-    return groups if rehearsal else [*groups, *engine(profile, device)]
+    return groups if rehearsal else [*groups, passes(profile, device), reuse(profile, device), *engine(profile, device)]
 
 
 def dtypes(profile: hardware.Profile, device: str, rehearsal: bool) -> list[str]:
@@ -45,35 +47,45 @@ def implementations(profile: hardware.Profile, device: str, rehearsal: bool = Fa
     """The document's table, its dtype x optimisation 2x2, the switches and the kernels, all taking turns."""
     document = Point("ringlab", DOCUMENT, seq_len=TOKENS)
     dense = Point("dense_sdpa", Dense(), seq_len=TOKENS)
+    flash = document.but(system="RingDilatedAttentionV2Flash")
     points = [document.but(options=FULL), dense]
     for dtype in dtypes(profile, device, rehearsal):
-        for point in (
-            document.but(options=PLAIN),
-            document.but(options=FULL),
-            document.but(system="RingDilatedAttentionV2Flash"),
-        ):
-            # The document has no bfloat16 row; on a CPU it would only repeat what the float16 rows show.
-            if device != "cpu" or dtype != "bfloat16" or point == document.but(options=FULL):
+        for point in (document.but(options=PLAIN), document.but(options=FULL), flash):
+            # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would repeat what others show.
+            repeats = {"bfloat16": (document.but(options=PLAIN), flash), "float32": (flash,)}.get(dtype, ())
+            if device != "cpu" or point not in repeats:
                 points.append(point.but(dtype=dtype))
         # On a CPU torch computes half-precision dense attention up to six times slower: a minute for one row.
         if device != "cpu" and dtype != "float32":
             points.append(dense.but(dtype=dtype))
     points.append(document.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE))
-    for name in FULL:
-        points.append(document.but(options=FULL | {name: PLAIN[name]}))
-        if name in ("gather", "backend"):  # cache and pool are far below what the plain path's time can resolve
-            points.append(document.but(options=PLAIN | {name: FULL[name]}))
-    points += [document.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
-    chosen = str(profile.default_dtype()).removeprefix("torch.")
+    points += [document.but(options=FULL | {name: PLAIN[name]}) for name in FULL]
+    if device != "cpu":  # there the plain path takes a second a call, and its switches as long again
+        points += [document.but(options=PLAIN | {name: FULL[name]}) for name in ("gather", "backend")]
+    if not rehearsal:
+        # Strided views borrow nothing for this function; gathered, its buffers reach the published threshold of 16 MB.
+        points.append(document.but(options=FULL | {"gather": True, "pool": False}))
+        points += [document.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
+    chosen = own_dtype(profile)
     if device == "cuda" and chosen != "float32":  # fp32 is refused by most GPU kernels
         points += [document.but(options=FULL | {"backend": name}, dtype=chosen) for name in kernels.KERNELS]
     return Group("implementations", tuple(dict.fromkeys(points)))
 
 
+def own_dtype(profile: hardware.Profile) -> str:
+    """What the profile's policy chooses."""
+    return str(profile.default_dtype()).removeprefix("torch.")
+
+
+def long_length(profile: hardware.Profile, device: str) -> int:
+    """A sequence that a forward and backward of dense attention takes a second for, or less."""
+    return 4096 if device == "cpu" else 32768 if (profile.memory_bytes or 0) > LARGE_MEMORY else 8192
+
+
 def lengths(profile: hardware.Profile, device: str, rehearsal: bool = False) -> Group:
     """All optimisations and dense SDPA over growing n."""
     longest = 4096 if device == "cpu" else 65536 if (profile.memory_bytes or 0) > LARGE_MEMORY else 32768
-    dtype = "float32" if device == "cpu" else str(profile.default_dtype()).removeprefix("torch.")
+    dtype = "float32" if device == "cpu" else own_dtype(profile)
     points = []
     for n in (2**i for i in range(10, 20)):
         if n <= longest and (n != TOKENS or device != "cpu"):  # 8192 is in the table
@@ -82,29 +94,58 @@ def lengths(profile: hardware.Profile, device: str, rehearsal: bool = False) -> 
     return Group("lengths", tuple(points))
 
 
+def passes(profile: hardware.Profile, device: str) -> Group:
+    """All optimisations and dense SDPA: causal, and forward with backward. The plain forward stands in ``lengths``."""
+    n, dtype = long_length(profile, device), own_dtype(profile)
+    ours = Point("ringlab", DOCUMENT, seq_len=n, dtype=dtype, options=FULL)
+    dense = Point("dense_sdpa", Dense(), seq_len=n, dtype=dtype)
+    ways = ({"causal": True}, {"passes": "fwd+bwd"}, {"causal": True, "passes": "fwd+bwd"})
+    return Group("passes", tuple(p.but(**way) for way in ways for p in (ours, dense)))
+
+
+def reuse(profile: hardware.Profile, device: str) -> Group:
+    """The pattern cache cold and warm, and the pool by threshold where it borrows: accumulators of half precision.
+
+    The pool's function is chosen for it: few products, and in every call one accumulator of 16 MiB, or of 4 MiB at a
+    quarter of the length.
+    """
+    build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
+    short, ladder, gathered = build.but(seq_len=1024), build.but(pattern=LADDER), {"gather": True}
+    cold = [short, build, ladder, build.but(options=gathered)]
+    warm = [build, ladder, build.but(options=gathered)]
+    points = [p.but(options=dict(p.options) | {"warm": False}) for p in cold]
+    points += [p.but(options=dict(p.options) | {"warm": True}) for p in warm]
+    for n, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):
+        off = Point("ringlab", POOLED, batch=16, seq_len=n, heads=1, dtype=half_dtype(profile, device))
+        points += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
+        points.append(off.but(system="dense_sdpa", pattern=Dense()))
+    return Group("cache and pool", tuple(points))
+
+
+def half_dtype(profile: hardware.Profile, device: str) -> str:
+    """The half precision to use: the profile's own, bfloat16 on a CPU, else float16."""
+    own = own_dtype(profile)
+    return "bfloat16" if device == "cpu" else own if own != "float32" else "float16"
+
+
 def engine(profile: hardware.Profile, device: str) -> list[Group]:
-    """The engine's speed against what the machine can do, and its memory; a group's first point starts fresh."""
-    on_gpu = device == "cuda"
-    n = 65536 if on_gpu and (profile.memory_bytes or 0) > LARGE_MEMORY else 16384
-    half = str(profile.default_dtype()).removeprefix("torch.") if on_gpu else "bfloat16"
-    half = half if half != "float32" else "float16"
-    long = Point("ringlab", LONG, seq_len=n, dtype=half if on_gpu else "float32")
-    causal, short, ladder = long.but(causal=True), long.but(pattern=SHORT), long.but(pattern=LADDER)
-    rate = () if on_gpu else (sgemm(),)
+    """The engine's speed against what the machine can do, and its memory; dense SDPA at these n is timed above."""
+    n, half = long_length(profile, device), half_dtype(profile, device)
+    long = Point("ringlab", LONG, seq_len=2 * n, dtype=own_dtype(profile))
+    causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
+    rate = () if device == "cuda" else (sgemm(),)
     forward = (
         long, long.but(system="copying"), long.but(system="contiguous_segments"),
         causal, causal.but(system="contiguous_segments"),
-        short, ladder, ladder.but(system="copying"),
-        Point("dense_sdpa", Dense(), seq_len=n, dtype=long.dtype), *rate,
+        short, ladder, ladder.but(system="copying"), *rate,
     )  # fmt: skip
-    backward = (long.but(passes="fwd+bwd"), short.but(passes="fwd+bwd"), *rate)
+    backward = [p.but(seq_len=n, passes="fwd+bwd", system=system) for p in (long, short)
+                for system in ("ringlab", "contiguous_segments")]  # fmt: skip
+    held = (long.but(dtype=half), long.but(seq_len=n, dtype=half, passes="fwd+bwd"))
     return [
         Group("engine forward", forward),
-        Group("engine backward", backward),
-        *(
-            Group(f"memory {half} {passes}", (long.but(dtype=half, passes=passes),), timed=False)
-            for passes in ("fwd", "fwd+bwd")
-        ),
+        Group("engine backward", (*backward, *rate)),
+        Group("memory", tuple(dict.fromkeys(held)), timed=False),
     ]
 
 

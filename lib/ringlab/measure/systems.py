@@ -7,140 +7,26 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from .. import Execution, attention, cost, kernels, patterns, reference
+from .. import Execution, attention, kernels, memory, patterns, reference
 from ..cost import Cost
 from .baselines import copying_attention
+from .contract import SAMPLED, Output, System, only
+from .planning import PlanBuild
 from .points import Point
-
-GRADIENT_KV_HEADS = 2
-_TOLERANCES: dict[tuple, dict[str, float]] = {}
-SAMPLED = 32  # rows and columns per head that are compared with the float64 oracle
-
-
-@dataclass
-class Output:
-    """What one call gave; ``grads`` = (dq, dk, dv) for "fwd+bwd"."""
-
-    out: Tensor
-    lse: Tensor | None = None
-    grads: tuple[Tensor, ...] = ()
-
-    def named(self) -> dict[str, Tensor]:
-        found = {"out": self.out} | ({} if self.lse is None else {"lse": self.lse})
-        return found | dict(zip(("dq", "dk", "dv"), self.grads))
-
-
-class System:
-    """Attention by ``forward(q, k, v) -> (out, lse or None)`` on (b, n, h, d), judged against ``pattern``.
-
-    What is no such function overrides ``inputs``, ``run`` and ``check``, and sets ``cost``.
-    """
-
-    def __init__(self, point: Point, device, forward: Callable, pattern=None):
-        self.point, self.device, self.forward = point, torch.device(device), forward
-        self.dtype = getattr(torch, point.dtype)
-        self.pattern = patterns.from_dict(point.pattern) if pattern is None else pattern
-        names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
-        self.cost: Cost = cost.estimate(self.pattern, dtype=self.dtype, **{k: getattr(point, k) for k in names})
-
-    @property
-    def backward(self) -> bool:
-        return self.point.passes == "fwd+bwd"
-
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of q, k, v."""
-        p = self.point
-        return [(p.batch, p.seq_len, h, p.head_dim) for h in (p.heads, p.kv_heads, p.kv_heads)]
-
-    def inputs(self) -> list[Tensor]:
-        """q, k, v, and for a backward dout; normal, from a generator seeded by the point's id, made in place."""
-        generator = torch.Generator(self.device).manual_seed(int(self.point.id, 16) >> 1)
-        shapes = self.shapes()
-        shapes += shapes[:1] if self.backward else []
-        made = [torch.empty(s, dtype=self.dtype, device=self.device).normal_(generator=generator) for s in shapes]
-        return [t.requires_grad_(self.backward) for t in made[:3]] + made[3:]
-
-    def run(self, inputs: list[Tensor]) -> Output:
-        q, k, v, *rest = inputs
-        out, lse = self.forward(q, k, v)  # (b, n, h, d), (b, h, n)
-        if not self.backward:
-            return Output(out, lse)
-        grads = torch.autograd.grad(out, (q, k, v), rest[0])
-        return Output(out.detach(), None if lse is None else lse.detach(), grads)
-
-    def as_bnhd(self, t: Tensor) -> Tensor:
-        """A tensor of the system's own layout as (b, n, h, d)."""
-        return t
-
-    def check(self, inputs: list[Tensor], output: Output) -> tuple[dict[str, float], dict[str, float]]:
-        """(errors, tolerance) of this output against the float64 oracle at full size; inf: wrong shape or dtype."""
-        q, k, v, *rest = (self.as_bnhd(t.detach()) for t in inputs)
-        found = {n: t if n == "lse" else self.as_bnhd(t) for n, t in output.named().items()}
-        dout, causal = (rest[0] if rest else None), self.point.causal
-        key = (q.dtype, q.shape, k.shape, causal, q.device, dout is None)
-        if key not in _TOLERANCES:  # all inputs are drawn alike, so points of one shape share it
-            _TOLERANCES[key] = reference.tolerance(q, k, v, dout, causal=causal)
-        tolerance = _TOLERANCES[key]
-        b, n, h, _ = q.shape
-        want = {"out": q.shape, "lse": (b, h, n), "dq": q.shape, "dk": k.shape, "dv": v.shape}
-        dtypes = {name: q.dtype for name in want} | {"lse": found["lse"].dtype if "lse" in found else None}
-        wrong = [x for x, t in found.items() if tuple(t.shape) != tuple(want[x]) or t.dtype != dtypes[x]]
-        if wrong:
-            return dict.fromkeys(wrong, float("inf")), {name: tolerance[name] for name in wrong}
-        seed = int(self.point.id[:8], 16)
-        errors = reference.sampled_errors(
-            q, k, v, self.pattern, causal=causal, out=found["out"], lse=found.get("lse"), samples=SAMPLED, seed=seed
-        )
-        if rest:
-            errors |= self._gradient_errors(q, k, v, dout, found, seed)
-        return errors, {name: tolerance[name] for name in errors}
-
-
-    def _gradient_errors(self, q, k, v, dout, found, seed: int) -> dict[str, float]:
-        """dq, dk, dv of a few neighbouring heads: every query that sees a sampled key needs its exact softmax."""
-        heads, kv_heads = self.point.heads, self.point.kv_heads
-        group, few = heads // kv_heads, min(GRADIENT_KV_HEADS, kv_heads)
-        first = seed % (kv_heads - few + 1)
-        kv, own = slice(first, first + few), slice(first * group, (first + few) * group)
-        errors = reference.sampled_errors(
-            q[:, :, own], k[:, :, kv], v[:, :, kv], _HeadsFrom(self.pattern, own.start, heads, kv_heads),
-            causal=self.point.causal, out=found["out"][:, :, own], lse=None, dout=dout[:, :, own],
-            grads=(found["dq"][:, :, own], found["dk"][:, :, kv], found["dv"][:, :, kv]), samples=SAMPLED, seed=seed,
-        )  # fmt: skip
-        return {name: errors[name] for name in ("dq", "dk", "dv")}
-
-
-class _HeadsFrom:
-    """A pattern seen by some of its heads, ``first`` being number 0."""
-
-    def __init__(self, pattern, first: int, heads: int, kv_heads: int):
-        self.pattern, self.first, self.of = pattern, first, {"heads": heads, "kv_heads": kv_heads}
-
-    def multiplicity(self, queries, keys, *, head: int, **_):
-        return self.pattern.multiplicity(queries, keys, head=self.first + head, **self.of)
-
-    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
-        return self.pattern.reach(first, last, n)
-
-
-def _only(point: Point, *allowed: str) -> dict:
-    options = dict(point.options)
-    unknown = options.keys() - set(allowed)
-    if unknown:
-        raise ValueError(f"{point.system} has no option {sorted(unknown)[0]!r}; known: {', '.join(allowed) or 'none'}")
-    return options
 
 
 def ringlab(point: Point, device) -> System:
-    """This library; options backend, gather, cache, pool."""
-    options = _only(point, "backend", "gather", "cache", "pool")
-    backend = options.pop("backend", "auto")
+    """This library; options backend, gather, cache, pool, and pool_threshold_mb for a pool of its own."""
+    options = only(point, "backend", "gather", "cache", "pool", "pool_threshold_mb")
+    backend, threshold_mb = options.pop("backend", "auto"), options.pop("pool_threshold_mb", None)
+    if threshold_mb is not None:
+        if not options.get("pool"):
+            raise ValueError(f"pool_threshold_mb={threshold_mb} needs pool=True")
+        options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
     pattern, execution, causal = patterns.from_dict(point.pattern), Execution(**options), point.causal
     # Refused here, before any input is made.
     kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=causal,
@@ -154,7 +40,7 @@ def ringlab(point: Point, device) -> System:
 
 def dense_sdpa(point: Point, device) -> System:
     """torch's scaled_dot_product_attention over the whole sequence, whichever kernel it picks."""
-    _only(point)
+    only(point)
     if point.pattern["kind"] != "dense":
         raise ValueError(f"dense_sdpa computes dense attention, not {patterns.from_dict(point.pattern)}")
     grouped = {"enable_gqa": True} if point.kv_heads != point.heads else {}
@@ -168,7 +54,7 @@ def dense_sdpa(point: Point, device) -> System:
 
 def copying(point: Point, device) -> System:
     """What others ship, on the same function: each branch made contiguous, the same kernel, scattered, then mixed."""
-    _only(point)
+    only(point)
     pattern = patterns.from_dict(point.pattern)
     dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
     kernel = kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward).kernel
@@ -183,7 +69,7 @@ class ContiguousSegments(System):
     """
 
     def __init__(self, point: Point, device):
-        _only(point)
+        only(point)
         pattern = patterns.from_dict(point.pattern)
         dilated = isinstance(pattern, patterns.Dilated)
         self.rows = pattern.segment_lengths[0] // pattern.dilation_rates[0] if dilated else point.seq_len
@@ -207,7 +93,7 @@ class Sgemm(System):
     """(n, n) @ (n, n) in fp32: the matmul rate that this run reaches."""
 
     def __init__(self, point: Point, device):
-        _only(point)
+        only(point)
         self.point, self.device, self.dtype = point, torch.device(device), torch.float32
         n = point.seq_len
         self.cost = Cost(pairs=0, distinct_pairs=0, flops=2 * n**3, folded_flops=2 * n**3, floor_bytes=12 * n * n)
@@ -252,6 +138,7 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
     "copying": copying,
     "contiguous_segments": ContiguousSegments,
     "sgemm": Sgemm,
+    "plan_build": PlanBuild,
     **{name: _published(name) for name in PUBLISHED},
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .cells import has_peak
+from .findings import missing_points
 from .lengths import begins, over_dense
 from .rows import SHORT, computes_pattern, fastest_row, hardware_dtype, label
 from .study import Study
@@ -52,7 +54,10 @@ def longest(study: Study):
     rows = [
         r
         for r in study.good
-        if r.point.passes == "fwd" and computes_pattern(r.point.system) and r.memory.get("tracked_peak_bytes")
+        if r.point.passes == "fwd"
+        and computes_pattern(r.point.system)
+        and has_peak(r)
+        and r.point.batch == r.point.world_size == 1
     ]
     memory = study.memory_bytes
     if not rows or not memory:
@@ -69,11 +74,12 @@ def longest(study: Study):
 
 
 def _dense_line(study: Study) -> str:
-    found = [x for x in over_dense(study) if x[1] is not None]
-    if not found:
+    found = over_dense(study)
+    known = [x for x in found if x[1] is not None]
+    if not known:
         return "**Over dense SDPA**: not measured."
-    n, ratio, _, row = found[-1]
-    start = begins(found)
+    n, ratio, _, row = known[-1]
+    start = begins([x for x in found if x[0] <= n])
     if start is None:
         since = "not faster at the longest"
     else:
@@ -85,10 +91,10 @@ def _dense_line(study: Study) -> str:
 
 
 def _error_line(study: Study) -> str:
-    rows = [r for r in study.good if r.errors]
-    if not rows:
+    rows = study.good
+    shares = [(e / r.tolerance[k], e, k, r) for r in rows for k, e in r.errors.items() if r.tolerance[k]]
+    if not shares:
         return "**Error**: no row has passed its check."
-    shares = [(e / r.tolerance[k], e, k, r) for r in rows for k, e in r.errors.items() if r.tolerance.get(k)]
     share, e, what, row = max(shares, key=lambda x: x[0])
     return (
         f"**Error** against the float64 oracle: at worst {e:.1e} ({what}, {label(row)}, {SHORT[row.point.dtype]}), "
@@ -110,6 +116,8 @@ def _gaps(study: Study) -> list[str]:
     )
     if all(r.point.world_size == 1 for r in study.results):
         gaps.append("more than one device")
+    if missing := missing_points(study):
+        gaps.append(f"{len(missing)} points of this profile")
     if failed:
         gaps.append(f"{len(failed)} of {len(study.results)} points are not quoted (listed below)")
     return gaps

@@ -8,14 +8,54 @@ import torch
 
 from .. import hardware, kernels
 from ..kernels import base, torch_cuda
+from .cells import PEAK, error, ms, peak
+from .computed import gpu_of
+from .rows import FULL, SHORT, document_rows, is_optimised, shape, switches
+from .study import Study, best
 from .tables import Cell, Table
+from .trust import objection, reason
 
 WORDS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 REFUSED = Cell("refused", kind="none")
 
 
-def probed(device: str, stamp: str, times: dict[str, str], dense: str, head_dim: int = 64) -> Table:
-    """Every kernel called on a tiny tensor here, forward and backward, by dtype; ``times`` of those that were timed."""
+def backends(study: Study) -> Table:
+    """Every kernel that this device runs or refuses, with the reason, and its time and memory where it was timed."""
+    if study.device_type == "cuda" and not torch.cuda.is_available():
+        return recorded(_kernel_rows(study), study.stamp)
+    ours = [r for r in document_rows(study, system="ringlab") if not objection(r)]
+    timed: dict[str, list] = {}
+    for row in ours:
+        name = switches(row.point)["backend"]
+        if name != "auto" and switches(row.point) == FULL | {"backend": name}:
+            timed.setdefault(name, []).append(row)
+    auto = [r for r in ours if is_optimised(r)]
+    return probed(study.device_type, study.stamp, timed, auto, best(study.rows(system="dense_sdpa", **shape())))
+
+
+def _kernel_rows(study: Study) -> list[list]:
+    """What each kernel did when the rows were measured elsewhere."""
+    rows = [r for r in document_rows(study, system="ringlab") if switches(r.point)["backend"] != "auto"]
+    rows = [r for r in rows if switches(r.point) == {**FULL, "backend": switches(r.point)["backend"]}]
+    rows += study.rows(system="dense_sdpa", **shape())
+    return [[_kernel(r), SHORT[r.point.dtype], ms(r), error(r), peak(r), reason(r) if objection(r) else None]
+            for r in rows]  # fmt: skip
+
+
+def _kernel(result) -> str:
+    return "Dense SDPA" if result.point.system == "dense_sdpa" else switches(result.point)["backend"]
+
+
+def backends_by_rule(study: Study) -> Table:
+    """What the kernels' rules say of the profile's own GPU; for a CPU, of the document's."""
+    return by_rule(gpu_of(study), study.stamp)
+
+
+def probed(device: str, stamp: str, timed: dict[str, list], auto: list, dense, head_dim: int = 64) -> Table:
+    """Every kernel called on a tiny tensor here, forward and backward, by dtype; rows of those that were ``timed``.
+
+    ``auto``: the rows of the chosen kernel, shown where it was not timed by its name.
+    """
     found = {name: kernels.table(device, getattr(torch, name), head_dim, backward=True) for name in WORDS}
     rows = []
     for kernel, *_ in found["float32"]:
@@ -24,12 +64,15 @@ def probed(device: str, stamp: str, times: dict[str, str], dense: str, head_dim:
             _, ok, why, chosen = next(x for x in found[name] if x[0] == kernel)
             row.append(Cell("chosen" if chosen else "runs", kind="good" if chosen else "") if ok else REFUSED)
             reasons[word] = why
-        rows.append([*row, times.get(kernel), _why(reasons)])
+        chosen = any(x[0] == kernel and x[3] for x in found["float32"])
+        times = timed.get(kernel) or (auto if chosen else [])
+        said = [", ".join(f"{f(r).plain} {SHORT[r.point.dtype]}" for r in times if f(r)) for f in (ms, peak)]
+        rows.append([*row, *(x or None for x in said), _why(reasons)])
     here = "GPU" if device == "cuda" else "CPU"
     return Table(
         f"Kernels on this {here}, in order of preference",
-        ["Kernel", *WORDS.values(), ">Time (ms)", "Why refused"],
-        [*rows, ["Dense SDPA", None, None, None, dense, None]],
+        ["Kernel", *WORDS.values(), ">Time (ms)", PEAK, "Why refused"],
+        [*rows, ["Dense SDPA", None, None, None, ms(dense), peak(dense), None]],
         stamp=stamp,
         note="Each was called on a tiny tensor, forward and backward, and compared with float64. Times are of the "
         "document's forward with all optimizations; dense SDPA is another function.",
@@ -38,7 +81,7 @@ def probed(device: str, stamp: str, times: dict[str, str], dense: str, head_dim:
 
 def recorded(rows: list[list], stamp: str) -> Table:
     """What each kernel did on a GPU that is not here now, from its rows."""
-    columns = ["Kernel", "dtype", ">Time (ms)", ">Error", "Why not quoted"]
+    columns = ["Kernel", "dtype", ">Time (ms)", ">Error", PEAK, "Why not quoted"]
     return Table("Kernels, as recorded on that device", columns, rows, stamp=stamp)
 
 

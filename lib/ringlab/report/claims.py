@@ -1,76 +1,30 @@
-"""The claims of a document, each judged by a function of the rows; the words are few and mean the same everywhere.
-
-reproduced                    our interval lies in the tolerance that was set beforehand
-refuted                       it lies outside
-inconsistent as printed       the document's own numbers disagree
-confounded                    the document changed several things at once
-not testable on this profile  the rows that would decide it are missing here, and the reason says which
-"""
+"""The claims of a document, each judged by a function of the rows; ``verdicts`` says what the words mean."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
+from ..measure import Ratio
 from . import rows as r
 from .computed import two_cards as two_cards_fit
-from .study import Study
+from .reuse import lent, pool_rows, threshold
+from .study import Study, best
+from .switches import switch_pairs, with_others
 from .tables import number, size
+from .trust import objection
+from .verdicts import WORDS, Verdict, by_interval, said, undecided, untestable
 
-WORDS = {
-    "reproduced": "reproduced",
-    "refuted": "refuted",
-    "inconsistent as printed": "inconsistent",
-    "confounded": "confounded",
-    "not testable on this profile": "untestable",
-}
+__all__ = ["TESTS", "WORDS", "Verdict", "by_interval", "judge"]
 PASCAL = (6, 1)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A word of ``WORDS``, what we have measured, and why the one follows from the other."""
-
-    word: str
-    ours: str | None
-    why: str
-
-    @property
-    def kind(self) -> str:
-        return WORDS[self.word]
+CPU_TIMES = "these are a CPU's times; only the device itself decides it"
 
 
 def judge(study: Study, claims: list[dict]) -> Iterator[tuple[dict, Verdict]]:
     """(claim, verdict) in the document's order; raises KeyError for a claim whose test does not exist."""
     for claim in claims:
         yield claim, TESTS[claim["test"]](study, claim)
-
-
-def untestable(why: str, ours: str | None = None) -> Verdict:
-    return Verdict("not testable on this profile", ours, why)
-
-
-def said(ratio) -> str | None:
-    return None if ratio is None else f"{number(ratio.value)}× ({number(ratio.low)} to {number(ratio.high)})"
-
-
-def by_interval(ratio, low: float, high: float, what: str) -> Verdict:
-    """Compare an interval with a tolerance: inside, outside, or too wide to say."""
-    if ratio is None:
-        return untestable(f"{what}: no pair of rows that passed")
-    if low <= ratio.low and ratio.high <= high:
-        return Verdict("reproduced", said(ratio), f"{what} lies within {_range(low, high)}")
-    if ratio.high < low or ratio.low > high:
-        return Verdict("refuted", said(ratio), f"{what} lies outside {_range(low, high)}")
-    return untestable(
-        f"{what} is not known well enough: its interval crosses the edge of {_range(low, high)}", said(ratio)
-    )
-
-
-def _range(low: float, high: float) -> str:
-    return f"above {low:g}" if high == float("inf") else f"{low:g} to {high:g}"
 
 
 def _here(study: Study) -> bool:
@@ -80,7 +34,7 @@ def _here(study: Study) -> bool:
 
 def _effect(study: Study, test: Callable, low: str = "float16"):
     ours = [x for x in r.document_rows(study) if test(x)]
-    slow, fast = (r.best([x for x in ours if x.point.dtype == d]) for d in (low, "float32"))
+    slow, fast = (best([x for x in ours if x.point.dtype == d]) for d in (low, "float32"))
     return study.ratio(slow, fast)
 
 
@@ -108,7 +62,7 @@ def dtype_confounded(study: Study, claim: dict) -> Verdict:
 
 def _optimised(study: Study):
     ours = [x for x in r.document_rows(study) if x.point.dtype == "float32"]
-    slow, fast = (r.best([x for x in ours if test(x)]) for test in (r.is_plain, r.is_optimised))
+    slow, fast = (best([x for x in ours if test(x)]) for test in (r.is_plain, r.is_optimised))
     return study.ratio(slow, fast)
 
 
@@ -122,51 +76,50 @@ def dtype_alone(study: Study, claim: dict) -> Verdict:
 
 
 def switch(study: Study, claim: dict) -> Verdict:
-    """One switch off and on, fp32, all else equal; the pair with the other switches on where there is one."""
-    pairs = [x for x in r.switch_pairs(study) if x[0] == claim["switch"] and x[3].point.dtype == "float32" and x[5]]
-    pairs.sort(key=lambda x: (x[1]["gather"], not x[5].paired))
+    """One switch off and on, fp32, all else equal: where the switch has work to do, with the other switches on."""
+    name = claim["switch"]
+    pairs = [x for x in switch_pairs(study) if x[0] == name and x[3].point.dtype == "float32" and x[5]]
+    # A pool has something to lend only where branches are gathered into buffers; a cache keeps plans in either case.
+    pairs.sort(key=lambda x: (x[1]["gather"] != (name == "pool"), not x[5].paired))
     ratio = pairs[0][5] if pairs else None
-    return by_interval(
-        ratio, claim["low"], claim.get("high", float("inf")), f"time without the {claim['switch']} over time with it"
-    )
+    if study.rehearsal:
+        return untestable(CPU_TIMES, said(ratio))
+    where = f" ({with_others(name, pairs[0][1])})" if pairs else ""
+    high = claim.get("high", float("inf"))
+    return by_interval(ratio, claim["low"], high, f"time without the {name} over time with it{where}")
 
 
 def pool_by_length(study: Study, claim: dict) -> Verdict:
-    rows = study.rows(system="ringlab", dtype="float32")
+    """A pool that lends a buffer at two lengths, against none."""
     found: dict[int, object] = {}
-    for off in rows:
-        for on in rows:
-            same = {**r.switches(off.point), "pool": True} == r.switches(on.point) and not r.switches(off.point)["pool"]
-            if (
-                same
-                and (off.run, off.composition) == (on.run, on.composition)
-                and off.point.but(options=()) == on.point.but(options=())
-            ):
-                ratio = study.ratio(off, on)
-                if ratio:
-                    found[off.point.seq_len] = ratio
+    for off, pairs in pool_rows(study):
+        for on, ratio in pairs:
+            if ratio and off.point.batch > 1 and lent(on.point, threshold(on.point)).served:
+                found.setdefault(off.point.seq_len, ratio)
     if len(found) < 2:
-        return untestable("the pool was switched at one length only", said(next(iter(found.values()), None)))
+        ours = said(next(iter(found.values()), None))
+        return undecided("a pool that lends something was timed at fewer than two lengths", ours)
     short, long = found[min(found)], found[max(found)]
     ours = f"{said(short)} at {min(found):,}, {said(long)} at {max(found):,} tokens"
+    if study.rehearsal:
+        return untestable(CPU_TIMES, ours)
     if long.low > max(1.0, short.high):
         return Verdict("reproduced", ours, "it gains more at the longer length")
     if long.high < 1.0 or long.high < short.low:
         return Verdict("refuted", ours, "it does not gain more at the longer length")
-    return untestable("the intervals at both lengths overlap", ours)
+    return undecided("the intervals at both lengths overlap", ours)
 
 
 def xformers(study: Study, claim: dict) -> Verdict:
-    rows = [x for x in study.good if r.switches(x.point).get("backend") == "xformers" and x.seconds]
-    torch_rows = [x for x in study.good if r.switches(x.point).get("backend") == "efficient" and x.seconds]
-    if not rows or not torch_rows or not _here(study):
-        return untestable(
-            "xformers has no kernel for a CPU; on Pascal its only path is torch's own efficient kernel, so 1.00 is "
-            "expected"
-        )
-    return by_interval(
-        study.ratio(torch_rows[0], rows[0]), 1.02, float("inf"), "torch's efficient kernel over xformers"
+    if not _here(study):
+        return untestable("it is about Pascal (6.1); xformers' only path there is torch's own efficient kernel: 1.00")
+    theirs, own = (
+        [x for x in study.good if r.switches(x.point)["backend"] == name and x.seconds]
+        for name in ("xformers", "efficient")
     )
+    if not theirs or not own:
+        return undecided("xformers and torch's efficient kernel were not both timed")
+    return by_interval(study.ratio(own[0], theirs[0]), 1.02, float("inf"), "torch's efficient kernel over xformers")
 
 
 def flash_from_turing(study: Study, claim: dict) -> Verdict:
@@ -175,19 +128,21 @@ def flash_from_turing(study: Study, claim: dict) -> Verdict:
     rows = [x for x in study.good if "flash" in str(r.switches(x.point).get("backend"))]
     if rows:
         return Verdict("reproduced", r.label(rows[0]), "a flash kernel passed its check on this Turing card")
+    if not [x for x in study.results if "flash" in str(r.switches(x.point).get("backend"))]:
+        return undecided("no flash kernel was asked for by its name")
     return Verdict("refuted", None, "every flash kernel was refused on this Turing card")
 
 
 def flash_row(study: Study, claim: dict) -> Verdict:
     if study.rehearsal:
-        return untestable("these are a CPU's times; only the device itself decides it")
+        return untestable(CPU_TIMES)
     ours = r.document_rows(study)
     for dtype in ("float16", "bfloat16", "float32"):
-        original = r.best([x for x in ours if r.is_plain(x) and x.point.dtype == dtype])
-        flash = r.best([x for x in ours if x.point.system.endswith("V2Flash") and x.point.dtype == dtype])
+        original = best([x for x in ours if r.is_plain(x) and x.point.dtype == dtype])
+        flash = best([x for x in ours if x.point.system.endswith("V2Flash") and x.point.dtype == dtype])
         if ratio := study.ratio(original, flash):
             return by_interval(ratio, claim["low"], claim["high"], f"original over V2Flash, both {r.SHORT[dtype]}")
-    return untestable("no V2Flash row passed beside the original in one dtype")
+    return undecided("no V2Flash row passed beside the original in one dtype")
 
 
 def flash_dtype(study: Study, claim: dict) -> Verdict:
@@ -203,7 +158,7 @@ def flash_dtype(study: Study, claim: dict) -> Verdict:
     )
     if chosen == "float16" and policy != "torch.float16":
         return Verdict("reproduced", chosen, f"the policy says {policy.removeprefix('torch.')}")
-    return untestable("it is about the original's class; the one of that name here follows the hardware policy", chosen)
+    return undecided("the original's class does not run here; the one of its name follows the hardware policy", chosen)
 
 
 def throughput(study: Study, claim: dict) -> Verdict:
@@ -213,15 +168,18 @@ def throughput(study: Study, claim: dict) -> Verdict:
         low, high = (n / ((row["ms"] + d) / 1e3) for d in (0.005, -0.005))
         if not low - 1 <= row["tokens_per_s"] <= high + 1:
             return Verdict("inconsistent as printed", None, f"{n} / {row['ms']} ms is not {row['tokens_per_s']:,}")
+    done, needed = (r.published()["work"][k] for k in ("done_gflop", "needed_gflop"))
+    source = f"by the original's source each call did {done} of the {needed} GFLOP of the stated function"
     fastest = r.fastest_row(study)
     ours = f"{number(fastest.tokens_per_s)} tokens/s at best" if fastest else None
-    work = r.published()["work"]
-    if work["done_gflop"] < work["needed_gflop"]:
-        return untestable(
-            f"the division is right, but by the original's source each call did {work['done_gflop']} of the "
-            f"{work['needed_gflop']} GFLOP of the stated function", ours,
-        )  # fmt: skip
-    return Verdict("reproduced", ours, "each is 8,192 over its time, within rounding")
+    if not _here(study):
+        return untestable(f"the divisions are right, but the times are a GTX 1080's, and {source}", ours)
+    row = best([x for x in r.document_rows(study) if r.is_optimised(x) and x.point.dtype == "float32"])
+    if row is None or objection(row) or not row.ci:
+        return undecided("the optimised fp32 row did not pass", ours)
+    printed = next(x for x in r.published()["rows"] if x["key"] == "optimised")["ms"] / 1e3
+    found = Ratio(row.median / printed, row.ci[0] / printed, row.ci[1] / printed, len(row.seconds), False)
+    return by_interval(found, claim["low"], claim["high"], f"our time over the printed one, fp32; {source};")
 
 
 def two_cards(study: Study, claim: dict) -> Verdict:

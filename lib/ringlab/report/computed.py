@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import cost, patterns
-from .tables import Cell, Table, number, size
+from .. import cost, hardware, patterns
+from .rows import pattern, published, shape
+from .study import Study
+from .tables import Cell, Table, Text, number, size
 
 CARD = 8 * 2**30  # bytes of the card in document 000
 SCORES_LIVE = 3  # score tensors that the original held at once, by its own analysis of the failure
@@ -43,6 +45,33 @@ def two_cards(seq_len: int = 16384, heads: int = 8, head_dim: int = 64, dtype=to
     shard = seq_len // 2
     scores = heads * seq_len * shard * 4
     return TwoCards(SCORES_LIVE * scores, OVERHEAD * 4 * shard * heads * head_dim * dtype.itemsize)
+
+
+def gpu_of(study: Study):
+    """The GPU that computed figures are for: the profile's own, or the document's where the profile has none."""
+    if study.profile.kind == "cuda" and study.profile.capability is not None:
+        return study.profile
+    return hardware.get_profile(published()["profile"])
+
+
+def computed(study: Study) -> Table:
+    """What arithmetic alone says of the document's call on a GPU that was not at hand."""
+    return computed_table(gpu_of(study), shape(), pattern(), study.stamp)
+
+
+def two_cards_table(study: Study) -> Table:
+    """Whether the document's failed run, 16K tokens on two 8 GB cards, fits."""
+    return fit_table(study.stamp)
+
+
+def policy(study: Study) -> Text:
+    """The dtype that the profile's policy chooses and why, and the torch build that drives it."""
+    gpu = gpu_of(study)
+    lines = [f"**{gpu.title}**: {gpu.dtype_reason()}."]
+    lines.append(f"The torch that drives it: `{hardware.install_line(gpu.capability)}`")
+    if study.profile.kind == "cpu":
+        lines.insert(0, f"**{study.device}**: {study.profile.dtype_reason()}.")
+    return study.text(*lines)
 
 
 def bounds(profile, shape: dict, pattern, dtypes=("float32", "float16", "bfloat16")) -> list[tuple]:

@@ -1,14 +1,16 @@
-"""The engine beyond a document: speed against the machine and against other forms, memory against its floor."""
+"""The engine's own function, mixed by log-sum-exp: its speed against the machine and against other forms."""
 
 from __future__ import annotations
 
-from . import figures
-from .rows import DEFAULTS, SHORT, SPARSE_NOTE, best, is_optimised, is_plain, label, same, switches
-from .study import Study, bound, error, ms, objection, within
-from .tables import Cell, Table, size
+from .cells import PEAK, PEAK_NOTE, bound, error, ms, peak
+from .rows import SHORT, SPARSE_NOTE, dense_beside
+from .study import Study, best, together
+from .tables import Cell, Table
+from .trust import objection
 
 LONG, SHORTER, LADDER = (2048, 4096), (512, 1024), (1024, 2048, 4096, 8192, 16384)
-# What the engine is held to on a CPU in fp32, by (segments, causal, passes) at 16,384 tokens.
+# What the engine is held to on a CPU in fp32, by (segments, causal, passes). Set at 16,384 tokens; shorter sequences of
+# the same segments do the same work a token.
 TARGETS = {
     "share": {
         (LONG, False, "fwd"): 0.80, (SHORTER, False, "fwd"): 0.66,
@@ -24,23 +26,25 @@ def speed(study: Study) -> Table:
     rows = []
     for row in speed_rows(study):
         p = row.point
-        dense = best(study.rows(system="dense_sdpa", seq_len=p.seq_len, **same(row)))
+        dense = dense_beside(study, row)
         share = None if objection(row) else row.share
         rows.append([
-            _lists(p), p.seq_len, _pass(p), SHORT[p.dtype], ms(row), error(row),
+            lists(p), p.seq_len, pass_of(p), SHORT[p.dtype], ms(row), error(row),
             bound(row), _against((share, None, None) if share else None, _target(row, "share"), percent=True),
             _against(_over_copying(study, row), _target(row, "copying"), less=True),
-            _against(_of_kernel(study, row), _target(row, "kernel")), ms(dense),
+            _against(_of_kernel(study, row), _target(row, "kernel")), peak(row), ms(dense), peak(dense),
         ])  # fmt: skip
-    rows = rows or [["not measured", *[None] * 10]]
+    rows = rows or [["not measured", *[None] * 12]]
     return study.table(
         "The engine, mixed by log-sum-exp, 8 heads of 64",
         ["Segments / rates", ">Tokens", "Pass", "dtype", ">Time (ms)", ">Error", ">Lower bound (ms)",
-         ">Of matmul rate", ">Time over copying form", ">Rate over torch's kernel", ">Dense SDPA (ms)"],
+         ">Of matmul rate", ">Time over copying form", ">Rate over torch's kernel", PEAK, ">Dense SDPA (ms)",
+         ">Peak memory, dense"],
         rows,
-        note="Of matmul rate: useful FLOPs a second over those of an fp32 product in the same process. Copying form: "
-        "each branch made contiguous, the same kernel, scattered, then mixed; the same function. torch's kernel runs "
-        f"on segments that lie contiguous already: a ceiling for one kernel call, another function. {SPARSE_NOTE}",
+        note="Of matmul rate: useful FLOPs a second over those of an fp32 product that took turns with it. Copying "
+        "form: each branch made contiguous, the same kernel, scattered, then mixed; the same function. torch's kernel "
+        "runs on segments that lie contiguous already: a ceiling for one kernel call, another function. Targets were "
+        f"set for 16,384 tokens in fp32 on a CPU. {PEAK_NOTE} {SPARSE_NOTE}",
     )  # fmt: skip
 
 
@@ -75,20 +79,45 @@ def _against(found: tuple | None, target: float | None, *, less: bool = False, p
 
 def _target(row, what: str) -> float | None:
     p = row.point
-    if p.seq_len != 16384 or p.dtype != "float32" or row.provenance.get("device") == "cuda":
+    if p.dtype != "float32" or row.provenance.get("device") == "cuda":
         return None
     return TARGETS[what].get((_segments(p), p.causal, p.passes))
 
 
+def ceilings(study: Study) -> Table:
+    """torch's own kernel on contiguous segments, forward and backward: what the engine's rates are held against."""
+    rows = []
+    for r in _sorted(study.rows(system="contiguous_segments", world_size=1)):
+        share = f"{r.share * 100:.0f} %" if r.share and not objection(r) else None
+        dense = dense_beside(study, r)
+        rows.append([segment_rows(r.point), r.point.seq_len, pass_of(r.point), SHORT[r.point.dtype], ms(r), error(r),
+                     bound(r), share, peak(r), ms(dense), peak(dense)])  # fmt: skip
+    return study.table(
+        "The ceiling: torch's kernel on segments that lie contiguous",
+        [">Segment", ">Tokens", "Pass", "dtype", ">Time (ms)", ">Error", ">Lower bound (ms)", ">Of matmul rate", PEAK,
+         ">Dense SDPA (ms)", ">Peak memory, dense"],
+        rows or [["not measured", *[None] * 10]],
+        note=f"Another function than the engine's: one branch, undilated. {PEAK_NOTE} {SPARSE_NOTE}",
+    )  # fmt: skip
+
+
+def segment_rows(point) -> int:
+    """Rows of the first branch's segments, as long as the segments of the ceiling are."""
+    return point.pattern["segment_lengths"][0] // point.pattern["dilation_rates"][0]
+
+
 def speed_rows(study: Study) -> list:
-    """Our rows that were timed in one process with a matrix product, a copying form or torch's kernel."""
-    companions = ("sgemm", "copying", "contiguous_segments")
-    runs = {(r.run, r.composition) for r in study.results if r.point.system in companions}
-    ours = [r for r in study.rows(system="ringlab") if (r.run, r.composition) in runs]
-    return sorted(ours, key=lambda r: (r.point.passes, r.point.causal, -max(_segments(r.point)), r.point.seq_len))
+    """Our rows that took turns with a matrix product, a copying form or torch's kernel."""
+    companions = [r for r in study.results if r.point.system in ("sgemm", "copying", "contiguous_segments")]
+    ours = study.rows(system="ringlab", world_size=1)
+    return _sorted([r for r in ours if any(together(r, c) for c in companions)])
 
 
-def _pass(point) -> str:
+def _sorted(results) -> list:
+    return sorted(results, key=lambda r: (r.point.passes, r.point.causal, -max(_segments(r.point)), r.point.seq_len))
+
+
+def pass_of(point) -> str:
     return point.passes + (", causal" if point.causal else "")
 
 
@@ -96,7 +125,7 @@ def _segments(point) -> tuple:
     return tuple(point.pattern.get("segment_lengths", (point.seq_len,)))
 
 
-def _lists(point) -> Cell:
+def lists(point) -> Cell:
     """Segment lengths over rates."""
     if point.pattern["kind"] == "dense":
         return Cell("dense")
@@ -108,92 +137,4 @@ def _mate(study: Study, row, system: str):
     """The row of ``system`` that took turns with ``row`` on the same shape and pass."""
     p = row.point
     same = {"seq_len": p.seq_len, "causal": p.causal, "passes": p.passes, "dtype": p.dtype, "pattern": p.pattern}
-    found = [r for r in study.rows(system=system, **same) if (r.run, r.composition) == (row.run, row.composition)]
-    return best(found)
-
-
-def memory_rows(study: Study) -> list:
-    """Rows with a measured peak, one per system, pattern, dtype and pass: the longest sequence of each."""
-    found: dict[tuple, object] = {}
-    for r in sorted(study.good, key=lambda r: r.point.seq_len):
-        if r.memory.get("tracked_peak_bytes") and r.memory.get("floor_bytes") and _worth_showing(r):
-            p = r.point
-            found[label(r), _lists(p).text, p.dtype, p.passes, p.causal] = r
-    return sorted(
-        found.values(), key=lambda r: (r.point.passes, -r.point.seq_len, _lists(r.point).text, r.point.dtype, within(r))
-    )
-
-
-def _worth_showing(r) -> bool:
-    """Not the single switches, which differ from their ends in no buffer of note."""
-    return r.point.system != "sgemm" and (
-        r.point.system != "ringlab" or is_plain(r) or is_optimised(r) or switches(r.point) == DEFAULTS
-    )
-
-
-def memory(study: Study) -> Table:
-    """Peak memory as a multiple of the tensors that the caller holds."""
-    rows = [
-        [label(r), _lists(r.point), r.point.seq_len, SHORT[r.point.dtype],
-         _pass(r.point), size(r.memory["floor_bytes"]),
-         Cell(size(r.memory["tracked_peak_bytes"]), f"{within(r):.2f} × floor"), _high_water(r), ms(r), error(r)]
-        for r in memory_rows(study)
-    ]  # fmt: skip
-    return study.table(
-        "Peak memory beside its floor",
-        [
-            "System",
-            "Segments / rates",
-            ">Tokens",
-            "dtype",
-            "Pass",
-            ">Floor",
-            ">Tracked peak",
-            ">Process or allocator",
-            ">Time (ms)",
-            ">Error",
-        ],
-        rows,
-        note="Floor: q, k, v and out once; with the backward also dO, dq, dk and dv. Tracked: bytes of live torch "
-        "storages. Process or allocator: growth of the process's resident memory, or the CUDA allocator's peak, "
-        f"inputs included. {SPARSE_NOTE}",
-    )
-
-
-def _high_water(r) -> Cell | None:
-    high = r.memory.get("high_water_bytes") or r.memory.get("allocator_peak_bytes")
-    return Cell(size(high), f"{high / r.memory['floor_bytes']:.2f} × floor") if high else None
-
-
-def memory_figure(study: Study) -> None:
-    """Peak over floor, one bar per system and pass at the document's or the longest common n."""
-    rows = memory_rows(study)[:12]
-    items = [
-        figures.Bar(
-            f"{label(r)}, {SHORT[r.point.dtype]}\n{figures.tokens(r.point.seq_len)}, {r.point.passes}"
-            + (", causal" if r.point.causal else ""), within(r),
-            color=figures.GREY if r.point.system in ("dense_sdpa", "contiguous_segments") else figures.BLUE, bound=1.0,
-        )
-        for r in rows
-    ]  # fmt: skip
-    fig = figures.bars(
-        items,
-        xlabel="Tracked peak, as a multiple of the tensors themselves",
-        bound_label="the tensors themselves",
-        fmt="{:.2f}".format,
-    )
-    said = "; ".join(f"{b.label.replace(chr(10), ', ')} {b.value:.2f}" for b in items)
-    data = study.table(
-        "Data: peak memory over floor",
-        ["System", ">Tokens", "dtype", "Pass", ">Floor", ">Tracked peak", ">Multiple"],
-        [[label(r), r.point.seq_len, SHORT[r.point.dtype], r.point.passes, size(r.memory["floor_bytes"]),
-          size(r.memory["tracked_peak_bytes"]), f"{within(r):.2f}"] for r in rows],
-    )  # fmt: skip
-    figures.show(
-        fig,
-        "optimization-memory",
-        "Peak memory of live tensors, as a multiple of inputs and outputs themselves.",
-        f"Peak memory as a multiple of inputs and outputs: {said}.",
-        data,
-        stamp=study.stamp,
-    )
+    return best([r for r in study.rows(system=system, **same) if together(r, row)])

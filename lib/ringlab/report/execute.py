@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -14,11 +16,10 @@ import papermill
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from traitlets.config import Config
 
-from .places import EXPECTED_PREFIX, ReportError, UsageError
+from .places import EXPECTED_PREFIX, ReportError, UsageError, own_jupyter
 
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
 KERNEL = "ringlab-own"  # a name nobody else installs, so that no other kernel can shadow it
-_CLEANED = ("JUPYTER_PATH", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLBACKEND")
 
 
 class NotebookFailed(ReportError):
@@ -41,11 +42,11 @@ def execute(
     partial = target.with_name(f"{target.stem}.partial.ipynb")
     partial.parent.mkdir(parents=True, exist_ok=True)
     failure = None
-    with own_kernel() as config:
+    with own_kernel() as config, _quiet("papermill"):
         try:
             papermill.execute_notebook(
-                str(source),
-                str(partial),
+                _literal(source),
+                _literal(partial),
                 parameters=parameters,
                 kernel_name=KERNEL,
                 language="python",
@@ -60,7 +61,9 @@ def execute(
             failure = f"did not end within {cell_timeout_s} s"
         except DeadKernelError:
             failure = "killed its kernel (often: out of memory)"
-    notebook = nbformat.read(partial, as_version=4)
+        except RuntimeError as error:  # so says jupyter_client of a kernel that does not come up
+            raise NotebookFailed(f"{source.name}: {_line(error)}", read(source), 0) from error
+    notebook = read(partial)
     if failure:
         stopped = last_started(notebook)
         ours = [c for c in notebook.cells[: stopped + 1] if not _added(c)]
@@ -73,43 +76,65 @@ def execute(
     return notebook
 
 
+def read(source: Path) -> nbformat.NotebookNode:
+    """The notebook in a file. Raises ReportError for a file that is none."""
+    try:
+        return nbformat.read(source, as_version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:
+        raise ReportError(f"{source.name} is not a notebook: {_line(error)}") from error
+
+
 def check_parameters(source: Path, parameters: dict) -> None:
     """Raises UsageError for names that the notebook's parameters cell does not define."""
-    known = papermill.inspect_notebook(str(source))
-    if unknown := sorted(parameters.keys() - known.keys()):
-        raise UsageError(f"{source.name} has no parameter {', '.join(unknown)}; it has: {', '.join(known)}")
+    cells = [c.source for c in read(source).cells if "parameters" in c.metadata.get("tags", ())]
+    try:
+        nodes = [node for text in cells for node in ast.parse(text).body]
+    except SyntaxError as error:
+        raise UsageError(f"{source.name}: its parameters cell is not plain Python: {error.msg}") from error
+    targets = [t for node in nodes for t in getattr(node, "targets", None) or [getattr(node, "target", None)]]
+    known = [t.id for t in targets if isinstance(t, ast.Name)]
+    if unknown := sorted(parameters.keys() - set(known)):
+        raise UsageError(f"{source.name} has no parameter {', '.join(unknown)}; it has: {', '.join(known) or 'none'}")
 
 
 @contextmanager
 def own_kernel():
     """A kernel specification for this very interpreter, whatever JUPYTER_PATH or the user has installed."""
-    before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
         spec = Path(folder, "kernels", KERNEL, "kernel.json")
         spec.parent.mkdir(parents=True)
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=CRITICAL"]
         spec.write_text(json.dumps({"argv": argv, "display_name": "ringlab", "language": "python"}))
-        for name in _CLEANED:
-            os.environ.pop(name, None)
-        os.environ.update(
+        paths = [str(PACKAGE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        config = Config()
+        if len(folder) < 60:  # a socket's path has 107 bytes; beyond, the default TCP
+            config.KernelManager.transport = "ipc"
+        with own_jupyter(
             JUPYTER_PATH=folder,
             JUPYTER_RUNTIME_DIR=str(Path(folder, "run")),
             IPYTHONDIR=str(Path(folder, "ipython")),
             PYDEVD_DISABLE_FILE_VALIDATION="1",
-        )
-        os.environ[EXPECTED_PREFIX] = sys.prefix
-        paths = [str(PACKAGE), *filter(None, before.get("PYTHONPATH", "").split(os.pathsep))]
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            map(os.path.abspath, paths)
-        )  # this ringlab, wherever the kernel starts
-        config = Config()
-        if len(folder) < 60:  # a socket's path has 107 bytes; beyond, the default TCP with its warning
-            config.KernelManager.transport = "ipc"
-        try:
+            PYTHONPATH=os.pathsep.join(map(os.path.abspath, paths)),  # this ringlab, wherever the kernel starts
+            **{EXPECTED_PREFIX: sys.prefix},
+        ):
             yield config
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+
+
+@contextmanager
+def _quiet(name: str):
+    """Keep a library's logger from telling in its own words what the driver says in one line."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _literal(path: Path) -> str:
+    """A path whose braces papermill does not take for parameters."""
+    return str(path).replace("{", "{{").replace("}", "}}")
 
 
 def last_started(notebook: nbformat.NotebookNode) -> int:

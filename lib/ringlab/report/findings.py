@@ -1,13 +1,16 @@
-"""What the rows come to: verdicts, a configuration to use, what is missing, where everything comes from."""
+"""What the rows come to: verdicts, and what is missing, failed or doubtful."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
+from ..measure import suites
 from . import claims
-from .rows import SHORT, fastest_row, hardware_dtype, label, pattern, published, shape, switches
+from .engine import pass_of
+from .rows import SHORT, label, published
 from .study import Study
-from .tables import Cell, Code, Table, Text, number, size
+from .tables import Cell, Table, Text
+from .trust import reason, status
 
 
 def ledger(study: Study) -> Table:
@@ -24,60 +27,77 @@ def ledger(study: Study) -> Table:
     )
 
 
-def recommended(study: Study) -> Code:
-    """A configuration for this profile that runs as it stands: its dtype policy and what was fastest here."""
-    dtype = hardware_dtype(study)
-    device = "cuda" if study.device_type == "cuda" and torch.cuda.is_available() else "cpu"
-    s, p, row = shape(), pattern(), fastest_row(study)
-    measured = (
-        "nothing passed"
-        if row is None
-        else f"{label(row)}, {SHORT[row.point.dtype]}, {number(row.median * 1e3)} ms on {study.device}"
-    )
-    on = switches(row.point) if row is not None and row.point.system == "ringlab" else {"cache": True, "pool": False}
-    stamp = f"{study.stamp}, " if study.stamp else ""
-    away = '  # "cuda" on the card itself' if study.profile.kind == "cuda" and device == "cpu" else ""
-    return Code(
-        f"# {stamp}{study.profile.title}: {study.profile.dtype_reason()}\n"
-        f"# fastest measured: {measured}\n"
-        "import torch\n"
-        "import ringlab\n\n"
-        f'device = "{device}"{away}\n'
-        f"pattern = ringlab.Dilated({list(p.segment_lengths)}, {list(p.dilation_rates)}, mixing={p.mixing!r}, "
-        f"offsets={p.offsets!r})\n"
-        f"q, k, v = torch.randn(3, {s['batch']}, {s['seq_len']}, {s['heads']}, {s['head_dim']}, dtype=torch.{dtype}, "
-        "device=device)\n"
-        f"execution = ringlab.Execution(cache={on['cache']}, pool={on['pool']})\n"
-        "out = ringlab.attention(q, k, v, pattern, execution=execution)\n"
-    )
-
-
 def limits(study: Study) -> Text:
-    """What this run cannot tell, from rows that are missing or not quoted."""
-    failed = study.failed()
+    """What this run cannot tell, from points that are missing, failed, unstable or on one device."""
     lines = []
     if study.rehearsal:
         lines.append(f"How fast {study.profile.title} is: {study.stamp_note}")
+        lines.append("Training, causal attention, the cache, the pool and the engine: a rehearsal leaves them out.")
     if all(r.point.world_size == 1 for r in study.results):
         lines.append("Anything about several devices: every row ran on one.")
-    have = {r.point.dtype for r in study.good}
-    lines += [f"{SHORT[d]}: no row passed." for d in ("float16", "bfloat16", "float32") if d not in have]
+    lines += [_dtype_line(study, d) for d in ("float16", "bfloat16", "float32") if not _has(study.good, d)]
     if study.profile.kind == "cpu":
-        lines.append(
-            "GPU kernels (flash, efficient, cuDNN, xformers): each was refused here, with its reason in the backend "
-            "table."
-        )
-    for system in sorted({r.point.system for r, _ in failed}):
-        why = sorted({w for r, w in failed if r.point.system == system})
-        lines.append(
-            f"`{system}`: {len([1 for r, _ in failed if r.point.system == system])} points not quoted ({why[0]})."
-        )
-    unstable = [r for r in study.good if r.unstable]
+        lines.append("GPU kernels (flash, efficient, cuDNN, xformers): see the table of kernels for each refusal.")
+    missing = [p.label() for p in missing_points(study)]
+    if missing:
+        count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
+        lines.append(f"What {count} would have shown, for they are not measured: {_some(missing)}.")
+    for (why, word, shape), names in _by_reason(study).items():
+        lines.append(f"{'; '.join(names)} ({shape}): {word}, {why}.")
+    unstable = [f"{point_name(r)} ({spread(r)})" for r in study.good if r.unstable]
     if unstable:
-        lines.append(
-            f"Small differences between {len(unstable)} rows marked unstable: their spread exceeds 20 % of the median."
-        )
+        count = f"{len(unstable)} unstable points, whose quartiles lie over 20 % of the median apart"
+        lines.append(f"Small differences of {count}: {_some(unstable)}.")
     return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
+
+
+def _has(results, dtype: str) -> bool:
+    return any(r.point.dtype == dtype for r in results)
+
+
+def _dtype_line(study: Study, dtype: str) -> str:
+    tried = [r for r in study.results if r.point.dtype == dtype]
+    return f"{SHORT[dtype]}: " + ("no row passed, each with its reason below." if tried else "not measured.")
+
+
+def _by_reason(study: Study) -> dict[tuple, list[str]]:
+    """Names of the points that are not quoted, by (reason, status, shape): those that agree in it share a line."""
+    found: dict[tuple, list[str]] = {}
+    for r, _ in study.failed():
+        found.setdefault((reason(r), status(r), _shape(r.point)), []).append(label(r))
+    return found
+
+
+def _shape(point) -> str:
+    many = f"{point.batch} × " if point.batch > 1 else ""
+    ranks = f", {point.world_size} ranks" if point.world_size > 1 else ""
+    return f"{SHORT.get(point.dtype, point.dtype)}, {many}{point.seq_len:,} tokens, {pass_of(point)}{ranks}"
+
+
+def _some(names: list[str], most: int = 12) -> str:
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+
+
+def point_name(result) -> str:
+    """A point in the words of the tables."""
+    return f"{label(result)}, {_shape(result.point)}"
+
+
+def spread(result) -> str:
+    return f"{100 * (result.q3 - result.q1) / result.median:.0f} %"
+
+
+def suite_points(study: Study) -> list:
+    """(group, point) of all that is asked for on this profile."""
+    profile = replace(study.profile, memory_bytes=study.profile.memory_bytes or study.memory_bytes)
+    groups = suites.optimization(profile, device=study.device_type, rehearsal=study.rehearsal)
+    return [(g.name, p) for g in groups for p in g.points]
+
+
+def missing_points(study: Study) -> list:
+    """Points of the suite without a result."""
+    have = {(r.group, r.point.id) for r in study.results}
+    return [p for group, p in suite_points(study) if (group, p.id) not in have]
 
 
 def failures(study: Study) -> Table | Text:
@@ -87,49 +107,9 @@ def failures(study: Study) -> Table | Text:
         return study.text("Every point passed its check.")
     return study.table(
         f"{len(failed)} of {len(study.results)} points are not quoted",
-        ["System", "Shape", "dtype", "Status", "Reason"],
+        ["System", "Shape", "Status", "Reason"],
         [
-            [label(r), f"{r.point.seq_len:,} tokens, {r.point.passes}{', causal' if r.point.causal else ''}",
-             SHORT.get(r.point.dtype, r.point.dtype),
-             Cell(r.status if r.status != "ok" else "suspect", kind="bad"), why]
-            for r, why in failed
+            [label(r), _shape(r.point), Cell(status(r), kind="bad"), reason(r)]
+            for r, _ in failed
         ],
     )  # fmt: skip
-
-
-def provenance(study: Study) -> Table:
-    """Where the rows come from: each fact with the values it took, one where all rows agree."""
-    names = {
-        "commit": "Commit", "dirty": "Changed since that commit", "ringlab": "ringlab",
-        "engine": "Engine (hash of its code)",
-        "device_name": "Device", "device_memory_bytes": "Memory", "cpu": "CPU", "cpu_capability": "Instruction set",
-        "threads": "Threads", "torch": "torch", "cuda": "CUDA", "driver": "Driver", "python": "Python",
-        "machine": "Machine (salted id)",
-        "load_average": "Load average of the last minute",
-    }  # fmt: skip
-    rows = []
-    for key, name in names.items():
-        values = [r.provenance.get(key) for r in study.results]
-        rows.append([name, _spread(values, size if key == "device_memory_bytes" else str)])
-    times = sorted(str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc"))
-    rows.append(["Measured (UTC)", f"{times[0]} to {times[-1]}" if times else None])
-    rows.append(["Points", f"{len(study.results)} measured, {len(study.good)} quoted"])
-    if study.left_out:
-        rows.append(["Left out", f"{study.left_out} rows of another engine, machine or device"])
-    rows.append(["Samples of one point, least to most", _samples(study)])
-    rows.append(["Inputs", "normal, from a generator seeded by the point's own hash"])
-    return study.table("Where these rows come from", ["What", "Value"], [r for r in rows if r[1] is not None])
-
-
-def _spread(values: list, show) -> str | None:
-    known = {v for v in values if v is not None}
-    if not known:
-        return None
-    if len(known) > 2 and all(isinstance(v, int | float) for v in known):
-        return f"{show(min(known))} to {show(max(known))}"
-    return ", ".join(sorted(show(v) for v in known))
-
-
-def _samples(study: Study) -> str | None:
-    counts = [len(r.seconds) for r in study.good if r.seconds]
-    return f"{min(counts)} to {max(counts)}, warm-up discarded; 95 % intervals by bootstrap" if counts else None

@@ -3,92 +3,201 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from .render import css, write
-from .tables import Cell, Table
+from .places import locked, note
+from .plan import REHEARSAL
+from .render import DATA, css, write
+from .tables import DASH, markdown_text
 
-SCHEMA = 1
+SCHEMA = 2
 TITLE = "Reports"
+COLUMNS = ("Report", "Answer", "Points quoted", "Not quoted", "Files")
+EXPLAINED = (
+    "A point is quoted if its check against the oracle passed and its time is not below its bound; each page lists the "
+    "others with their reasons."
+)
 
 
-def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write ``data/manifest.json`` of a profile's folder, first without and at last with ``complete: true``."""
+def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
+    """Write ``data/manifest.json`` of a profile's folder; ``complete`` is true only when all its pages are whole."""
+    body = {"schema": SCHEMA, **{k: v for k, v in manifest.items() if k not in ("schema", "complete")}}
+    write(folder / "data" / "manifest.json", json.dumps(body | {"complete": complete}, indent=1) + "\n")
+
+
+class BadManifest(ValueError):
+    """A manifest that is there and says nothing."""
+
+
+def load_manifest(folder: Path) -> dict:
+    """The manifest of a profile's folder, empty if there is none. Raises BadManifest for one that cannot be read."""
     path = folder / "data" / "manifest.json"
-    body = {"schema": SCHEMA, **manifest}
-    body["complete"] = body.pop("complete", False)
-    write(path, json.dumps(body, indent=1, sort_keys=False) + "\n")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadManifest(f"{path} cannot be read: {error}") from error
+    reports = found.get("reports", []) if isinstance(found, dict) else None
+    named = isinstance(reports, list) and all(isinstance(r, dict) and isinstance(r.get("name"), str) for r in reports)
+    if not named:
+        raise BadManifest(f"{path} cannot be read: no list of reports with names")
+    return found
 
 
 def read_manifest(folder: Path) -> dict:
     """The manifest of a profile's folder, empty if there is none that can be read."""
     try:
-        return json.loads((folder / "data" / "manifest.json").read_text())
-    except (OSError, ValueError):
+        return load_manifest(folder)
+    except BadManifest:
         return {}
 
 
-def manifests(reports: Path) -> list[tuple[str, dict]]:
-    """(folder name, manifest) of every profile under ``reports``, real runs before rehearsals."""
-    found = [(p.name, read_manifest(p)) for p in reports.iterdir() if p.is_dir()] if reports.is_dir() else []
-    return sorted(((n, m) for n, m in found if m), key=lambda x: (bool(x[1].get("rehearsal")), x[0]))
+def short_commit(about: dict) -> str:
+    """Ten digits, and whether anything was changed since.
+
+    >>> short_commit({"commit": "898236a615fe4ea9d2c9", "dirty": True}), short_commit({"commit": "unknown"})
+    ('898236a615 + changes', 'unknown')
+    """
+    return f"{about.get('commit') or 'unknown'}"[:10] + (" + changes" if about.get("dirty") is True else "")
+
+
+@dataclass
+class Entry:
+    """One line of the index; links are (text, path below reports/) of files that are there."""
+
+    title: str
+    answer: str = ""
+    failed: str = ""
+    quoted: int | None = None
+    unquoted: int | None = None
+    page: str = ""
+    files: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class Section:
+    """One profile's folder."""
+
+    name: str
+    rehearsal: bool
+    facts: list[str]
+    state: str  # empty where all is whole
+    files: list[tuple[str, str]]
+    entries: list[Entry]
+
+
+def sections(reports: Path) -> list[Section]:
+    """Every folder with rows or a manifest, real runs before rehearsals; one that cannot be read says so in a line."""
+    folders = [p for p in reports.iterdir() if (p / "data").is_dir()] if reports.is_dir() else []
+    found = [_section(p) for p in folders if any((p / "data" / name).exists() for name in DATA)]
+    return sorted(found, key=lambda s: (s.rehearsal, s.name))
+
+
+def _section(folder: Path) -> Section:
+    manifest, state = {}, ""
+    try:
+        manifest = load_manifest(folder)
+        if not manifest:
+            state = "measured, no report yet"
+        elif not manifest.get("complete"):
+            state = "unfinished: run it again to complete it"
+    except BadManifest as error:
+        note(str(error))
+        state = "its manifest.json cannot be read: run it again to write a new one"
+    measured = str(manifest.get("measured") or "")[:16].replace("T", " ")
+    facts = [str(manifest.get("device") or ""), f"measured {measured} UTC" if measured else ""]
+    facts += [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"] if manifest.get("commit") else []
+    files = [(name, f"{folder.name}/data/{name}") for name in DATA if (folder / "data" / name).is_file()]
+    rehearsal = bool(manifest.get("rehearsal")) or folder.name.endswith(f"-{REHEARSAL}")
+    entries = [_entry(folder, r) for r in manifest.get("reports", ())]
+    return Section(folder.name, rehearsal, [f for f in facts if f], state, files, entries)
+
+
+def _entry(folder: Path, report: dict) -> Entry:
+    points, unquoted = report.get("points"), report.get("unquoted")
+    pages = {
+        x: f"{folder.name}/{report['name']}.{x}"
+        for x in ("html", "md", "failed.html")
+        if (folder / f"{report['name']}.{x}").is_file()
+    }
+    failed = str(report.get("failed") or "")
+    names = {"html": "HTML", "md": "Markdown", "failed.html": "what it got to"}
+    if failed and "html" in pages:  # they are of an earlier run, and whole
+        names |= {"html": "earlier HTML", "md": "earlier Markdown"}
+    return Entry(
+        str(report.get("title") or report["name"]), str(report.get("headline") or ""), failed,
+        points - unquoted if isinstance(points, int) and isinstance(unquoted, int) else None, unquoted,
+        pages.get("html") or pages.get("failed.html", ""), [(names[x], path) for x, path in pages.items()],
+    )  # fmt: skip
 
 
 def write_index(reports: Path) -> list[Path]:
     """Write ``index.html`` and ``index.md`` over every profile and report found."""
-    entries = manifests(reports)
-    rows, links = [], {}
-    for name, manifest in entries:
-        for report in manifest.get("reports", ()):
-            rows.append(_row(name, manifest, report))
-            links[name] = links.get(name, []) + [report]
-    columns = ["Profile", "Report", "Answer", "Date (UTC)", "Commit", "Not quoted"]
-    table = Table("Every profile and report", columns, rows)
-    return [
-        write(reports / "index.html", _html(table, entries)),
-        write(reports / "index.md", _markdown(table, entries)),
-    ]
+    with locked(reports, wait=True):  # runs of two profiles may end at once
+        found = sections(reports)
+        return [write(reports / "index.html", _html(found)), write(reports / "index.md", _markdown(found))]
 
 
-def _row(name: str, manifest: dict, report: dict) -> Sequence:
-    state = "" if manifest.get("complete") else "unfinished"
-    failed = report.get("failed", "")
-    dirty = " + changes" if manifest.get("dirty") is True else ""
-    stamp = "rehearsal" if manifest.get("rehearsal") else ""
-    kind = "stamp" if stamp else ""
-    return [
-        Cell(name, " ".join(x for x in (stamp, state) if x), kind),
-        report["title"],
-        Cell(f"failed: {failed}", kind="bad") if failed else report.get("headline", ""),
-        manifest.get("finished", manifest.get("started", ""))[:16].replace("T", " "),
-        f"{manifest.get('commit', '')[:10]}{dirty}" or None,
-        Cell(f"{report.get('unquoted', 0)} of {report.get('points', 0)} points"),
-    ]
+def _link(text: str, path: str) -> str:
+    return f'<a href="{escape(path, quote=True)}">{escape(text)}</a>' if path else escape(text)
 
 
-def _links(entries, ending: str) -> list[tuple[str, str]]:
-    found = []
-    for name, manifest in entries:
-        for report in manifest.get("reports", ()):
-            file = report["name"] + (".failed.html" if report.get("failed") else ending)
-            found.append((f"{report['title']} ({name})", f"{name}/{file}"))
-    return found
-
-
-def _html(table: Table, entries) -> str:
-    items = "".join(
-        f'<li><a href="{escape(path, quote=True)}">{escape(text)}</a></li>' for text, path in _links(entries, ".html")
-    )
+def _html(found: list[Section]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="color-scheme" content="light dark">\n<title>{TITLE}</title>\n<style>\n{css()}</style>\n</head>\n'
-        f"<body>\n<main>\n<h1>{TITLE}</h1>\n<ul>{items}</ul>\n{table.html}\n</main>\n</body>\n</html>\n"
+        f"<body>\n<main>\n<h1>{TITLE}</h1>\n<p>{EXPLAINED}</p>\n{''.join(map(_html_section, found))}</main>\n"
+        "</body>\n</html>\n"
     )
 
 
-def _markdown(table: Table, entries) -> str:
-    items = "\n".join(f"- [{text}]({path})" for text, path in _links(entries, ".md"))
-    return f"# {TITLE}\n\n{items}\n\n{table.markdown}\n"
+def _html_section(section: Section) -> str:
+    stamp = f' <span class="stamp">{REHEARSAL}</span>' if section.rehearsal else ""
+    facts = " · ".join([*map(escape, section.facts), *(_link(*file) for file in section.files)])
+    state = f'<p class="bad">{escape(section.state)}</p>\n' if section.state else ""
+    kinds = ("", "", ' class="n"', ' class="n"', "")
+    head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(COLUMNS, kinds))
+    rows = "".join(map(_html_row, section.entries))
+    table = (
+        f'<div class="table cards" role="region" tabindex="0" aria-label="{escape(section.name, quote=True)}"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>\n"
+    )
+    head = f'<h2>{escape(section.name)}{stamp}</h2>\n{state}<p class="facts">{facts}</p>\n'
+    return head + (table if section.entries else "")
+
+
+def _html_row(entry: Entry) -> str:
+    failed = f'<span class="bad">failed: {escape(entry.failed)}</span>' if entry.failed else ""
+    counts = (
+        f'<td class="n" data-name="{name}">{DASH if count is None else count}</td>'
+        for name, count in zip(COLUMNS[2:4], (entry.quoted, entry.unquoted))
+    )
+    files = " · ".join(_link(*file) for file in entry.files)
+    return (
+        f'<tr><th scope="row">{_link(entry.title, entry.page)}</th><td class="w">{failed or escape(entry.answer)}</td>'
+        f'{"".join(counts)}<td class="keep">{files}</td></tr>'
+    )
+
+
+def _markdown(found: list[Section]) -> str:
+    return f"# {TITLE}\n\n{EXPLAINED}\n\n" + "\n".join(map(_markdown_section, found))
+
+
+def _markdown_section(section: Section) -> str:
+    facts = " · ".join([*map(markdown_text, section.facts), *(f"[{text}]({path})" for text, path in section.files)])
+    lines = [f"## {section.name}", ""] + ([f"**{markdown_text(section.state)}**", ""] if section.state else [])
+    lines += [facts, ""]
+    if section.entries:
+        lines += ["| " + " | ".join(COLUMNS) + " |", "|:--|:--|--:|--:|:--|"]
+    for e in section.entries:
+        page = e.page.removesuffix(".html") + ".md" if any(p.endswith(".md") for _, p in e.files) else e.page
+        title = f"[{markdown_text(e.title)}]({page})" if page else markdown_text(e.title)
+        answer = f"**failed: {markdown_text(e.failed)}**" if e.failed else markdown_text(e.answer)
+        counts = [DASH if count is None else str(count) for count in (e.quoted, e.unquoted)]
+        files = " · ".join(f"[{text}]({path})" for text, path in e.files)
+        lines.append("| " + " | ".join([title, answer, *counts, files]) + " |")
+    return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EXPECTED_PREFIX = "RINGLAB_EXPECTED_PREFIX"  # tells a kernel which environment its driver runs in
+FOREIGN = ("JUPYTER_PATH", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLBACKEND")
 
 
 class ReportError(Exception):
@@ -69,8 +70,22 @@ def data_folder(profile: str, data: str = "") -> Path:
 
 
 @contextmanager
-def locked(folder: Path):
-    """Hold ``folder`` for one run; another run gets a ReportError that names the holder.
+def own_jupyter(**variables: str):
+    """The environment without what leads Jupyter to another's kernels, templates and settings; restored afterwards."""
+    before = dict(os.environ)
+    for name in FOREIGN:
+        os.environ.pop(name, None)
+    os.environ.update(JUPYTER_PREFER_ENV_PATH="1", **variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def locked(folder: Path, *, wait: bool = False):
+    """Hold ``folder`` for one run; another run waits, or gets a ReportError that names the holder.
 
     The system drops the lock with its process, so a killed run leaves nothing that could block the next one.
     """
@@ -79,13 +94,13 @@ def locked(folder: Path):
     while True:
         file = path.open("a+")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read() or "{}"
             file.close()
             raise ReportError(f"{folder} is in use by {_name(holder)}; wait for it or stop it") from None
-        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+        if _is_still(file, path):
             break
         file.close()  # the former holder removed this file between our open and our lock
     try:
@@ -97,6 +112,13 @@ def locked(folder: Path):
     finally:
         path.unlink(missing_ok=True)
         file.close()
+
+
+def _is_still(file, path: Path) -> bool:
+    try:
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _name(holder: str) -> str:

@@ -1,6 +1,6 @@
 """An executed notebook as one offline HTML page and as Markdown with figures, through nbconvert.
 
-The stock templates fetch scripts from the network and drop alt text; the two in ``templates/`` do neither.
+The stock templates fetch scripts from the network and know no alt text; the two in ``templates/`` do neither.
 """
 
 from __future__ import annotations
@@ -9,15 +9,25 @@ import base64
 import os
 import re
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from html import unescape
 from pathlib import Path
 
 import nbformat
 from nbconvert import HTMLExporter, MarkdownExporter
 from traitlets.config import Config
 
+from .places import ReportError, own_jupyter
+from .tables import PAGE_HTML
+from .theme import themed
+
 TEMPLATES = Path(__file__).parent / "templates"
-HIDDEN_TAGS = {"parameters", "injected-parameters"}
+HIDDEN_TAGS = {"parameters", "injected-parameters", "papermill-error-cell-tag"}
+DATA = ("samples.jsonl", "summary.csv", "manifest.json")
+
+
+class MissingAlt(ReportError):
+    """A page shows an image that cannot be read aloud."""
 
 
 @dataclass(frozen=True)
@@ -29,37 +39,54 @@ class Page:
     stamp: str = ""
     stamp_note: str = ""
     origin: str = ""  # where the rows come from, if not from here and now
+    made: str = ""  # when and of which commit the page was made
+    failure: str = ""  # why the notebook did not get to its end
 
 
 def render(notebook: nbformat.NotebookNode, page: Page, folder: Path, *, formats=("html", "md")) -> list[Path]:
     """Write ``<name>.html`` and ``<name>.md`` with ``figures/`` into ``folder``; earlier files are replaced whole.
 
-    Returns the paths written. Raises ValueError for an image without alt text.
+    Returns the paths written, those of the pages first. Raises MissingAlt for an image without alt text.
     """
     notebook = stamp_titles(notebook, page.stamp)
-    check_alt(notebook)
-    written = []
-    if "html" in formats:
-        body, _ = _exporter("html").from_notebook_node(notebook, resources={"ringlab": _about(notebook, page)})
-        written.append(write(folder / f"{page.name}.html", body))
-    if "md" in formats:
-        body, resources = _exporter("markdown").from_notebook_node(
-            notebook,
-            resources={"ringlab": _about(notebook, page), "output_files_dir": "figures", "unique_key": page.name},
-        )
-        for name, data in resources["outputs"].items():
-            write(folder / name, data)
-        written.append(write(folder / f"{page.name}.md", re.sub(r"\n{3,}", "\n\n", body).strip() + "\n"))
-    return written
+    for i, cell in enumerate(notebook.cells):
+        nameless = [output for output in cell.get("outputs", ()) if _nameless(output)]
+        if nameless and not page.failure:
+            raise MissingAlt(f"cell {i} shows an image without alt text; use ringlab.report.figures.show")
+        for output in nameless:
+            cell.outputs.remove(output)
+    about = _about(notebook, page, formats)
+    pages, figures = {}, {}
+    with own_jupyter():
+        if "html" in formats:
+            pages["html"], _ = _exporter("html").from_notebook_node(notebook, resources={"ringlab": about})
+        if "md" in formats:
+            resources = {"ringlab": about, "output_files_dir": "figures", "unique_key": page.name}
+            body, resources = _exporter("markdown").from_notebook_node(notebook, resources=resources)
+            pages["md"], figures = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n", resources["outputs"]
+    figures = [write(folder / name, data) for name, data in figures.items()]
+    return [write(folder / f"{page.name}.{ending}", body) for ending, body in pages.items()] + figures
 
 
 def write(path: Path, data: str | bytes) -> Path:
-    """Replace ``path`` as a whole, so that a reader or a killed run never sees half a file."""
+    """Replace ``path`` as a whole, so that a reader or a killed run never sees half a file; equal content stays."""
+    data = data.encode() if isinstance(data, str) else data
+    if path.is_file() and path.read_bytes() == data:
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(partial, path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed runs left half-written in ``folder``; only for the run that holds it."""
+    for partial in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
+        partial.unlink(missing_ok=True)
 
 
 def css() -> str:
@@ -85,31 +112,37 @@ def stamp_titles(notebook: nbformat.NotebookNode, stamp: str) -> nbformat.Notebo
     return notebook
 
 
-def check_alt(notebook: nbformat.NotebookNode) -> None:
-    for i, cell in enumerate(notebook.cells):
-        for output in cell.get("outputs", ()):
-            for mime in output.get("data", ()):
-                if mime.startswith("image/") and not output.metadata.get(mime, {}).get("alt"):
-                    raise ValueError(f"cell {i} shows {mime} without alt text; use ringlab.report.figures.show")
+def _nameless(output) -> bool:
+    """It shows an image that nobody can read aloud."""
+    images = [mime for mime in output.get("data", ()) if mime.startswith("image/")]
+    return any(not output.metadata.get(mime, {}).get("alt") for mime in images)
 
 
-def _about(notebook, page: Page) -> dict:
-    headings = [
-        found
-        for cell in notebook.cells
-        if cell.cell_type == "markdown"
-        for found in re.findall(r"^## (.+)$", cell.source, re.M)
-    ]
-    plain = [(h.replace(f" ({page.stamp})", "") if page.stamp else h, h.replace(" ", "-")) for h in headings]
-    return {
-        "title": title_of(notebook),
-        "subtitle": page.subtitle,
-        "stamp": page.stamp,
-        "stamp_note": page.stamp_note,
-        "origin": page.origin,
-        "css": css(),
-        "contents": plain,
-    }
+def slug(heading: str) -> str:
+    """A heading's name within its page.
+
+    >>> slug("dtype and <code>pool</code>, each alone")
+    'dtype-and-pool-each-alone'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", unescape(re.sub(r"<.*?>", "", heading)).lower()).strip("-")
+
+
+def named_headings(html: str) -> str:
+    """nbconvert names headings only together with a link sign in each, which a page read aloud would repeat."""
+    return re.sub(r"<h([2-6])>(.*?)</h\1>", lambda m: f'<h{m[1]} id="{slug(m[2])}">{m[2]}</h{m[1]}>', html, flags=re.S)
+
+
+def _about(notebook, page: Page, formats) -> dict:
+    written = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    headings = [found.strip() for text in written for found in re.findall(r"^## (.+)$", text, re.M)]
+    plain = [(h.removesuffix(f" ({page.stamp})"), slug(h)) for h in headings]
+    files = [("This page as Markdown" if x == "md" else "This page as HTML", f"{page.name}.{x}") for x in formats]
+    files += [(name, f"data/{name}") for name in DATA]
+    return asdict(page) | {"title": title_of(notebook), "css": css(), "contents": plain, "files": files}
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode("ascii")
 
 
 def _exporter(kind: str):
@@ -117,11 +150,13 @@ def _exporter(kind: str):
     config.TemplateExporter.extra_template_basedirs = [str(TEMPLATES / kind)]
     config.TagRemovePreprocessor.enabled = True
     config.TagRemovePreprocessor.remove_cell_tags = HIDDEN_TAGS
-    filters = {"b64": lambda text: base64.b64encode(text.encode()).decode("ascii")}
+    filters = {"b64": _base64, "named_headings": named_headings, "themed": themed}
     if kind == "html":
         config.TemplateExporter.exclude_input = True
         config.HTMLExporter.exclude_anchor_links = True
-        config.NbConvertBase.display_data_priority = ["text/html", "image/svg+xml", "image/png", "text/plain"]
+        config.NbConvertBase.display_data_priority = [
+            PAGE_HTML, "text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain"
+        ]  # fmt: skip
         return HTMLExporter(config=config, template_name="report", filters=filters)
     config.TemplateExporter.exclude_input = True
     config.ExtractOutputPreprocessor.extract_output_types = {"image/png"}

@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from .. import patterns
-from .study import Study, objection
+from .study import Study, best, together
+from .trust import objection
 
 DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
 FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
@@ -25,8 +26,9 @@ def published() -> dict:
 
 
 def shape() -> dict:
-    """The document's configuration as fields of a point, its pattern aside."""
-    return {k: v for k, v in published()["shape"].items() if k not in ("segment_lengths", "dilation_rates")}
+    """The document's configuration as fields of a point, its pattern aside, on one device."""
+    found = {k: v for k, v in published()["shape"].items() if k not in ("segment_lengths", "dilation_rates")}
+    return found | {"world_size": 1}
 
 
 def pattern() -> patterns.Dilated:
@@ -41,7 +43,7 @@ def document_rows(study: Study, **more) -> list:
 
 
 def computes_pattern(system: str) -> bool:
-    return system not in ("sgemm", "dense_sdpa", "contiguous_segments")
+    return system not in ("sgemm", "dense_sdpa", "contiguous_segments", "plan_build")
 
 
 def switches(point) -> dict:
@@ -64,6 +66,7 @@ def label(result) -> str:
         "copying": "Copying form",
         "contiguous_segments": "torch's kernel, contiguous segments",
         "sgemm": "Matrix product",
+        "plan_build": f"{steps_of(point)}, {'found' if dict(point.options).get('warm') else 'built'}",
     }
     if point.system in names:
         return names[point.system]
@@ -76,14 +79,18 @@ def label(result) -> str:
     s = switches(point)
     if s == DEFAULTS:
         return "ringlab.attention as called"
+    if "pool_threshold_mb" in s:
+        return f"strided, pool from {s['pool_threshold_mb']:g} MiB"
+    if s == FULL | {"backend": s["backend"]}:
+        return f"With all optimizations, {s['backend']} kernel"
     said = ["gathered" if s["gather"] else "strided", "cache on" if s["cache"] else "cache off"]
     said += ["pool on" if s["pool"] else "pool off"] + ([] if s["backend"] == "auto" else [s["backend"]])
     return ", ".join(said)
 
 
-def best(results) -> object | None:
-    """The fastest row that may be quoted, else a failed one."""
-    return min(results, key=lambda r: (bool(objection(r)), r.median or float("inf")), default=None)
+def steps_of(point) -> str:
+    """What a ``plan_build`` builds."""
+    return "Index tensors, gathered" if dict(point.options).get("gather") else "Plan of strided views"
 
 
 def dtypes(results) -> list[str]:
@@ -106,8 +113,11 @@ def hardware_dtype(study: Study) -> str:
     return str(study.profile.default_dtype()).removeprefix("torch.")
 
 
-def same(row) -> dict:
-    return {k: getattr(row.point, k) for k in ("dtype", "passes", "causal", "batch", "heads", "head_dim")}
+def dense_beside(study: Study, row):
+    """Dense SDPA on the shape, dtype and pass of a row, one that took turns with it where there is one."""
+    names = ("seq_len", "dtype", "passes", "causal", "batch", "heads", "kv_heads", "head_dim", "world_size")
+    found = study.rows(system="dense_sdpa", **{k: getattr(row.point, k) for k in names})
+    return best([r for r in found if together(r, row) and not objection(r)]) or best(found)
 
 
 def implementation_rows(study: Study) -> list[tuple]:
@@ -135,34 +145,3 @@ def implementation_rows(study: Study) -> list[tuple]:
         for dtype in dtypes(pool):
             entries.append((None, best([r for r in pool if r.point.dtype == dtype])))
     return entries
-
-
-def switch_pairs(study: Study) -> list[tuple]:
-    """(switch, switches before, switches after, row off, row on, Ratio) for rows that differ in one switch alone."""
-    ours = document_rows(study, system="ringlab")
-    off = {"gather": True, "cache": False, "pool": False}
-    found = []
-    for a in ours:
-        for b in ours:
-            one, two = switches(a.point), switches(b.point)
-            changed = [k for k in one if one[k] != two[k]]
-            if len(changed) != 1 or a.point.dtype != b.point.dtype:
-                continue
-            name = changed[0]
-            chosen = name == "backend" and (one[name], two[name]) == ("eager", "auto")
-            if chosen or (name in off and one[name] == off[name]):
-                found.append((name, one, two, a, b, study.ratio(a, b)))
-    order = ["gather", "backend", "cache", "pool"]
-    seen, kept = set(), []
-    # With the others on first: that is the switch as one would use it.
-    found.sort(key=lambda x: (order.index(x[0]), x[3].point.dtype != "float32", _plainness(x[2]), x[5] is None))
-    for x in found:
-        key = (x[3].point.id, x[4].point.id)
-        if key not in seen:
-            seen.add(key)
-            kept.append(x)
-    return kept
-
-
-def _plainness(s: dict) -> int:
-    return sum(s[k] == v for k, v in PLAIN.items())

@@ -14,7 +14,8 @@ import torch
 from .. import cost, hardware, measure, patterns
 from .places import EXPECTED_PREFIX, data_folder
 from .plan import REHEARSAL
-from .tables import Cell, Table, Text, interval, number
+from .tables import Table, Text
+from .trust import judged, objection
 
 
 def open_study(profile: str = "auto", data: str = "") -> Study:
@@ -45,30 +46,6 @@ def read_study(profile, folder: Path) -> Study:
     return Study(profile, kept, folder, left_out=len(results) - len(kept))
 
 
-def objection(result) -> str:
-    """Why a row may not be quoted, or an empty string: no time without a passed check, none that physics forbids."""
-    if result.status != "ok":
-        return f"{result.status}: {result.reason}" if result.reason else result.status
-    if result.median is not None and not result.median > 0:
-        return "suspect: no time has passed"
-    if not result.errors:
-        return "suspect: no correctness check"
-    for name, error in result.errors.items():
-        bound = result.tolerance.get(name)
-        if bound is None:
-            return f"suspect: {name} was checked against no bound"
-        if not error <= bound:
-            return f"incorrect: {name} is off by {error:.1e}, allowed {bound:.1e}"
-    if result.bound_seconds and result.median is not None and result.median < result.bound_seconds:
-        return (
-            f"suspect: {number(result.median * 1e3)} ms is below its bound of {number(result.bound_seconds * 1e3)} ms"
-        )
-    peak, floor = result.memory.get("tracked_peak_bytes"), result.memory.get("floor_bytes")
-    if peak and floor and peak < floor:
-        return f"suspect: a peak of {peak} bytes is smaller than its own tensors, {floor} bytes"
-    return ""
-
-
 @dataclass
 class Study:
     """Everything a document's tables are filled from; ``rehearsal`` is true if any row is one."""
@@ -77,6 +54,10 @@ class Study:
     results: Sequence
     folder: Path
     left_out: int = 0  # rows of another machine, device or engine in the same folder
+
+    def __post_init__(self):
+        self.results = judged(self.results)
+        self._ratios: dict[tuple[int, int], measure.Ratio] = {}  # of rows of this study, each asked for in many tables
 
     @property
     def rehearsal(self) -> bool:
@@ -137,26 +118,14 @@ class Study:
         """Results whose point has the ``wanted`` fields; ``options`` are matched one by one, a callable is a test."""
         return [r for r in (self.results if results is None else results) if _matches(r, wanted)]
 
-    def one(self, **wanted):
-        """The best quotable row that matches, else a failed one, else None."""
-        return _best(self.rows(**wanted))
-
     def ratio(self, slow, fast):
         """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None unless both may be quoted."""
         if any(r is None or objection(r) or not r.seconds for r in (slow, fast)):
             return None
-        return measure.ratio(slow, fast)
-
-    def pair(self, slow: dict, fast: dict) -> tuple:
-        """(slow, fast) rows of one interleaved run where there is one, else the best of each, None for none."""
-        left, right = self.rows(**slow), self.rows(**fast)
-        together = [
-            (a, b)
-            for a in left
-            for b in right
-            if (a.run, a.composition) == (b.run, b.composition) and not objection(a) and not objection(b) and a.seconds
-        ]
-        return together[0] if together else (_best(left), _best(right))
+        key = id(slow), id(fast)
+        if key not in self._ratios:
+            self._ratios[key] = measure.ratio(slow, fast)
+        return self._ratios[key]
 
     def frame(self):
         """Every row as a pandas table, for hands and for ``summary.csv``; ``quoted`` is empty or the objection."""
@@ -171,7 +140,13 @@ class Study:
         return Text([f"{self.stamp.capitalize()}: {x}" for x in lines] if self.stamp else lines, **more)
 
 
-def _best(results):
+def together(a, b) -> bool:
+    """The two took turns in one run."""
+    return (a.run, a.composition) == (b.run, b.composition)
+
+
+def best(results):
+    """The fastest row that may be quoted, else a failed one, else None."""
     return min(results, key=lambda r: (bool(objection(r)), r.median or float("inf")), default=None)
 
 
@@ -213,47 +188,3 @@ def _matches(result, wanted: dict) -> bool:
         if not (value(have) if callable(value) else have == value):
             return False
     return True
-
-
-# One measured quantity, one cell.
-
-
-def ms(result) -> Cell:
-    """Median time in ms with its 95 % interval, or why there is none."""
-    if result is None or (not objection(result) and result.median is None):
-        return Cell("not measured", kind="none")
-    if why := objection(result):
-        return Cell(result.status if result.status != "ok" else why.split(":")[0], kind="bad")
-    low, high = result.ci or (None, None)
-    return Cell(number(result.median * 1e3), interval(low, high, 1e3) + ("; unstable" if result.unstable else ""))
-
-
-def bound(result) -> Cell | None:
-    if result is None or objection(result) or not result.bound_seconds:
-        return None
-    return Cell(number(result.bound_seconds * 1e3))
-
-
-def error(result) -> Cell | None:
-    """The error that comes nearest to its bound, among output, log-sum-exp and gradients."""
-    if result is None or not result.errors:
-        return None
-    name = max(result.errors, key=lambda k: result.errors[k] / (result.tolerance.get(k) or float("inf")))
-    return Cell(f"{result.errors[name]:.1e}", f"{name} ≤ {result.tolerance.get(name, float('nan')):.1e}")
-
-
-def within(result) -> float:
-    """Tracked peak as a multiple of the tensors that the caller holds."""
-    return result.memory["tracked_peak_bytes"] / result.memory["floor_bytes"]
-
-
-def times(ratio, *, inverse: bool = False) -> Cell | None:
-    """A ratio with its interval; one whose interval holds 1 shows no difference; unpaired ones say so."""
-    if ratio is None:
-        return None
-    value, low, high = ratio.value, ratio.low, ratio.high
-    if inverse:
-        value, low, high = 1 / value, 1 / high, 1 / low
-    doubts = ["; no difference"] if low <= 1 <= high else []
-    doubts += [] if ratio.paired else ["; unpaired"]
-    return Cell(f"{number(value)}×", f"{number(low)} to {number(high)}{''.join(doubts)}")

@@ -1,6 +1,7 @@
-"""Display objects that a notebook cell returns: each gives HTML for the page and Markdown for a forge from one value.
+"""Display objects that a notebook cell returns: each gives HTML for the page and Markdown for all else from one value.
 
-Nothing here knows what is measured; ``optimization.py`` fills these with the rows of a document.
+The HTML leans on the page's style, so it goes under a name of its own that only this project's template looks for; in
+JupyterLab, in a stock nbconvert page and on a forge the same object is a Markdown table. Nothing here knows any rows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from dataclasses import dataclass, field
 from html import escape
 
 DASH = "–"
+PAGE_HTML = "application/vnd.ringlab.html"  # the template renders what stands under this type as it is
+PLAIN_ONLY = "plain_only"  # in an output's metadata: left out by this project's own templates
+WIDE = 26  # characters from which a column is of words, not of names or numbers
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Cell:
 
     @property
     def html(self) -> str:
-        text = escape(self.text)
+        text = breakable(self.text)
         if self.kind:
             text = f'<span class="{escape(self.kind)}">{text}</span>'
         return " ".join([text, *(f"<small>{escape(part)}</small>" for part in self.sub.split("; ") if part)])
@@ -74,36 +78,38 @@ class Table:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.caption!r} has {len(self.columns)} columns, a row has {len(row)}")
 
-    def _stamped(self) -> tuple[str, list[str], list[list[Cell]]]:
-        columns, rows = list(self.columns), [[cell(x) for x in row] for row in self.rows]
-        if not self.stamp:
-            return self.caption, columns, rows
-        rows = [[Cell(self.stamp, kind="stamp"), *row] for row in rows]
-        return f"{self.stamp.capitalize()}: {self.caption}", ["Run", *columns], rows
+    @property
+    def title(self) -> str:
+        return f"{self.stamp.capitalize()}: {self.caption}" if self.stamp else self.caption
 
     @property
     def html(self) -> str:
-        caption, columns, rows = self._stamped()
-        aligned = [' class="n"' if c.startswith(">") else "" for c in columns]
-        head = "".join(f'<th scope="col"{a}>{escape(c.lstrip(">"))}</th>' for c, a in zip(columns, aligned))
-        marked, body = set(self.marked), []
+        rows, marked = [[cell(x) for x in row] for row in self.rows], set(self.marked)
+        kinds = [_column_class(name, [row[i] for row in rows]) for i, name in enumerate(self.columns)]
+        names = [re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', escape(c.lstrip(">"))) for c in self.columns]
+        head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(names, kinds))
+        stamp = f' <small class="stamp">{escape(self.stamp)}</small>' if self.stamp else ""
+        body = []
         for i, row in enumerate(rows):
-            cells = "".join(f"<td{a}>{c.html}</td>" for c, a in zip(row, aligned))
+            first, *others = [(c.html, k) for c, k in zip(row, kinds)]
+            cells = f'<th scope="row"{first[1]}>{first[0]}{stamp}</th>' + "".join(f"<td{k}>{c}</td>" for c, k in others)
             body.append(f'<tr class="marked">{cells}</tr>' if i in marked else f"<tr>{cells}</tr>")
-        label = escape(caption, quote=True)
+        label = escape(self.title, quote=True)
         table = (
             f'<div class="table" role="region" tabindex="0" aria-label="{label}"><table>'
             f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
         )
         note = f'<p class="note">{inline_html(self.note)}</p>' if self.note else ""
         if self.folded:
-            return f'<details class="data"><summary>{escape(caption)}</summary>{table}{note}</details>'
-        return f'<div class="block"><p class="caption">{escape(caption)}</p>{table}{note}</div>'
+            return f'<details class="data"><summary>{escape(self.title)}</summary>{table}{note}</details>'
+        return f'<div class="block"><p class="caption">{escape(self.title)}</p>{table}{note}</div>'
 
     @property
     def markdown(self) -> str:
-        caption, columns, rows = self._stamped()
-        lines = [f"**{markdown_text(caption)}**", ""]
+        columns, rows = list(self.columns), [[cell(x) for x in row] for row in self.rows]
+        if self.stamp:
+            columns, rows = ["Run", *columns], [[Cell(self.stamp), *row] for row in rows]
+        lines = [f"**{markdown_text(self.title)}**", ""]
         lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in columns) + " |")
         lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in columns) + "|")
         marked = set(self.marked)
@@ -115,7 +121,7 @@ class Table:
         return "\n".join(lines + (["", self.note] if self.note else []))
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        return {"text/html": self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
+        return {PAGE_HTML: self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
 
 
 @dataclass
@@ -138,7 +144,7 @@ class Text:
         return "\n".join(f"- {x}" for x in self.lines) if self.bullets else "\n\n".join(self.lines)
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        return {"text/html": self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
+        return {PAGE_HTML: self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
 
 
 @dataclass
@@ -155,10 +161,27 @@ class Code:
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         return {
-            "text/html": f'<pre class="code" tabindex="0"><code>{escape(self.source)}</code></pre>',
+            PAGE_HTML: f'<pre class="code" tabindex="0"><code>{escape(self.source)}</code></pre>',
             "text/markdown": f"```python\n{self.source.rstrip()}\n```",
             "text/plain": self.source,
         }
+
+
+def _column_class(name: str, cells: Sequence[Cell]) -> str:
+    """Numbers go right; words get room, or a phone would break them into one a line."""
+    if name.startswith(">"):
+        return ' class="n"'
+    return ' class="w"' if max((len(c.text) for c in cells), default=0) > WIDE else ""
+
+
+def breakable(text: str) -> str:
+    """Escaped text in which a long name may break before its capitals, as `RingDilatedAttentionV2Flash` must.
+
+    >>> breakable("RingDilatedAttentionV2Flash, fp32")
+    'Ring<wbr>Dilated<wbr>Attention<wbr>V2<wbr>Flash, fp32'
+    """
+    words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "\0", word) if len(word) > 16 else word for word in text.split(" ")]
+    return escape(" ".join(words)).replace("\0", "<wbr>")
 
 
 def inline_html(text: str) -> str:
@@ -187,11 +210,8 @@ def number(x: float, digits: int = 3) -> str:
         return "0"
     if abs(x) < 1e-4:
         return f"{x:.1e}"
-    rounded = float(f"{x:.{digits}g}")
-    decimals = max(0, digits - len(str(int(abs(rounded))))) if abs(rounded) >= 1 else None
-    if decimals is None:
-        return f"{x:.{digits}g}"
-    return f"{x:,.{decimals}f}"
+    rounded = abs(float(f"{x:.{digits}g}"))
+    return f"{x:,.{max(0, digits - len(str(int(rounded))))}f}" if rounded >= 1 else f"{x:.{digits}g}"
 
 
 def about(n: float) -> str:

@@ -1,0 +1,191 @@
+"""Who owns which position of a sequence: layouts are partitions of range(n) by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+KINDS = ("contiguous", "zigzag", "striped", "hilbert")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A sequence shared out over ranks; made by `contiguous`, `uneven`, `zigzag`, `striped` or `hilbert`.
+
+    ``cuts``: for contiguous, uneven and hilbert the p + 1 borders of the shards, for zigzag the 2 p + 1 borders of its
+    chunks, for striped (n, p). ``grid``: (height, width) of a Hilbert layout, whose positions are steps of the curve.
+
+    >>> layout = zigzag(16, 2)
+    >>> layout.ranges(0), layout.ranges(1)
+    ((range(0, 4), range(12, 16)), (range(4, 8), range(8, 12)))
+    >>> x = torch.arange(16)
+    >>> layout.shard(x, 0, dim=0).tolist()
+    [0, 1, 2, 3, 12, 13, 14, 15]
+    >>> torch.equal(layout.unshard([layout.shard(x, k, dim=0) for k in range(2)], dim=0), x)
+    True
+    """
+
+    kind: str
+    cuts: tuple[int, ...]
+    grid: tuple[int, int] | None = None
+
+    @property
+    def n(self) -> int:
+        return self.cuts[0] if self.kind == "striped" else self.cuts[-1]
+
+    @property
+    def ranks(self) -> int:
+        return {"striped": self.cuts[-1], "zigzag": (len(self.cuts) - 1) // 2}.get(self.kind, len(self.cuts) - 1)
+
+    def ranges(self, rank: int) -> tuple[range, ...]:
+        """The positions of the pattern that a rank owns, in the order of its rows, increasing; empty ones left out."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must be in 0 .. {self.ranks - 1}, got {rank}")
+        if self.kind == "striped":
+            found = (range(rank, self.n, self.ranks),)
+        elif self.kind == "zigzag":
+            found = tuple(range(*self.cuts[i : i + 2]) for i in (rank, 2 * self.ranks - 1 - rank))
+        else:
+            found = (range(*self.cuts[rank : rank + 2]),)
+        return tuple(r for r in found if len(r))
+
+    def size(self, rank: int) -> int:
+        """How many positions a rank owns."""
+        return sum(map(len, self.ranges(rank)))
+
+    def positions(self, rank: int) -> Tensor:
+        """Where a rank's rows stand in the sequence (size,), for position embeddings; int64."""
+        mine = [torch.arange(r.start, r.stop, r.step) for r in self.ranges(rank)]
+        steps = torch.cat(mine) if mine else torch.empty(0, dtype=torch.long)
+        return steps if self.grid is None else _curve(*self.grid)[steps]
+
+    def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """A rank's rows of a whole tensor; a view where they lie side by side. Raises ValueError for another length."""
+        if x.shape[dim] != self.n:
+            raise ValueError(f"the layout is of {self.n} positions, the tensor has {x.shape[dim]} along dim {dim}")
+        ranges = self.ranges(rank)
+        if self.grid is None and len(ranges) == 1 and ranges[0].step == 1:
+            return x.narrow(dim, ranges[0].start, len(ranges[0]))
+        return x.index_select(dim, self.positions(rank).to(x.device))
+
+    def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole tensor from the shards of all ranks, in order. Raises ValueError where their sizes disagree."""
+        sizes, wanted = [t.shape[dim] for t in shards], [self.size(k) for k in range(self.ranks)]
+        if sizes != wanted:
+            raise ValueError(f"shards have sizes {sizes}, the layout has {wanted}")
+        whole = torch.cat(list(shards), dim)
+        if self.grid is None and self.kind == "contiguous":
+            return whole
+        order = torch.cat([self.positions(k) for k in range(self.ranks)]).to(whole.device)
+        return torch.empty_like(whole).index_copy_(dim, order, whole)
+
+    def __str__(self) -> str:
+        """A short text that ``parse`` reads back, as custom operators need it."""
+        grid = f"@{self.grid[0]}x{self.grid[1]}" if self.grid else ""
+        return f"{self.kind}{grid}:{','.join(map(str, self.cuts))}"
+
+
+def parse(text: str) -> Layout:
+    """The layout that ``str(layout)`` wrote.
+
+    >>> parse(str(hilbert(4, 6, 2))) == hilbert(4, 6, 2)
+    True
+    """
+    kind, _, cuts = text.partition(":")
+    kind, _, grid = kind.partition("@")
+    return Layout(kind, tuple(map(int, cuts.split(","))), tuple(map(int, grid.split("x"))) if grid else None)
+
+
+def contiguous(n: int, ranks: int) -> Layout:
+    """Shards side by side, as equal as they can be: the first ones take the remainder."""
+    return Layout("contiguous", _borders(n, ranks))
+
+
+def uneven(sizes: Sequence[int]) -> Layout:
+    """Shards side by side, of these sizes (0 is allowed)."""
+    sizes = list(sizes)
+    if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 0 for s in sizes) or not sum(sizes):
+        raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {sizes}")
+    return Layout("contiguous", tuple(sum(sizes[:i]) for i in range(len(sizes) + 1)))
+
+
+def zigzag(n: int, ranks: int) -> Layout:
+    """2 p chunks, rank k owning chunks k and 2 p - 1 - k: equal causal work (Brandon et al. 2023; Llama 3)."""
+    return Layout("zigzag", _borders(n, 2 * _positive("ranks", ranks)))
+
+
+def striped(n: int, ranks: int) -> Layout:
+    """Rank k owns every p-th position from k on (Striped Attention, arXiv 2311.09431)."""
+    return Layout("striped", (_positive("n", n), _positive("ranks", ranks)))
+
+
+def hilbert(height: int, width: int, ranks: int) -> Layout:
+    """Shards of a Hilbert curve over a grid whose cells are the sequence row by row: the pattern runs along the curve.
+
+    Any height and width: the generalised curve of J. Cerveny (github.com/jakubcerveny/gilbert).
+    """
+    cells = _positive("height", height) * _positive("width", width)
+    return Layout("hilbert", _borders(cells, ranks), (height, width))
+
+
+def named(layout: str | Layout, n: int, ranks: int) -> Layout:
+    """A layout by its name for n positions, or the given one, checked; raises ValueError for one that does not fit."""
+    if isinstance(layout, Layout):
+        if layout.ranks != ranks:
+            raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
+        return layout
+    makers = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+    if layout not in makers:
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(makers)}, or a ringlab.ring.Layout")
+    return makers[layout](n, ranks)
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _borders(n: int, parts: int) -> tuple[int, ...]:
+    whole, rest = divmod(_positive("n", n), _positive("ranks", parts))
+    return tuple(i * whole + min(i, rest) for i in range(parts + 1))
+
+
+@cache
+def _curve(height: int, width: int) -> Tensor:
+    """Row-major index of each step of the curve (height * width,): consecutive steps are neighbours on the grid."""
+    cells: list[int] = []
+    along = (width, 0, 0, height) if width >= height else (0, height, width, 0)
+    stack = [(0, 0, *along)]  # (x, y, ax, ay, bx, by): a block at (x, y), walked along a, across b
+    while stack:
+        x, y, ax, ay, bx, by = stack.pop()
+        length, depth = abs(ax + ay), abs(bx + by)
+        (dax, day), (dbx, dby) = _unit(ax, ay), _unit(bx, by)
+        if depth == 1 or length == 1:
+            dx, dy, count = (dax, day, length) if depth == 1 else (dbx, dby, depth)
+            cells += [(y + i * dy) * width + x + i * dx for i in range(count)]
+            continue
+        ax2, ay2, bx2, by2 = int(ax / 2), int(ay / 2), int(bx / 2), int(by / 2)
+        half, half_depth = abs(ax2 + ay2), abs(bx2 + by2)
+        if 2 * length > 3 * depth:
+            if half % 2 and length > 2:  # an even step keeps the ends of the halves next to each other
+                ax2, ay2 = ax2 + dax, ay2 + day
+            parts = [(x, y, ax2, ay2, bx, by), (x + ax2, y + ay2, ax - ax2, ay - ay2, bx, by)]
+        else:
+            if half_depth % 2 and depth > 2:
+                bx2, by2 = bx2 + dbx, by2 + dby
+            parts = [
+                (x, y, bx2, by2, ax2, ay2),
+                (x + bx2, y + by2, ax, ay, bx - bx2, by - by2),
+                (x + ax - dax + bx2 - dbx, y + ay - day + by2 - dby, -bx2, -by2, -(ax - ax2), -(ay - ay2)),
+            ]
+        stack += reversed(parts)
+    return torch.tensor(cells)
+
+
+def _unit(x: int, y: int) -> tuple[int, int]:
+    return (x > 0) - (x < 0), (y > 0) - (y < 0)

@@ -1,0 +1,109 @@
+"""What ranks run in the tests: importable by name, so that other processes find it."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from ringlab.local import Execution
+from ringlab.ring import counting
+from ringlab.ring.ranks import attend
+
+
+def tensors(layout, heads, kv_heads, d, dtype, seed, batch=1):
+    """q, k, v, a cotangent of out and one of lse; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, layout.n, h, d) for h in (heads, kv_heads, kv_heads, heads)] + [(batch, heads, layout.n)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
+    """out, lse, dq, dk, dv; dlse None: lse has no cotangent."""
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    out, lse = attend(q, k, v, pattern, causal=causal, scale=q.shape[3] ** -0.5, backend="auto", execution=Execution(),
+                      group=group, scheme=scheme, layout=layout)  # fmt: skip
+    found, cotangents = [out], [dout]
+    if dlse is not None:
+        found, cotangents = [out, lse], [dout, dlse.masked_fill(lse == -torch.inf, 0).to(lse.dtype)]
+    grads = torch.autograd.grad(found, (q, k, v), cotangents)
+    return [t.detach() for t in (out, lse, *grads)]
+
+
+def parity(cases):
+    """Each case's results on this rank, and the bytes that it sent."""
+    rank, results = dist.get_rank(), []
+    for pattern, layout, causal, heads, kv_heads, scheme, dtype, d, seed, with_lse in cases:
+        q, k, v, dout, dlse = tensors(layout, heads, kv_heads, d, dtype, seed)
+        shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
+        g = layout.shard(dlse, rank, 2) if with_lse else None
+        with counting() as traffic:
+            results.append((call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD), traffic.total))
+    return results
+
+
+def fault(kind, pattern, layout):
+    """One rank misbehaves before, in or instead of the exchange."""
+    rank = dist.get_rank()
+    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
+    shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
+    if rank == 1:
+        if kind == "raise":
+            raise ValueError("a bad day")
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "leave":
+            os._exit(0)
+        if kind == "hang":
+            time.sleep(1000)
+        if kind == "other shapes":
+            shards = [torch.cat([t, t], 2) for t in shards]
+        if kind == "other scheme":
+            return call(*shards, None, pattern, layout, True, "ring", dist.group.WORLD)
+        if kind == "corrupt":
+            from ringlab.ring import plan
+
+            plan.Problem.needs = lambda self, rank, source, right=plan.Problem.needs: right(self, rank, source)[:-1]
+    return call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+
+
+def two_meshes(pattern, layout, seed):
+    """Data x sequence parallel on 2 x 2 ranks: two sequences, each over its own pair."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    data, rank = mesh["data"].get_local_rank(), mesh["sequence"].get_local_rank()
+    q, k, v, dout, dlse = tensors(layout, 4, 2, 8, torch.float64, seed + data)
+    shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
+    return data, call(*shards, layout.shard(dlse, rank, 2), pattern, layout, True, "plan", mesh["sequence"])
+
+
+def compiled(pattern, layout, scheme):
+    """Eager and fullgraph-compiled results on this rank, and the exchanges of a selectively checkpointed step."""
+    from ringlab import attention
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    shards = [layout.shard(t, rank) for t in tensors(layout, 4, 2, 8, torch.float32, 3)[:4]]
+    leaves, dout = [t.clone().requires_grad_() for t in shards[:3]], shards[3]
+
+    def step(q, k, v):
+        return attention(q * 2, k, v, pattern, group=group, scheme=scheme, layout=layout).sin()
+
+    def save(ctx, op, *args, **kwargs):
+        ours = op == torch.ops.ringlab.ranks_forward.default
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    fullgraph = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results, messages = [], []
+    for run in (
+        step,
+        fullgraph,
+        lambda *a: checkpoint(step, *a, use_reentrant=False),
+        lambda *a: checkpoint(
+            step, *a, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save)
+        ),
+    ):
+        with counting() as traffic:
+            out = run(*leaves)
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+        messages.append(traffic.messages)
+    return results, messages

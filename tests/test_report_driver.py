@@ -1,0 +1,368 @@
+"""The driver: what is current stays, what fails is named, and no page is ever half-written."""
+
+import errno
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from reporting import COMMAND, CPU, NOTEBOOK, notebook, run_in_this_process, two_points, write_two_rows
+from ringlab import cli, measure
+from ringlab.measure import provenance
+from ringlab.report import driver, execute, index, pages, places, render
+
+FIGURE = """
+from ringlab.report import figures, tables
+fig = figures.bars([figures.Bar("a", VALUE)], xlabel="x")
+figures.show(fig, "NAME", "caption", "alt text", tables.Table("data", ["a"], [["value VALUE"]]))
+"""
+
+
+def figure(value: int, name: str = "one") -> str:
+    return FIGURE.replace("VALUE", str(value)).replace("NAME", name)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A reports/ folder with rows; nothing is measured, notebooks run without a kernel, time stands still."""
+    write_two_rows(tmp_path / "reports")
+    monkeypatch.setattr(measure, "run", lambda *a, **k: [])
+    monkeypatch.setattr(execute, "execute", run_in_this_process)
+    monkeypatch.setattr(pages, "_utc", lambda _: "2026-01-01T00:00:00Z")
+    monkeypatch.setattr(provenance, "code_hash", lambda *_: "this code")
+    return tmp_path / "reports"
+
+
+def report(place: Path, *notebooks: Path, **more) -> list[Path]:
+    return driver.run("cpu", reports=place, notebooks=notebooks, suite=lambda *a, **k: [], machine=CPU, **more)
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypatch):
+    """The real thing, end to end: foreign kernels and templates installed, a folder name with a space and braces."""
+    for name in ("python3", execute.KERNEL):
+        spec = tmp_path / "elsewhere" / "kernels" / name / "kernel.json"
+        spec.parent.mkdir(parents=True)
+        spec.write_text(json.dumps({"argv": ["/nonexistent/python"], "display_name": "bad", "language": "python"}))
+    render.write(tmp_path / "elsewhere" / "nbconvert" / "templates" / "base" / "display_priority.j2", "not ours")
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "elsewhere"))
+    reports = tmp_path / "my {reports}"
+    ask = functools.partial(
+        driver.run, "cpu", reports=reports, notebooks=[NOTEBOOK], suite=two_points, machine=CPU, cell_timeout_s=120
+    )
+    written = ask()
+    assert [p.name for p in written[:2]] == ["optimization_results.html", "optimization_results.md"]
+    assert [p.name for p in written[2:]] == ["index.html", "index.md"]
+    found = measure.load(reports / "cpu" / "data")
+    assert len(found) == 2 and all(r.seconds and r.errors for r in found)
+    assert "<main>" in written[0].read_text() and "not ours" not in written[0].read_text()
+    assert not [*reports.rglob("*.partial.ipynb"), *reports.rglob("*.lock"), *reports.rglob("*.tmp")]
+    assert str(tmp_path) not in (reports / "cpu" / "tmp" / "optimization_results.ipynb").read_text()
+    assert os.environ["JUPYTER_PATH"] == str(tmp_path / "elsewhere")
+    manifest = index.read_manifest(reports / "cpu")
+    assert manifest["complete"] is True and manifest["reports"][0]["points"] == 2
+
+    before = state(reports)
+    monkeypatch.setattr(execute, "execute", lambda *a, **k: pytest.fail("ran the notebook again"))
+    assert ask() == written and state(reports) == before
+
+
+def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
+    one, two = (notebook(tmp_path / f"{n}.ipynb", figure(1, n)) for n in ("one", "two"))
+    ran = []
+
+    def recorded(source, *rest, **more):
+        ran.append(source.stem)
+        return run_in_this_process(source, *rest, **more)
+
+    def runs(**more) -> list[str]:
+        ran.clear()
+        report(place, one, two, **more)
+        return list(ran)
+
+    monkeypatch.setattr(execute, "execute", recorded)
+    assert runs() == ["one", "two"]
+    assert runs() == []
+    one.write_text(one.read_text().replace("A section", "Another section"))
+    assert runs() == ["one"] and "Another section" in (place / "cpu" / "one.html").read_text()
+    monkeypatch.setattr(provenance, "git_state", lambda *_: ("f" * 40, True))  # a commit that changes no page
+    assert runs() == []
+    monkeypatch.setattr(provenance, "code_hash", lambda *_: "other code")
+    assert runs() == ["one", "two"]
+    write_two_rows(place)  # the same rows measured again
+    assert runs() == ["one", "two"]
+    (place / "cpu" / "two.md").unlink()
+    assert runs() == ["two"]
+    assert runs(force=True) == ["one", "two"]
+    assert runs() == []
+
+
+def test_comments_of_the_library_leave_pages_alone_and_code_does_not(tmp_path):
+    module = tmp_path / "engine.py"
+    module.write_text("def f(x):\n    return x + 1\n")
+    first = provenance.code_hash([module], tmp_path)
+    module.write_text('"""Now documented."""\n\n\ndef f(x):\n    """Adds."""\n    return x + 1  # one\n')
+    assert provenance.code_hash([module], tmp_path) == first
+    module.write_text("def f(x):\n    return x + 2\n")
+    assert provenance.code_hash([module], tmp_path) != first
+
+
+def test_a_figure_that_is_no_longer_shown_goes(place, tmp_path):
+    page = notebook(tmp_path / "page.ipynb", figure(1, "old"))
+    report(place, page)
+    assert (place / "cpu" / "figures" / "old.png").is_file()
+    report(place, notebook(page, figure(1, "new")))
+    assert [p.name for p in (place / "cpu" / "figures").iterdir()] == ["new.png"]
+
+
+class Killed(BaseException):
+    """Stands for a signal: nothing in the driver may catch it and go on."""
+
+
+def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(place, tmp_path, monkeypatch):
+    failures = Killed(), OSError(errno.ENOSPC, "No space left on device")
+    page = notebook(tmp_path / "page.ipynb", figure(1))
+    report(place, page)
+    old, kept = state(place), shutil.copytree(place, tmp_path / "kept")
+    report(place, notebook(page, figure(2)))
+    new = state(place)
+    changed = {name for name in old if old[name] != new[name]} - {"cpu/data/manifest.json"}
+    assert changed >= {"cpu/page.html", "cpu/page.md", "cpu/figures/one.png"}
+    replace, stops = os.replace, 0
+    for count in range(40):
+        failure, left = failures[count % 2], iter(range(count // 2))
+
+        def stopping(source, target, failure=failure, left=left):
+            if next(left, None) is None:
+                raise failure
+            return replace(source, target)
+
+        shutil.rmtree(place)
+        shutil.copytree(kept, place)
+        with monkeypatch.context() as patch:
+            patch.setattr(render.os, "replace", stopping)
+            expected = places.ReportError if isinstance(failure, OSError) else type(failure)
+            try:
+                report(place, page)
+            except expected as error:
+                stops += 1
+                assert not isinstance(failure, OSError) or "No space left" in str(error) and "\n" not in str(error)
+            else:
+                break
+        (place / "cpu" / ".page.html.1.tmp").write_text("what a killed process leaves")
+        now = state(place)
+        assert all(now[name] in (old[name], new[name]) for name in changed)
+        assert json.loads(now["cpu/data/manifest.json"])["complete"] is False or all(now[n] == old[n] for n in changed)
+        report(place, page)
+        assert {n: b for n, b in state(place).items() if n in changed} == {n: new[n] for n in changed}
+        assert index.read_manifest(place / "cpu")["complete"] is True and not list(place.rglob("*.tmp"))
+    assert stops >= 12
+
+
+def test_undoing_a_change_after_a_kill_renders_again(place, tmp_path, monkeypatch):
+    """The page on disk is then of neither version that a digest stands for."""
+    page = notebook(tmp_path / "page.ipynb", figure(1))
+    report(place, page)
+    with monkeypatch.context() as patch:
+        written = render.write
+
+        def dies_after_html(path, data):
+            if path.name == "page.md":
+                raise Killed
+            return written(path, data)
+
+        patch.setattr(render, "write", dies_after_html)
+        with pytest.raises(Killed):
+            report(place, notebook(page, figure(2)))
+    assert "value 2" in (place / "cpu" / "page.html").read_text()
+    report(place, notebook(page, figure(1)))
+    assert "value 1" in (place / "cpu" / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "cell, said",
+    [
+        ("raise ValueError('no luck')", "raised ValueError: no luck"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed its kernel"),
+        ("while True: pass", "did not end within 1 s"),
+    ],
+)
+def test_failures_are_told_apart_and_rendered(tmp_path, monkeypatch, capfd, cell, said):
+    write_two_rows(tmp_path)
+    monkeypatch.setattr(measure, "run", lambda *a, **k: [])
+    kept = render.write(tmp_path / "cpu" / "bad.html", "an earlier page")
+    source = notebook(tmp_path / "bad.ipynb", "'fine'", cell, "'never'")
+    with pytest.raises(places.ReportError, match=re.escape(said)) as error:
+        report(tmp_path, source, cell_timeout_s=1)
+    assert error.value.exit_code == 1
+    assert "bad.ipynb: code cell 3 under 'A section'" in str(error.value) and "\n" not in str(error.value)
+    assert said in (tmp_path / "cpu" / "bad.failed.html").read_text().replace("&#39;", "'")
+    assert "papermill" not in (tmp_path / "cpu" / "bad.failed.html").read_text()
+    assert kept.read_text() == "an earlier page"
+    assert index.read_manifest(tmp_path / "cpu")["complete"] is False
+    listed = (tmp_path / "index.md").read_text()
+    assert said in listed and "[what it got to](cpu/bad.failed.html)" in listed and "unfinished" in listed
+    assert capfd.readouterr().err.splitlines() == [f"see {tmp_path / 'cpu' / 'bad.failed.html'}"]
+
+
+def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_run(place, tmp_path, monkeypatch):
+    bad, good = notebook(tmp_path / "bad.ipynb", figure(1, "a")), notebook(tmp_path / "good.ipynb", figure(1, "b"))
+
+    def fails(source, *rest, **more):
+        if source.stem == "bad":
+            raise execute.NotebookFailed("bad.ipynb: no luck", execute.read(source), 1)
+        return run_in_this_process(source, *rest, **more)
+
+    monkeypatch.setattr(execute, "execute", fails)
+    with pytest.raises(places.ReportError, match="^bad.ipynb: no luck$"):
+        report(place, bad, good)
+    assert (place / "cpu" / "good.html").is_file() and (place / "cpu" / "bad.failed.html").is_file()
+    monkeypatch.setattr(execute, "execute", run_in_this_process)
+    report(place, bad, good)
+    assert (place / "cpu" / "bad.html").is_file() and not (place / "cpu" / "bad.failed.html").exists()
+    assert "failed" not in (place / "index.md").read_text()
+
+
+def test_an_image_without_alt_text_is_a_failure(place, tmp_path):
+    cell = """
+    from IPython.display import display
+    display({"image/png": "aGVsbG8="}, raw=True)
+    """
+    with pytest.raises(places.ReportError, match="page.ipynb: cell 2 shows an image without alt text"):
+        report(place, notebook(tmp_path / "page.ipynb", cell))
+    assert "<img" not in (place / "cpu" / "page.failed.html").read_text()
+
+
+def test_parameters_and_notebooks_are_checked_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "run", lambda *a, **k: pytest.fail("measured"))
+    source = notebook(tmp_path / "x.ipynb", "1")
+    with pytest.raises(places.UsageError, match="x.ipynb has no parameter profil; it has: profile, data") as error:
+        report(tmp_path / "reports", source, parameters={"profil": "cpu"})
+    assert error.value.exit_code == 2
+    with pytest.raises(places.UsageError, match="has no parameter profil; it has: profile, data"):
+        execute.execute(source, tmp_path / "out.ipynb", {"profil": "cpu"}, cwd=tmp_path)
+    nb = execute.read(source)
+    nb.cells[1].source = "profile ="
+    nbformat.write(nb, source)
+    with pytest.raises(places.UsageError, match="its parameters cell is not plain Python"):
+        report(tmp_path / "reports", source)
+    source.write_text("{")
+    with pytest.raises(places.ReportError, match="x.ipynb is not a notebook"):
+        report(tmp_path / "reports", source)
+    source.unlink()
+    with pytest.raises(places.ReportError, match="cannot use .*x.ipynb: No such file"):
+        report(tmp_path / "reports", source)
+    assert not (tmp_path / "reports").exists()
+
+
+def test_a_given_parameter_reaches_the_notebook(place, tmp_path):
+    cell = "from ringlab.report import tables\ntables.Text([f'for {profile}, {data}'])"
+    report(place, notebook(tmp_path / "x.ipynb", cell), parameters={"profile": "h200"})
+    assert "for h200, cpu/data" in (place / "cpu" / "x.md").read_text()
+
+
+def test_recorded_rows_of_an_absent_gpu_are_shown_with_their_origin(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "run", lambda *a, **k: pytest.fail("measured"))
+    write_two_rows(place, "gtx1080")
+    driver.run("gtx1080", reports=place, notebooks=[notebook(tmp_path / "page.ipynb", figure(1))], machine=CPU)
+    assert "measured on another machine (a CPU), commit 0000000000" in (place / "gtx1080" / "page.md").read_text()
+    assert "showing the rows recorded elsewhere" in capsys.readouterr().err
+    assert "## gtx1080\n" in (place / "index.md").read_text()
+
+
+def test_a_second_run_is_told_in_one_line(place, tmp_path):
+    page = notebook(tmp_path / "page.ipynb", figure(1))
+    with places.locked(place / "cpu"):
+        with pytest.raises(places.ReportError, match=f"in use by process {os.getpid()} on .*; wait for it or stop it$"):
+            report(place, page)
+    report(place, page)
+
+
+def test_lock_outlives_nobody_and_the_index_waits_for_it(tmp_path):
+    code = "from ringlab.report.places import locked\nfrom pathlib import Path\n"
+    code += f"with locked(Path({str(tmp_path)!r})): print('held', flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(places.ReportError, match=f"in use by process {other.pid} "), places.locked(tmp_path):
+        pass
+    other.kill()
+    with places.locked(tmp_path, wait=True):
+        pass
+    other.communicate()
+    assert not list(tmp_path.iterdir())
+
+
+def test_stopped_while_a_notebook_runs(tmp_path, monkeypatch):
+    """By Ctrl-C and by SIGKILL: one line, no orphan, earlier pages whole, and the next run completes."""
+    monkeypatch.setattr(measure, "run", lambda *a, **k: [])
+    page = notebook(tmp_path / "page.ipynb", "'fine'")
+    stops = {tmp_path / stop.name: stop for stop in (signal.SIGINT, signal.SIGKILL)}
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "execute", run_in_this_process)
+        for reports in stops:
+            write_two_rows(reports)
+            report(reports, page)
+    old = [(reports / "cpu" / "page.html").read_bytes() for reports in stops]
+    notebook(page, "import os, time; print(os.getppid(), os.getpid(), file=open('started', 'w')); time.sleep(60)")
+    running = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, page, *stops], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until, kernels = time.monotonic() + 60, []
+    for reports, stop in stops.items():
+        while not ((reports / "started").exists() and (reports / "started").read_text().endswith("\n")):
+            assert time.monotonic() < until and running.poll() is None
+            time.sleep(0.05)
+        driver_id, kernel = map(int, (reports / "started").read_text().split())
+        os.kill(driver_id, stop)
+        kernels.append(kernel)
+    out, err = running.communicate(timeout=30)
+    assert json.loads(out) == [130, -signal.SIGKILL]
+    assert [x for x in err.splitlines() if x] == [f"ringlab: {cli.STOPPED}"]
+    assert [(reports / "cpu" / "page.html").read_bytes() for reports in stops] == old
+    assert not any(index.read_manifest(reports / "cpu")["complete"] for reports in stops)
+    monkeypatch.setattr(execute, "execute", run_in_this_process)
+    for reports in stops:
+        report(reports, notebook(page, "'done'"))
+        assert index.read_manifest(reports / "cpu")["complete"] is True
+    while any(Path(f"/proc/{kernel}").exists() for kernel in kernels):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_real_full_or_read_only_disk_is_one_line(tmp_path):
+    """File systems of their own, in a mount namespace that ends with the command."""
+    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    if not shutil.which("unshare") or subprocess.run([*namespace, f"mount -t tmpfs tmpfs {tmp_path}"]).returncode:
+        pytest.skip("nobody may mount in a namespace here")
+    page = notebook(tmp_path / "page.ipynb", "1")
+    write_two_rows(tmp_path / "rows")
+    folders = [tmp_path / "full", tmp_path / "read-only"]
+    script = f"cd {tmp_path}; for f in full read-only; do mkdir $f; mount -t tmpfs -o size=160k tmpfs $f; "
+    script += "cp -r rows/cpu $f; done; head -c 200k /dev/zero > full/fill 2>&- || true; "
+    script += 'mount -o remount,ro read-only; exec "$@"'
+    done = subprocess.run(
+        [*namespace, script, "sh", sys.executable, "-c", COMMAND, str(page), *map(str, folders)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    lines = sorted(done.stderr.splitlines(), key=lambda line: "read-only" in line)
+    assert [line.rpartition(": ")[2] for line in lines] == ["No space left on device", "Read-only file system"]
+    assert all(line.startswith(f"ringlab: cannot use {tmp_path}") for line in lines)
+    assert json.loads(done.stdout) == [1, 1]
+
+
+def test_a_file_in_place_of_the_folder_is_one_line(tmp_path):
+    (tmp_path / "reports").write_text("a file where a folder should be")
+    with pytest.raises(places.ReportError, match="cannot use .*reports") as error:
+        report(tmp_path / "reports", notebook(tmp_path / "page.ipynb", "1"))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,188 @@
+"""What reports are made of: tables, figures, pages, the index, and what a request for a profile comes to."""
+
+import io
+import json
+
+import pytest
+import seaborn
+from nbconvert import HTMLExporter, MarkdownExporter
+from reporting import CPU, Page, notebook, run_in_this_process, write_two_rows
+from ringlab import hardware
+from ringlab.report import driver, figures, index, places, render, tables, theme
+
+PASCAL = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
+
+
+def test_a_figure_needs_alt_text():
+    with pytest.raises(ValueError, match="needs alt text"):
+        figures.show(None, "x", "caption", " ", tables.Table("t", ["a"]))
+
+
+def svg_of(fig) -> str:
+    out = io.StringIO()
+    with figures.drawing():
+        fig.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+ITEMS = [
+    figures.Bar("a label\n(and a part)", 1.0, 0.9, 1.1, bound=0.5), figures.Bar("without interval", 2.0),
+    figures.Bar("absent", None, missing="oom"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: figures.bars(ITEMS, xlabel="Time (ms)", bound_label="bound"),
+        lambda: figures.bars(ITEMS, xlabel="Time (ms)", log=True),
+        lambda: figures.ratios(ITEMS, xlabel="Times faster"),
+        lambda: figures.ratios([], xlabel="Times faster"),
+        lambda: figures.lines(
+            {"a": [(1024, 1.0, 0.9, 1.1), (2048, 2.0, 1.9, 2.1)], "b": [(1024, 3.0, None, None)]},
+            xlabel="Tokens", ylabel="Time (ms)", dashed=["b"],
+        ),
+    ],
+)  # fmt: skip
+def test_figures_are_the_same_every_time_and_follow_the_scheme(draw):
+    with figures.plt.rc_context({"font.size": 30}):  # a user's own settings
+        svg = svg_of(draw())
+    figures.plt.close("all")
+    assert svg_of(draw()) == svg
+    figures.plt.close("all")
+    light = {pair[0] for pair in theme.COLORS.values()}
+    themed = theme.themed(svg)
+    drawn, style = themed.replace("</style>", "<style>").split("<style>")[::2], themed.split("</style>")[0]
+    assert not [color for color in (*light, theme.PAPER) if color in "".join(drawn)]
+    assert all(f"--{name}:{color}" in style for name, pair in theme.COLORS.items() for color in pair)
+
+
+def test_colours_are_seaborns_and_each_has_a_dark_twin():
+    safe = seaborn.color_palette("colorblind").as_hex()[:5]
+    assert [theme.COLORS[n][0] for n in ("blue", "orange", "green", "red", "purple")] == safe
+
+
+def test_more_lines_than_can_be_told_apart_are_refused():
+    with pytest.raises(ValueError, match="5 lines cannot be told apart, at most 4"):
+        figures.lines({str(i): [(1, 1, 1, 1)] for i in range(5)}, xlabel="x", ylabel="y")
+
+
+def test_table_refuses_a_ragged_row():
+    with pytest.raises(ValueError, match="has 2 columns, a row has 1"):
+        tables.Table("t", ["a", "b"], [[1]])
+
+
+def test_html_and_markdown_are_escaped():
+    table = tables.Table("<b>", ["a"], [["<script>|"]])
+    assert "<script>" not in table.html and "\\<script>\\|" in table.markdown
+
+
+def test_a_table_names_its_rows_aligns_numbers_and_gives_words_room():
+    row = ["a", 1234, "needs a device that is not here"]
+    table = tables.Table("t", ["Name", ">Time (ms)", "Why"], [row], stamp="test")
+    assert '<th scope="row">a <small class="stamp">test</small></th><td class="n">1,234</td>' in table.html
+    assert '<td class="w">needs' in table.html and "<td>" not in table.html
+    assert "| test | a | 1,234 | needs a device that is not here |" in table.markdown
+
+
+CELL = """
+from ringlab.report import figures, tables
+fig = figures.bars([figures.Bar("a", 1.0)], xlabel="x")
+figures.show(fig, "name", "A caption.", "Alt text.", tables.Table("Data", [">a"], [[1]]))
+"""
+
+
+@pytest.fixture
+def executed(tmp_path):
+    source = notebook(tmp_path / "page.ipynb", CELL, "tables.Table('Shown', ['a', '>b'], [['x', 2]])")
+    return run_in_this_process(source, None, {})
+
+
+def test_stock_nbconvert_shows_tables_figures_and_their_description(executed):
+    text, _ = MarkdownExporter().from_notebook_node(executed)
+    assert "| x | 2 |" in text and "Alt text." in text and "<div" not in text
+    html, _ = HTMLExporter().from_notebook_node(executed)
+    assert "<td>x</td>" in html.replace(' style="text-align:left"', "") and "Alt text." in html
+    assert "image/svg+xml" in html or "<svg" in html
+
+
+def test_our_pages_show_each_thing_once(executed, tmp_path):
+    page = render.Page("page", "here", made="Made now.")
+    written = render.render(executed, page, tmp_path)
+    assert [p.name for p in written] == ["page.html", "page.md", "name.png"]
+    html, text = (tmp_path / "page.html").read_text(), (tmp_path / "page.md").read_text()
+    assert html.count("Alt text.") == 1 and text.count("Alt text.") == 1
+    assert html.count("A caption.") == 1 and text.count("A caption.") == 1
+    assert "![Alt text.](figures/name.png)" in text and "Made now." in text and "Made now." in html
+    assert 'profile: str = "cpu"' not in html + text
+
+
+def manifest(**more) -> dict:
+    report = {"name": "page", "title": "A page", "headline": "It is fast.", "points": 5, "unquoted": 2, **more}
+    about = {"profile": "x", "device": "a CPU", "measured": "2026-01-02T03:04:05Z", "commit": "0123456789abcdef"}
+    return {**about, "dirty": True, "torch": "2.13.0", "reports": [report]}
+
+
+def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys):
+    index.write_manifest(tmp_path / "whole", manifest(), complete=True)
+    for ending in ("html", "md"):
+        render.write(tmp_path / "whole" / f"page.{ending}", "a page")
+    index.write_manifest(tmp_path / "b-rehearsal", manifest() | {"rehearsal": True}, complete=False)
+    index.write_manifest(tmp_path / "failed", manifest(failed="page.ipynb: code cell 2 raised | <b>"), complete=False)
+    render.write(tmp_path / "failed" / "page.failed.html", "a page")
+    write_two_rows(tmp_path, "measured")
+    for name, text in {"cut": '{"reports": [', "list": "[]", "odd": '{"reports": [1]}', "binary": "\udc80"}.items():
+        path = tmp_path / name / "data" / "manifest.json"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / "nothing").mkdir()
+    index.write_index(tmp_path)
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 4 and all("manifest.json cannot be read" in note for note in notes)
+
+    text = (tmp_path / "index.md").read_text()
+    sections = {s.splitlines()[0]: s for s in text.split("## ")[1:]}
+    assert list(sections) == ["binary", "cut", "failed", "list", "measured", "odd", "whole", "b-rehearsal"]
+    assert "| [A page](whole/page.md) | It is fast. | 3 | 2 | [HTML](whole/page.html)" in sections["whole"]
+    assert "a CPU · measured 2026-01-02 03:04 UTC · commit 0123456789 + changes" in sections["whole"]
+    assert "unfinished" not in sections["whole"] and "unfinished" in sections["b-rehearsal"]
+    assert "**failed: page.ipynb: code cell 2 raised \\| \\<b>**" in sections["failed"]
+    assert "no report yet" in sections["measured"] and "(measured/data/samples.jsonl)" in sections["measured"]
+    assert all("cannot be read" in sections[name] for name in ("cut", "list", "odd", "binary"))
+    html = (tmp_path / "index.html").read_text()
+    links = [a["href"] for tag, a in Page(html).tags if tag == "a"]
+    assert "whole/page.html" in links and all((tmp_path / link).is_file() for link in links)
+    assert "<b>" not in html
+    before = (tmp_path / "index.html").stat().st_mtime_ns
+    index.write_index(tmp_path)
+    assert (tmp_path / "index.html").stat().st_mtime_ns == before
+    assert json.loads((tmp_path / "whole" / "data" / "manifest.json").read_text())["complete"] is True
+
+
+def test_plan(tmp_path):
+    def folder(name, machine, **more):
+        p = driver.plan(name, machine, tmp_path, **more)
+        return p.folder, p.measure, p.rehearsal, p.device
+
+    build = {"torch": "2.13.0+cu126", "torch_cuda": "12.6", "arch_list": ("sm_60",)}
+    on_card = hardware.Machine(device="cuda", gpus=(PASCAL,), **build)
+    assert folder("auto", CPU) == ("cpu", True, False, "cpu")
+    assert folder("gtx1080", CPU) == ("gtx1080-rehearsal", True, True, "cpu")
+    assert folder("auto", on_card) == ("gtx1080", True, False, "cuda")
+    assert folder("cpu", on_card) == ("cpu", True, False, "cpu")
+    with pytest.raises(places.UsageError, match="strict"):
+        driver.plan("gtx1080", CPU, tmp_path, strict=True)
+    with pytest.raises(places.UsageError, match="unknown profile 'nope'.*known: auto, cpu, gtx1080"):
+        driver.plan("nope", CPU, tmp_path)
+    write_two_rows(tmp_path, "gtx1080")
+    assert folder("gtx1080", CPU) == ("gtx1080", False, False, "cpu")
+    assert folder("gtx1080", CPU, recorded=False) == ("gtx1080-rehearsal", True, True, "cpu")
+
+
+def test_a_gpu_that_torch_cannot_drive_gets_the_install_line(tmp_path):
+    machine = hardware.Machine(gpus=(PASCAL,), torch="2.13.0", torch_cuda="13.0", arch_list=("sm_75", "sm_80", "sm_90"))
+    for name in ("auto", "gtx1080"):
+        with pytest.raises(places.UsageError, match=r"pip install torch==2\.13\.0\+cu126 --extra-index-url") as error:
+            driver.plan(name, machine, tmp_path)
+        assert error.value.exit_code == 2 and len(str(error.value).splitlines()) < 12
+    assert driver.plan("cpu", machine, tmp_path).device == "cpu"

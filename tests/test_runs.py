@@ -1,0 +1,343 @@
+"""Real runs: no number without a passed check, no failure that stops a run, no sample lost or counted twice."""
+
+import functools
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from ringlab import patterns
+from ringlab.measure import STATUSES, Busy, Group, Interrupted, Point, load, processes, ratio, run, select, sgemm
+
+from ringlab.measure import provenance, session, store  # isort: skip
+
+BROKEN = '''
+import os, signal, time
+import torch
+from dataclasses import replace
+from pathlib import Path
+from ringlab import attention
+from ringlab.measure.systems import System
+
+HERE = Path(__file__).parent
+
+def right(q, k, v):
+    return attention(q, k, v, PATTERN), None
+
+def system(forward, point, device, **cost):
+    global PATTERN
+    made = System(point, device, forward)
+    PATTERN = made.pattern
+    made.cost = replace(made.cost, **cost)
+    return made
+
+def zeros(p, d): return system(lambda q, k, v: (torch.zeros_like(q), None), p, d)
+def nans(p, d): return system(lambda q, k, v: (q * float("nan"), None), p, d)
+def wide(p, d): return system(lambda q, k, v: (right(q, k, v)[0].double(), None), p, d)
+def short(p, d): return system(lambda q, k, v: (right(q, k, v)[0][:, :-1], None), p, d)
+def bad_grad(p, d): return system(lambda q, k, v: (right(q, k, v)[0] + 0.1 * (q - q.detach()), None), p, d)
+def raises(p, d): return system(lambda q, k, v: 1 / 0, p, d)
+def refuses(p, d): raise NotImplementedError("needs another machine")
+def starves(p, d): return system(lambda q, k, v: (torch.ones(1 << 31, dtype=torch.uint8), None), p, d)
+def exhausted(p, d): raise MemoryError
+def too_fast(p, d): return system(right, p, d, folded_flops=10**18)
+def too_small(p, d): return system(right, p, d, floor_bytes=10**9)
+def sleeps(p, d): return system(lambda q, k, v: time.sleep(1000), p, d)
+def aborts(p, d): return system(lambda q, k, v: os.abort(), p, d)
+def killed(p, d): return system(lambda q, k, v: os.kill(os.getpid(), signal.SIGKILL), p, d)
+
+def turns(p, d):
+    calls = []
+    def forward(q, k, v):
+        calls.append(0)
+        return (right(q, k, v)[0] if len(calls) < 3 else torch.zeros_like(q)), None
+    return system(forward, p, d)
+
+def slow(p, d):
+    (HERE / f"pid-{p.id}").write_text(str(os.getpid()))
+    def forward(q, k, v):
+        time.sleep(0.1)
+        return right(q, k, v)
+    return system(forward, p, d)
+'''
+
+PATTERN = patterns.Dilated([16, 32], [1, 2])
+TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def broken(tmp_path_factory):
+    """The folder of a module of systems that misbehave, importable in workers."""
+    folder = tmp_path_factory.mktemp("systems")
+    (folder / "broken.py").write_text(BROKEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+        yield folder
+
+
+def measure(groups, folder, **how):
+    return run(groups, folder, **{"profile": "cpu"} | how)
+
+
+def rows_of(folder, kind: str) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / store.NAME).read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one run with everything in it
+
+VERDICTS = {
+    "zeros": ("incorrect", "out is off by 1.0e+00, allowed 5.0e-06"),
+    "nans": ("incorrect", "out is off by inf"),
+    "wide": ("incorrect", "out is off by inf"),
+    "short": ("incorrect", "out is off by inf"),
+    "turns": ("incorrect", "between the checked and the last call"),
+    "raises": ("crashed", "ZeroDivisionError: division by zero"),
+    "aborts": ("crashed", "the worker was ended by SIGABRT"),
+    "killed": ("crashed", "the worker was ended by SIGKILL (the system may have run out of memory)"),
+    "refuses": ("unsupported", "needs another machine"),
+    "exhausted": ("oom", "MemoryError"),
+    "starves": ("oom", "can't allocate memory"),
+    "too_fast": ("suspect", "is below its bound of"),
+    "too_small": ("suspect", "smaller than its own tensors"),
+}
+CAUSAL = TINY.but(causal=True)
+TABLE = Group("table", [TINY, *(TINY.but(system=f"broken:{name}") for name in VERDICTS), CAUSAL, sgemm(64)])
+ALONE = Group("alone", [TINY, CAUSAL], interleave=False)
+WRONG_GRADIENT = TINY.but(system="broken:bad_grad", passes="fwd+bwd")
+CHECKED = Group("checked", [TINY.but(passes="fwd+bwd"), WRONG_GRADIENT], timed=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured")
+    return folder, measure([TABLE, ALONE, CHECKED], folder, memory_bytes=1 << 30)
+
+
+def found(measured, group: str, **fields):
+    (result,) = select(measured[1], group, **fields)
+    return result
+
+
+@pytest.mark.parametrize("system", VERDICTS)
+def test_what_cannot_be_quoted_says_why(measured, system):
+    status, said = VERDICTS[system]
+    row = found(measured, "table", system=f"broken:{system}")
+    assert row.status == status and said in row.reason and "\n" not in row.reason
+    assert (row.median is not None) == (status == "suspect"), "no time without a passed check"
+    assert row.final == (system not in ("aborts", "killed")), "killed from outside, perhaps: worth another try"
+
+
+def test_a_right_system_is_checked_then_timed(measured):
+    row = found(measured, "table", system="ringlab", causal=False)
+    assert row.status == "ok" and 0 < row.errors["out"] <= row.tolerance["out"] == 5e-6
+    assert len(row.seconds) >= 10 and row.median == median(row.seconds) and row.warmups >= 2
+    assert row.q1 <= row.median <= row.q3 and row.ci[0] <= row.median <= row.ci[1]
+    assert row.memory["tracked_peak_bytes"] >= row.memory["floor_bytes"] == 4 * 64 * 2 * 8 * 4
+    gemm = found(measured, "table", system="sgemm")
+    rate = gemm.cost["flops"] / gemm.median
+    assert row.share == pytest.approx(row.cost["flops"] / row.median / rate) and gemm.share == pytest.approx(1.0)
+    assert {r.status for r in measured[1]} <= set(STATUSES)
+
+
+def test_points_of_a_table_take_turns_in_processes_of_their_own(measured):
+    folder, _ = measured
+    a, b, c = (found(measured, "table", **x) for x in ({"system": "ringlab", "causal": False}, {"causal": True},
+                                                       {"system": "sgemm"}))  # fmt: skip
+    run_id, ids = a.run, [r.point.id for r in (a, b, c)]
+    taken = [(r["round"], r["point"]) for r in rows_of(folder, "sample") if r["run"] == run_id and r["point"] in ids]
+    assert [number for number, _ in taken[:30]] == [number for number in range(10) for _ in ids]
+    firsts = {point for i, (_, point) in enumerate(taken[:30]) if i % 3 == 0}
+    assert firsts == set(ids), "each is first in some round"
+    assert a.run == b.run and ratio(a, b).paired and ratio(a, b).rounds == len(a.seconds)
+    apart = select(measured[1], "alone")
+    order = [r["point"] for r in rows_of(folder, "sample") if r["run"] == apart[0].run]
+    assert order == sorted(order, key=order.index) and not ratio(*apart).paired
+
+
+def test_a_group_may_be_checked_without_being_timed(measured):
+    row = found(measured, "checked", system="ringlab")
+    assert row.status == "ok" and row.median is None and row.seconds == ()
+    assert set(row.errors) == {"out", "lse", "dq", "dk", "dv"}
+    assert row.memory["floor_bytes"] == 8 * 64 * 2 * 8 * 4
+    wrong = found(measured, "checked", system=WRONG_GRADIENT.system)
+    assert wrong.status == "incorrect" and wrong.reason.startswith("dq is off by"), "even if the output is right"
+
+
+def test_rows_say_where_they_come_from_and_not_on_which_host(measured):
+    folder, results = measured
+    assert load(folder) == results
+    for r in results:
+        p = r.provenance
+        assert p["engine"] == provenance.engine_hash() and p["torch"] == torch.__version__ and p["device"] == "cpu"
+        assert len(p["machine"]) == 12 and p["threads"] >= 1 and p["seed"] == r.point.id and p["utc"].endswith("Z")
+        assert {"commit", "dirty", "ringlab", "python", "device_name", "cpu", "load_average", "cpu_mhz"} <= p.keys()
+    rows = [json.loads(line) for line in (folder / store.NAME).read_text().splitlines()]
+    assert all(row["schema"] == store.SCHEMA and row["rehearsal"] is False for row in rows)
+    values = {str(v) for row in rows for v in row.get("provenance", {}).values()}
+    assert platform.node() not in values and str(Path.home()) not in values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# again
+
+
+def asked(monkeypatch) -> list:
+    """Which (group, points) a run would have measured."""
+    todo = []
+    monkeypatch.setattr(session.Session, "run_group", lambda self, group, points, earlier: todo.append(
+        (group.name, points)))  # fmt: skip
+    return todo
+
+
+def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, capsys):
+    folder, results = measured
+    rows = (folder / store.NAME).read_text().splitlines(keepends=True)
+    kept, lost = select(results, "alone")
+    of_run = [row for row in rows if kept.run in row]
+    text = "".join(of_run)[:-25]  # the second result lost its end
+    (tmp_path / store.NAME).write_text(text)
+    again = measure([ALONE], tmp_path)
+    assert capsys.readouterr().err.count("skipped 1 unreadable or incomplete row (line") == 1
+    assert again[0] == kept and again[1].point == lost.point and again[1].seconds == lost.seconds
+    lines = (tmp_path / store.NAME).read_text().splitlines()
+    bad = [line for line in lines if not line.endswith("}")]
+    assert len(bad) == 1 and bad[0] == text.splitlines()[-1], "the next row starts on a fresh line"
+
+    todo = asked(monkeypatch)
+    assert measure([ALONE], tmp_path) == again and not todo, "all done: no process"
+    measure([ALONE], tmp_path, rehearsal=True)
+    assert todo.pop() == ("alone", [TINY, CAUSAL]), "a rehearsal's rows are not real ones"
+    measure([ALONE], tmp_path, force=True)
+    assert todo.pop() == ("alone", [TINY, CAUSAL])
+    monkeypatch.setattr(provenance, "engine_hash", lambda: "another")
+    measure([ALONE], tmp_path)
+    assert todo.pop() == ("alone", [TINY, CAUSAL])
+
+
+def test_only_the_points_that_were_killed_are_tried_again(measured, monkeypatch):
+    todo = asked(monkeypatch)
+    measure([TABLE, CHECKED], measured[0])
+    assert [(name, [p.system for p in points]) for name, points in todo] == [
+        ("table", ["broken:aborts", "broken:killed"])]  # fmt: skip
+
+
+SLOW = [TINY.but(system="broken:slow", options={"x": x}) for x in range(3)]
+RUN_SLOW = """
+import sys
+from ringlab.measure import Group, Interrupted, Point, provenance, run
+provenance.threads = lambda: 1
+points = [Point("broken:slow", {pattern!r}, seq_len=64, heads=2, head_dim=8, options={{"x": x}}) for x in range(3)]
+if __name__ == "__main__":
+    try:
+        run([Group("slow", points)], {folder!r}, profile="cpu", progress=True)
+    except Interrupted as stop:
+        sys.exit(str(stop))
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken, end):
+    script = RUN_SLOW.format(pattern=PATTERN.to_dict(), folder=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    path = tmp_path / store.NAME
+    while not (path.exists() and path.read_text().count('"sample"') >= 10) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers = [int((broken / f"pid-{p.id}").read_text()) for p in SLOW]
+    assert len(set(workers)) == 3 and all(map(alive, workers))
+    process.send_signal(end)
+    said = process.communicate(timeout=60)[1].splitlines()
+    if end == signal.SIGINT:
+        assert said[-1] == ("interrupted: 0 points and the finished samples of others are kept; run again to go on")
+    assert said[0] == "slow: 3 points, taking turns" and not [line for line in said if "Traceback" in line]
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(alive, workers)), "workers end with their runner"
+
+    before = rows_of(tmp_path, "sample")
+    results = measure([Group("slow", SLOW)], tmp_path)
+    after = rows_of(tmp_path, "sample")
+    assert after[: len(before)] == before and len(before) >= 10
+    counts = [len(r.seconds) for r in results]
+    assert 10 <= min(counts) == max(counts) <= 20 and len(after) == sum(counts), "no sample is lost or taken twice"
+    assert {r.run for r in results} == {before[0]["run"]} and {r["run"] for r in after} == {before[0]["run"]}
+    paired = ratio(results[0], results[2])
+    assert paired.paired and paired.rounds >= counts[0] - 1, "the round that was cut has samples of some points only"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# processes that misbehave
+
+
+def test_a_point_that_never_ends_is_timed_out(tmp_path):
+    start = time.monotonic()
+    (result,) = measure([Group("slow", [TINY.but(system="broken:sleeps")])], tmp_path, timeout_s=1.5)
+    assert result.status == "timeout" and result.reason == "took more than 1.5 s" and result.final
+    assert time.monotonic() - start < 60
+
+
+def test_a_host_that_cannot_start_or_talks_nonsense(tmp_path, monkeypatch):
+    script = "import sys; print('no', file=sys.stderr); sys.exit('ImportError: no torch')"
+    host = functools.partial(processes.Host, command=[sys.executable, "-c", script])
+    monkeypatch.setattr(session, "Host", host)
+    results = measure([Group("g", [TINY, sgemm(8)])], tmp_path)
+    assert [r.status for r in results] == ["crashed"] * 2 and not results[0].final
+    assert results[0].reason == "the worker ended with exit code 1: ImportError: no torch"
+
+
+def test_a_host_that_dies_is_started_again(tmp_path, monkeypatch):
+    hosts = []
+
+    class Mortal(processes.Host):
+        def __init__(self):
+            super().__init__()
+            hosts.append(self)
+
+        def ask(self, message, descriptors=()):
+            reply = super().ask(message, descriptors)
+            if message["do"] == "spawn" and len(hosts) == 1:
+                self.process.kill()
+            return reply
+
+    monkeypatch.setattr(session, "Host", Mortal)
+    results = measure([Group("g", [TINY, CAUSAL, sgemm(8)], timed=False)], tmp_path)
+    assert [r.status for r in results] == ["ok", "crashed", "ok"] and len(hosts) == 2
+    assert "SIGKILL" in results[1].reason and not results[1].final
+
+
+def test_progress_is_a_line_a_group_and_a_point(tmp_path, capsys):
+    group = Group("g", [TINY.but(system="broken:refuses"), TINY.but(system="broken:raises")])
+    measure([group], tmp_path, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "g: 2 points, taking turns" and len(lines) == 3
+    assert lines[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in lines[1]
+    assert lines[2].endswith(" left)")
+    measure([group], tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
+    with store.Store(tmp_path), pytest.raises(Busy, match="in use by another measurement"):
+        measure([ALONE], tmp_path)
+
+
+def test_interrupted_is_a_keyboard_interrupt():
+    with pytest.raises(KeyboardInterrupt):
+        raise Interrupted("is one")

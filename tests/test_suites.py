@@ -1,0 +1,50 @@
+"""The lists of points that the reports need."""
+
+import pytest
+from ringlab import hardware, patterns
+from ringlab.kernels import KERNELS
+from ringlab.measure import Point, suites
+from ringlab.measure.systems import SYSTEMS
+
+TINY = Point("ringlab", patterns.Dilated([16, 32], [1, 2]), seq_len=64, heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gtx1080", "v100", "h100", "generic"])
+@pytest.mark.parametrize("rehearsal", [False, True])
+def test_optimization_suite_holds_the_documents_points(name, rehearsal):
+    profile = hardware.get_profile(name)
+    device = "cpu" if rehearsal else profile.kind
+    groups = suites.optimization(profile, device=device, rehearsal=rehearsal)
+    assert len({g.name for g in groups}) == len(groups)
+    table = groups[0].points
+    dtypes = {p.dtype for p in table}
+    assert {"float32", "float16"} <= dtypes and ("bfloat16" in dtypes) == (name in ("cpu", "h100") and
+                                                                         not (name == "cpu" and rehearsal))  # fmt: skip
+    full = [p for p in table if dict(p.options) == suites.FULL]
+    plain = [p for p in table if dict(p.options) == suites.PLAIN]
+    assert {"float32", "float16"} <= {p.dtype for p in full} & {p.dtype for p in plain}
+    systems = {"RingDilatedAttentionV2Flash", "RingDilatedAttentionV2Collective", "dense_sdpa"}
+    assert systems <= {p.system for p in table}
+    for switch in suites.FULL:
+        wanted = TINY.but(options=suites.FULL | {switch: suites.PLAIN[switch]}).options
+        assert any(p.options == wanted and p.dtype == "float32" for p in table), switch
+    names = {dict(p.options).get("backend") for p in table}
+    assert "auto" in names and (rehearsal or names >= set(KERNELS))
+    assert [g.name for g in groups[:2]] == ["implementations", "lengths"]
+    assert len(groups) == (2 if rehearsal else 7)
+    for p in (p for g in groups for p in g.points):
+        assert Point.from_dict(p.to_dict()) == p and p.system in SYSTEMS
+
+
+@pytest.mark.parametrize("name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")])
+def test_dense_attention_is_timed_at_the_shape_of_every_timed_point(name, device):
+    timed = [p for g in suites.optimization(hardware.get_profile(name), device=device) if g.timed for p in g.points]
+    fields = ("seq_len", "batch", "heads", "head_dim", "passes", "causal")
+    dense = {tuple(getattr(p, k) for k in fields) for p in timed if p.system == "dense_sdpa"}
+    attention = [p for p in timed if p.system not in ("sgemm", "plan_build")]
+    assert {tuple(getattr(p, k) for k in fields) for p in attention} <= dense
+
+
+def test_a_backward_on_a_cpu_is_short():
+    points = [p for g in suites.optimization(hardware.get_profile("cpu"), device="cpu") for p in g.points]
+    assert max(p.seq_len for p in points) == 8192 and max(p.seq_len for p in points if p.passes != "fwd") == 4096
