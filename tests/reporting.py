@@ -1,5 +1,6 @@
 """Shared by the tests of reports: made-up rows, a notebook, a small suite, and a page taken apart."""
 
+import atexit
 import functools
 import hashlib
 import random
@@ -15,6 +16,7 @@ from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
 from ringlab.report.study import cost_of
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "notebooks" / "optimization_results.ipynb"
@@ -77,7 +79,7 @@ def whole_suite(name: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...
 def run_in_this_process(source, target, parameters, **_):
     """The notebook's cells without a kernel: quicker, and what they show is the same."""
     nb = nbformat.read(source, as_version=4)
-    shell = InteractiveShell.instance()
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     for cell in (c for c in nb.cells if c.cell_type == "code"):
         with capture_output() as said:
             done = shell.run_cell(cell.source)
@@ -88,6 +90,7 @@ def run_in_this_process(source, target, parameters, **_):
         if "parameters" in cell.metadata.get("tags", ()):
             shell.push(parameters)
     InteractiveShell.clear_instance()
+    atexit.unregister(shell.atexit_operations)  # a quarter of a second each
     return nb
 
 

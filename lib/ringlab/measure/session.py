@@ -143,8 +143,9 @@ class Session:
         except Died as death:
             reply = {"status": death.status, "reason": death.reason, "final": death.final}
         member.spent += time.monotonic() - start
+        known = reply.pop("known", {})
         member.row |= reply
-        self.tolerances.setdefault(_drawn(member.point), {}).update(reply.get("tolerance", {}))
+        self.tolerances.setdefault(_drawn(member.point), {}).update(known)
         self.progress.did(text or f"{group.name}: {command} {member.point.label()}", work_s)
         if not member.alive:
             self.progress.drop(group, member.point)
@@ -220,4 +221,4 @@ class Session:
 def _drawn(point: Point) -> tuple:
     """What decides a point's inputs, their random values aside."""
     shape = (point.batch, point.seq_len, point.heads, point.kv_heads, point.head_dim)
-    return (*shape, point.dtype, point.causal, point.passes, point.system == "sgemm")
+    return (*shape, point.dtype, point.causal, point.passes)

@@ -64,7 +64,7 @@ class Worker:
         reply = {"cost": asdict(self.system.cost)}
         self.inputs, self.checked, reply["memory"] = footprint(self.system, self.device)
         errors, self.tolerance = self.system.check(self.inputs, self.checked)
-        reply |= {"errors": errors, "tolerance": self.tolerance, "warmups": 1}
+        reply |= {"errors": errors, "tolerance": self.tolerance, "warmups": 1, "known": self.system.tolerance}
         wrong = [n for n, e in errors.items() if not e <= self.tolerance[n]]
         if wrong or not errors:
             said = ", ".join(f"{n} is off by {errors[n]:.1e}, allowed {self.tolerance[n]:.1e}" for n in wrong)
