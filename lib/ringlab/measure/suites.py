@@ -129,19 +129,19 @@ def half_dtype(profile: hardware.Profile, device: str) -> str:
 
 
 def engine(profile: hardware.Profile, device: str) -> list[Group]:
-    """The engine's speed against what the machine can do, and its memory; dense SDPA at these n is timed above."""
+    """The engine's speed against what the machine can do, and its memory; dense SDPA at a shorter n is timed above."""
     n, half = long_length(profile, device), half_dtype(profile, device)
-    long = Point("ringlab", LONG, seq_len=2 * n, dtype=own_dtype(profile))
+    long = Point("ringlab", LONG, seq_len=4 * n, dtype=own_dtype(profile))
     causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
     rate = () if device == "cuda" else (sgemm(),)
     forward = (
         long, long.but(system="copying"), long.but(system="contiguous_segments"),
         causal, causal.but(system="contiguous_segments"),
-        short, ladder, ladder.but(system="copying"), *rate,
+        short, ladder, ladder.but(system="copying"), long.but(system="dense_sdpa", pattern=Dense()), *rate,
     )  # fmt: skip
     backward = [p.but(seq_len=n, passes="fwd+bwd", system=system) for p in (long, short)
                 for system in ("ringlab", "contiguous_segments")]  # fmt: skip
-    held = (long.but(dtype=half), long.but(seq_len=n, dtype=half, passes="fwd+bwd"))
+    held = (long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd"))
     return [
         Group("engine forward", forward),
         Group("engine backward", (*backward, *rate)),

@@ -10,7 +10,7 @@ import torch
 
 MIN_SAMPLE_S = 0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
 SAMPLES = 10
-POINT_S = 4.0  # of samples: with its warm-up and checks such a point takes 10 s, and longer ones get fewer samples
+POINT_S = 3.0  # of samples: with its warm-up and checks such a point takes 7 s, and longer ones get fewer samples
 FEWEST = 4
 FEWEST_LONG = 3  # for calls over LONG_S
 LONG_S = 2.0
@@ -66,10 +66,10 @@ def loops_for(seconds: float) -> int:
 
 
 def samples_for(seconds: float) -> int:
-    """Samples of a point whose call takes so long: 10, more for quick calls, fewer where they would take over 4 s.
+    """Samples of a point whose call takes so long: 10, more for quick calls, fewer where they would take over 3 s.
 
     >>> samples_for(0.001), samples_for(0.2), samples_for(0.7), samples_for(2.5), samples_for(60.0)
-    (30, 10, 5, 3, 3)
+    (30, 10, 4, 3, 3)
     """
     one = max(seconds, MIN_SAMPLE_S)
     if one > LONG_S:
