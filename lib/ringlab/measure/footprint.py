@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
+import time
 from pathlib import Path
 
 import torch
@@ -17,8 +18,8 @@ WARM_TOKENS = 512
 WORTH_BYTES = 32 << 20
 
 
-def footprint(system: System, device: torch.device) -> tuple[list, Output, dict]:
-    """(inputs, output, memory in bytes) of a first call that is not timed. Inputs, output and gradients count.
+def footprint(system: System, device: torch.device) -> tuple[list, Output, dict, float]:
+    """(inputs, output, memory in bytes, seconds) of a first, cold call. Inputs, output and gradients count.
 
     ``tracked_peak_bytes``: live tensor storages. ``high_water_bytes``: the process's own mark above its resident size
     before the inputs were made, on the CPU and for 32 MiB of tensors or more, below which the libraries' own pages
@@ -36,14 +37,16 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict]
     mark = not on_gpu and floor >= WORTH_BYTES and memory.reset_high_water()
     with memory.LiveStorageTracker() as tracker:
         tracker.register(*inputs)
+        start = time.perf_counter()
         output = system.run(inputs)
+        seconds = time.perf_counter() - start
     if on_gpu:
         torch.cuda.synchronize(device)
         found["allocator_peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
     if mark:
         found["high_water_bytes"] = memory.high_water_bytes() - before
     found["tracked_peak_bytes"] = tracker.peak_bytes
-    return inputs, output, found
+    return inputs, output, found, seconds
 
 
 def warm(point: Point, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from .. import hardware, reference
 from .footprint import footprint, limit_memory, warm
 from .points import Point
 from .systems import Output, System, build
-from .timing import WARM_S, clock_for, loops_for
+from .timing import LONG_S, WARM_S, clock_for, loops_for
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
@@ -54,7 +54,7 @@ class Worker:
         self.checked: Output | None = None
         self.latest: Output | None = None
         self.tolerance = tolerance
-        self.loops, self.keep = 1, False
+        self.loops, self.keep, self.cold_s = 1, False, 0.0
 
     def prepare(self) -> dict:
         """Build, take the memory of the first call, and check it."""
@@ -62,7 +62,7 @@ class Worker:
         self.system = build(self.point, self.device)
         self.system.tolerance = self.tolerance
         reply = {"cost": asdict(self.system.cost)}
-        self.inputs, self.checked, reply["memory"] = footprint(self.system, self.device)
+        self.inputs, self.checked, reply["memory"], self.cold_s = footprint(self.system, self.device)
         errors, self.tolerance = self.system.check(self.inputs, self.checked)
         reply |= {"errors": errors, "tolerance": self.tolerance, "warmups": 1, "known": self.system.tolerance}
         wrong = [n for n, e in errors.items() if not e <= self.tolerance[n]]
@@ -72,12 +72,12 @@ class Worker:
         return reply
 
     def calibrate(self) -> dict:
-        """Warm up, longer where calls are quick, and choose the loops of a sample."""
+        """Warm up, longer where calls are quick and not where the checked call was long; choose a sample's loops."""
         self.clock = clock_for(self.device, self.flush_l2)
         gc.collect()
         gc.disable()
-        warmups, estimate, end = 1, 0.0, time.perf_counter() + WARM_S
-        while warmups < 2 or time.perf_counter() < end:
+        warmups, estimate, end = 1, self.cold_s, time.perf_counter() + WARM_S
+        while self.cold_s < LONG_S and (warmups < 2 or time.perf_counter() < end):
             estimate = self.clock.sample(self._call, 1)
             warmups += 1
         self.loops = loops_for(estimate)
