@@ -323,6 +323,20 @@ def test_a_host_that_dies_is_started_again(tmp_path, monkeypatch):
     assert "SIGKILL" in results[1].reason and not results[1].final
 
 
+def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, monkeypatch, capsys):
+    ask = processes.Handle.ask
+
+    def dying(self, command, timeout_s, **arguments):
+        if command == "probe":
+            raise processes.Died("crashed", "a bad day", False)
+        return ask(self, command, timeout_s, **arguments)
+
+    monkeypatch.setattr(processes.Handle, "ask", dying)
+    (result,) = measure([Group("g", [TINY])], tmp_path)
+    assert result.status == "ok" and result.median and result.bound_seconds is None
+    assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
+
+
 def test_progress_is_a_line_a_group_and_a_point(tmp_path, capsys):
     group = Group("g", [TINY.but(system="broken:refuses"), TINY.but(system="broken:raises")])
     measure([group], tmp_path, progress=True)

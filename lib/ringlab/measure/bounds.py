@@ -37,9 +37,10 @@ class Bounds:
     def seconds(self, cost: Cost, dtype: str) -> float | None:
         floor = cost.floor_bytes
         if not self.on_gpu:
-            names = {"float32", dtype}
-            flops = max(self.peaks[name].flops_per_s for name in names)
-            bandwidth = max(self.peaks[name].bandwidth(floor) for name in names)
+            peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
+            if not peaks:  # the probe failed
+                return None
+            flops, bandwidth = max(p.flops_per_s for p in peaks), max(p.bandwidth(floor) for p in peaks)
             return cost.seconds(MARGIN * flops, MARGIN * bandwidth)
         if self.profile is None:
             return None

@@ -17,7 +17,7 @@ from .points import Group, Point, Result
 from .processes import Died, Handle, Host, TimedOut
 from .progress import START_S, Progress
 from .stats import summary
-from .store import Store, Unfinished, result_row
+from .store import Store, Unfinished, result_row, warn
 from .timing import rounds_for
 
 CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, its libraries' workspaces included
@@ -168,11 +168,16 @@ class Session:
 
     def probe(self, names: list[str]) -> dict:
         """The CPU's rates, from a process of their own; none where that fails, and the rows then have no bound."""
-        handle = self._start({"memory_bytes": None})
+        handle = None
         try:
+            handle = self._start({"memory_bytes": None})
             return handle.ask("probe", self.timeout_s, dtypes=names)["peaks"]
+        except (Died, TimedOut) as failure:
+            warn(f"the CPU's rates could not be measured, so these rows have no lower bound: {failure or 'no answer'}")
+            return {}
         finally:
-            handle.close()
+            if handle is not None:
+                handle.close()
 
     def _conclude(self, group: Group, run: str, members: list[Member], origin: dict) -> None:
         """Statistics, bound and share of each point, stored; an ok that cannot be true becomes suspect."""
