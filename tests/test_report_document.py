@@ -388,3 +388,12 @@ def test_rows_of_a_gpu_fill_every_table(name):
     shown = Shown(page_of(whole_suite(name), name, f"{name}/data"))
     empty = [t.caption for t in shown.tables if not t.rows or tables.cell(t.rows[0][0]).text == "not measured"]
     assert not empty
+
+
+def test_rows_that_cannot_be_read_do_not_stop_the_provenance(tmp_path):
+    from types import SimpleNamespace
+
+    from ringlab.report import origins
+
+    (tmp_path / "samples.jsonl").write_bytes(b'\xff\n[1]\n{"kind": "res\n')
+    assert origins._spent(SimpleNamespace(folder=tmp_path, results=[])) is not None

@@ -141,6 +141,14 @@ def test_flash_switch_and_refusals_are_visible():
     assert all(why for _, runs, why, _ in on.backends() if not runs)
 
 
+def test_no_dropout_may_be_said():
+    assert ringlab.DilatedAttention([4, 8], [1, 2], dropout=0.0).pattern == Dilated(
+        [4, 8], [1, 2], "head_groups", "branch"
+    )
+    with pytest.raises(TypeError, match="dropout is not supported"):
+        ringlab.DilatedAttention([4, 8], [1, 2], dropout=0.1)
+
+
 @pytest.mark.parametrize("ring_size", [1, 4])
 def test_the_hilbert_system_runs_the_pattern_along_the_curve(ring_size):
     torch.manual_seed(0)

@@ -71,8 +71,9 @@ class PublishedAttention(nn.Module):
     ):
         super().__init__()
         name = type(self).__name__
-        for argument in refused:
-            raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
+        for argument, value in refused.items():
+            if REFUSED.get(argument) is not NO_DROPOUT or value != 0:  # no dropout is what there is
+                raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
         for argument, value in (("block_size", block_size), ("density", density)):
             if value is not None:
                 raise TypeError(f"{name} cannot honour {argument!r}: it belongs to the block-sparse systems")

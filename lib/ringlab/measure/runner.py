@@ -12,7 +12,7 @@ from .footprint import available_bytes
 from .points import Group, Result
 from .progress import Progress
 from .session import Session
-from .store import Store, latest, read, unfinished
+from .store import Store, latest, read, unfinished, warn
 
 TIMEOUT_S = 120.0  # that one point may take, all its rounds included
 
@@ -61,6 +61,9 @@ def run(
         wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
         missing = [(g, [p for p in g.points if (g.name, g.composition(p), p.id) not in done]) for g in groups]
         todo = [(group, points) for group, points in missing if points]
+        if progress and not todo:
+            newest = max((r.provenance.get("utc", "") for r in kept), default="")
+            warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
         settings = {"device": device, "threads": here["threads"], "memory_bytes": memory_bytes}
         session = Session(store, here | {"profile": name}, rehearsal, settings, timeout_s)
         session.progress = Progress(todo, device, progress)

@@ -46,12 +46,12 @@ def _spent(study: Study) -> str | None:
         return None
     ours = {(r.run, r.point.id) for r in study.results}
     seconds = 0.0
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:  # a writer that was killed left half a line
             continue
-        if row.get("kind") == "result" and (row["run"], row["point"]) in ours:
+        if isinstance(row, dict) and row.get("kind") == "result" and (row["run"], row["point"]) in ours:
             seconds += row["duration"]
     return number(seconds)
 

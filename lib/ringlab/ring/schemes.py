@@ -46,7 +46,10 @@ def agree(rank: Rank, same: str = "", device=None) -> Steps:
     bad = [(receiver, sender) for receiver, sender in enumerate(verdicts.tolist()) if sender >= 0]
     if bad:
         said = ", ".join(f"rank {sender} against rank {receiver}" for receiver, sender in bad)
-        raise PlanMismatch(f"ranks disagree about what is computed or which rows move: {said}")
+        raise PlanMismatch(
+            f"ranks disagree about what is computed or which rows move: {said} "
+            "(shapes, pattern, scheme, layout; a layout's name means equal shards, others need a ringlab.ring.Layout)"
+        )
 
 
 def plan_forward(rank: Rank, q, k, v) -> Steps:
