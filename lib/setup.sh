@@ -36,7 +36,10 @@ fi
 clear=
 if [ -e "$log" ] && ! ls .venv/.ready-* >/dev/null 2>&1; then clear=--clear; fi
 .venv/bin/python -c pass 2>/dev/null || clear=--clear
-rm -f .venv/.ready-*
+# What is there stays as it was, and so does its stamp, until the build of torch that was asked for is known to exist.
+before=$(mktemp -d)
+trap 'rm -rf "$before"' EXIT
+mv .venv/.ready-* "$before" 2>/dev/null || true
 failure=$($PYTHON -m venv $clear .venv 2>&1) || { rm -rf .venv; die "'$PYTHON -m venv .venv' failed: $(echo "$failure" | tail -n 1)"; }
 : >"$log"
 
@@ -50,7 +53,10 @@ fail() {
 if [ -n "$TORCH_INDEX" ]; then
     url=https://download.pytorch.org/whl/$TORCH_INDEX
     torch=$(sed -n 's/^torch==//p' lib/constraints.txt)
-    pip install --extra-index-url "$url" "torch==$torch+$TORCH_INDEX" || fail "torch==$torch+$TORCH_INDEX is not to be had from $url"
+    pip install --extra-index-url "$url" "torch==$torch+$TORCH_INDEX" || {
+        mv "$before"/.ready-* .venv/ 2>/dev/null || true
+        fail "torch==$torch+$TORCH_INDEX is not to be had from $url"
+    }
     # PyPI's xformers fits CUDA 12 alone; take the build that matches torch where that index has one.
     case $TORCH_INDEX in cu*) pip install --no-deps --index-url "$url" xformers || echo "ringlab: no xformers on $url; PyPI's is used" >>"$log" ;; esac
 fi

@@ -53,6 +53,12 @@ def test_strict_by_environment(capsys, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_rows_go_into_a_folder(capsys, tmp_path):
+    (tmp_path / "rows").write_text("mine")
+    code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path / "rows"))
+    assert code == 2 and err.endswith("rows is a file\n") and (tmp_path / "rows").read_text() == "mine"
+
+
 @pytest.mark.parametrize("command", ["report", "measure"])
 def test_a_gpu_that_torch_cannot_drive_gets_one_screen_with_the_install_line(capsys, monkeypatch, command):
     monkeypatch.setattr(hardware, "detect", lambda probe=None: UNDRIVABLE)

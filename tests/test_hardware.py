@@ -138,7 +138,12 @@ def test_unknown_profile_is_one_line_with_the_closest():
     with pytest.raises(ValueError, match=r"unknown profile 'zzz'; known: auto, cpu, gtx1080"):
         hardware.get_profile("zzz")
     with pytest.raises(hardware.UnknownProfile, match="did you mean 'rtx4090'"):
-        hardware.resolve("RTX 4090", machine())
+        hardware.resolve("RTX 4091", machine())
+
+
+@pytest.mark.parametrize("name", ["GTX1080", "gtx-1080", "GTX 1080"])
+def test_profile_names_in_any_case(name):
+    assert hardware.resolve(name, machine()).name == "gtx1080"
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from ringlab import Dense, Dilated
@@ -87,6 +88,13 @@ def test_bad_values_are_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as caught:
         Dilated(*arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_integers_of_numpy_are_integers():
+    pattern = Dilated([np.int64(4), 8], [np.int32(1), 2])
+    assert pattern == Dilated([4, 8], [1, 2]) and type(pattern.segment_lengths[0]) is int
+    with pytest.raises(ValueError, match="positive integers"):
+        Dilated([np.float64(4)], [1])
 
 
 def test_from_dict_refuses_the_unknown():

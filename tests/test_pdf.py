@@ -72,6 +72,7 @@ def test_which_reports_are_printed(tmp_path):
     assert pdf.pages("gtx1080", reports, CPU) == [rehearsed]
     (measured,) = report(reports, "gtx1080", "one")
     assert pdf.pages("gtx1080", reports, CPU) == [measured], "its own before its rehearsal's"
+    assert pdf.pages("gtx1080-rehearsal", reports, CPU) == [rehearsed], "or the one that is named"
 
 
 def said(capsys, *argv):

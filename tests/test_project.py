@@ -159,6 +159,13 @@ def test_failed_set_up_shows_the_log_and_is_not_done(tmp_path):
     assert done.returncode == 0 and ready
 
 
+def test_a_build_of_torch_that_does_not_exist_leaves_what_is_there_in_use(tmp_path):
+    assert set_up(tmp_path, index="cpu")[2]
+    done, _, ready = set_up(tmp_path, index="cpuu", pip_fails=1)
+    assert done.returncode != 0 and "torch==2.13.0+cpuu is not to be had" in done.stderr
+    assert ready and (tmp_path / ".venv" / ".ready-x").read_text() == "cpu\n"
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_help_lists_every_target():
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}

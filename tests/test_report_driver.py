@@ -104,6 +104,9 @@ def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
     assert runs() == ["one", "two"]
     (place / "cpu" / "two.md").unlink()
     assert runs() == ["two"]
+    for name in ("one.html", "figures/one.png"):  # edited by hand
+        (place / "cpu" / name).write_bytes(b"not ours")
+        assert runs() == ["one"] and (place / "cpu" / name).read_bytes() != b"not ours"
     assert runs(force=True) == ["one", "two"]
     assert runs() == []
 

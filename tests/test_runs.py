@@ -1,6 +1,7 @@
 """Real runs: no number without a passed check, no failure that stops a run, no sample lost or counted twice."""
 
 import functools
+import itertools
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import torch
 from ringlab import patterns
 from ringlab.measure import STATUSES, Busy, Group, Interrupted, Point, load, processes, ratio, run, select, sgemm
 
-from ringlab.measure import provenance, session, store  # isort: skip
+from ringlab.measure import neighbours, progress, provenance, session, store  # isort: skip
 
 BROKEN = '''
 import os, signal, time
@@ -267,7 +268,8 @@ def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken,
     said = process.communicate(timeout=60)[1].splitlines()
     if end == signal.SIGINT:
         assert said[-1] == ("interrupted: 0 points and the finished samples of others are kept; run again to go on")
-    assert said[0] == "slow: 3 points, taking turns" and not [line for line in said if "Traceback" in line]
+    assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left in all)")
+    assert not [line for line in said if "Traceback" in line]
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(alive, workers)), "workers end with their runner"
@@ -341,11 +343,52 @@ def test_progress_is_a_line_a_group_and_a_point(tmp_path, capsys):
     group = Group("g", [TINY.but(system="broken:refuses"), TINY.but(system="broken:raises")])
     measure([group], tmp_path, progress=True)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "g: 2 points, taking turns" and len(lines) == 3
+    assert lines[0].startswith("g: 2 points, taking turns (") and len(lines) == 3
     assert lines[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in lines[1]
-    assert lines[2].endswith(" left)")
+    assert lines[2].endswith("raised") or "left" not in lines[2]
     measure([group], tmp_path)
     assert capsys.readouterr().err == ""
+
+
+def test_progress_in_a_pipe_says_at_times_what_is_at_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("g: prepare ringlab") and line.endswith(" left)") for line in lines)
+    assert any(line.startswith("g: round 2 of ") and line.endswith(" left)") for line in lines)
+
+
+def test_times_taken_beside_other_work_are_marked(tmp_path, capsys, monkeypatch):
+    """Half a core of two threads' two is missing; without the fake nothing is known to be."""
+    monkeypatch.setattr(neighbours.Neighbours, "busy", staticmethod(lambda: next(clock)))
+    monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 1)
+    clock = itertools.count(0, 1000.0)  # others use a thousand seconds of CPU time in each sample
+    (result,) = measure([Group("g", [TINY])], tmp_path, progress=True)
+    assert result.unstable and result.provenance["crowded"] and result.provenance["others_cores"] > 1
+    assert "so that these times are too long" in capsys.readouterr().err
+
+
+def test_others_are_the_busy_time_that_is_not_ours(monkeypatch, tmp_path):
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(neighbours, "STAT", stat)
+    monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 4)
+    tick = os.sysconf("SC_CLK_TCK")
+
+    def busy(user, idle, stolen=0):
+        stat.write_text(f"cpu  {user * tick} 0 0 {idle * tick} 0 0 0 {stolen * tick} 0 0\ncpu0 0\n")
+
+    others = neighbours.Neighbours(threads=3)
+    busy(10, 50)
+    begin = others.busy()
+    busy(15, 90, stolen=1)
+    others.add(begin, wall_s=2.0, ours_s=3.0)  # 6 seconds busy, 3 of them ours
+    assert others.cores == 1.5 and others.crowded, "2.5 cores for 3 threads"
+    others.add(others.busy(), wall_s=6.0, ours_s=0.0)
+    assert others.cores == 0.38 and not others.crowded
+    stat.unlink()
+    alone = neighbours.Neighbours(threads=3)
+    alone.add(alone.busy(), 1.0, 1.0)
+    assert alone.cores is None and not alone.crowded
 
 
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path):

@@ -144,6 +144,8 @@ def _measure(arguments) -> int:
     if asked.why:
         print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
     data = arguments.data or reports / asked.folder / "data"
+    if data.exists() and not data.is_dir():
+        return _refuse(f"--data names a folder for the rows, {data} is a file")
     how = {"profile": asked.profile, "device": asked.device, "rehearsal": asked.rehearsal, "force": arguments.force}
     try:
         measure.run(groups, data, progress=True, **how)

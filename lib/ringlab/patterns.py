@@ -6,6 +6,7 @@ Patterns are values: frozen, hashable, comparable, and they know nothing of tens
 
 from __future__ import annotations
 
+import operator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -172,10 +173,14 @@ def from_dict(data: dict) -> Pattern:
 def _positive_ints(name: str, values) -> tuple[int, ...]:
     if not isinstance(values, list | tuple):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}")
-    values = tuple(values)
     if not values:
         raise ValueError(f"{name} is empty")
+    found = []
     for x in values:
-        if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x <= LARGEST:
+        try:
+            found.append(0 if isinstance(x, bool) else operator.index(x))  # numpy's integers too
+        except TypeError:
+            found.append(0)
+        if not 1 <= found[-1] <= LARGEST:
             raise ValueError(f"{name} must hold positive integers up to 2**40, got {x!r}")
-    return values
+    return tuple(found)

@@ -210,7 +210,7 @@ def profiles() -> dict[str, Profile]:
 
 
 def get_profile(name: str) -> Profile:
-    """Return a profile by name; UnknownProfile lists those there are and the closest.
+    """Return a profile by name, in any case and with any dashes; UnknownProfile lists those there are and the closest.
 
     >>> get_profile("gtx180")
     Traceback (most recent call last):
@@ -218,10 +218,11 @@ def get_profile(name: str) -> Profile:
     ringlab.hardware.profiles.UnknownProfile: unknown profile 'gtx180'; did you mean 'gtx1080'? known: auto, cpu, ...
     """
     known = _load()
-    if name in known:
-        return known[name]
     folded = {re.sub(r"[^a-z0-9]", "", key): key for key in (*known, "auto")}
-    close = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", str(name).lower()), folded, n=1, cutoff=0.5)
+    asked = re.sub(r"[^a-z0-9]", "", str(name).lower())
+    if folded.get(asked, "auto") != "auto":
+        return known[folded[asked]]
+    close = difflib.get_close_matches(asked, folded, n=1, cutoff=0.5)
     hint = f" did you mean {folded[close[0]]!r}?" if close else ""
     raise UnknownProfile(f"unknown profile {name!r};{hint} known: auto, {', '.join(known)}")
 

@@ -1,4 +1,7 @@
-"""What a run shows on stderr: a line per group and per point, the time left, and on a terminal the round at work."""
+"""What a run shows on stderr: a line per group and per point, and the round at work with the time left.
+
+On a terminal that is one line written over and over, in a file or a pipe a line every ten seconds.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from .store import warn
 from .timing import samples_for
 
 RATE = {"cpu": 1e11, "cuda": 1e14}  # FLOP/s, a first guess that only weighs points against each other
+EVERY_S = 10.0
 START_S = 0.7  # of a point, before its first sample
 
 
@@ -25,16 +29,19 @@ class Progress:
         self.total, self.count = len(self.samples), 0
         self.left_s = sum(self.samples.values()) + START_S * self.total
         self.done_s, self.start = 0.0, time.monotonic()
+        self.said = self.start
 
     def begin(self, group: Group, points: list[Point]) -> None:
         turns = ", taking turns" if group.interleave and len(points) > 1 else ""
-        self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns}")
+        self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self._left()} in all)")
 
     def did(self, text: str, seconds: float) -> None:
         """So much of the work is done, by the guess that was made for it."""
         self.left_s, self.done_s = self.left_s - seconds, self.done_s + seconds
         if self.terminal:
             print(f"\r\033[K{text} ({self._left()})", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.said > EVERY_S:
+            self._line(f"{text} ({self._left()})")
 
     def expect(self, group: Group, point: Point, seconds: float) -> None:
         """The samples of a point will take so long."""
@@ -53,7 +60,7 @@ class Progress:
             found = "checked" if result.status == "ok" else ""
         if result.status != "ok":
             found = f"{found} {result.status}: {result.reason}".strip()
-        self._line(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {found} ({self._left()})")
+        self._line(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {found}")
 
     def clear(self) -> None:
         if self.terminal:
@@ -62,6 +69,7 @@ class Progress:
     def _line(self, text: str) -> None:
         self.clear()
         if self.show:
+            self.said = time.monotonic()
             warn(text)
 
     def _left(self) -> str:

@@ -21,6 +21,7 @@ OUTSIDE_ENGINE = ("measure", "report", "cli.py", "__main__.py")
 # What of measure/ only says which points there are, who runs them and where the rows go.
 OUTSIDE_METHOD = (
     "__init__", "points", "suites", "runner", "session", "processes", "host", "progress", "store", "provenance",
+    "neighbours",
 )  # fmt: skip
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.
@@ -67,7 +68,10 @@ def method_hash(package: Path = PACKAGE) -> str:
 
 @functools.cache
 def machine_id() -> str:
-    """12 hex digits that name this machine and tell nothing about it."""
+    """12 hex digits that name this machine and tell nothing about it.
+
+    Its processor and GPUs are part of the name: machines started from one image share the rest.
+    """
     try:
         name = Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -75,7 +79,9 @@ def machine_id() -> str:
     node = uuid.getnode()
     if not name:  # getnode() without a network card is random, and then has its lowest bit of the first octet set
         name = f"{node:x}" if not node >> 40 & 1 else platform.node()
-    return hashlib.sha256(f"{SALT}:{name}".encode()).hexdigest()[:12]
+    found = hardware.detect()
+    parts = [found.cpu_model, os.cpu_count(), *(g.name for g in found.gpus)]
+    return hashlib.sha256(f"{SALT}:{name}:{parts}".encode()).hexdigest()[:12]
 
 
 def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:

@@ -13,6 +13,7 @@ from uuid import uuid4
 from ..cost import Cost
 from . import provenance
 from .bounds import Bounds
+from .neighbours import Neighbours
 from .points import Group, Point, Result
 from .processes import Died, Handle, Host, TimedOut
 from .progress import START_S, Progress
@@ -87,7 +88,7 @@ class Session:
     def _run_together(self, group: Group, run: str, members: list[Member], first: int) -> int:
         """Prepare, then take rounds in turn, from number ``first``; returns the number after the last."""
         origin = self.here | provenance.moment(self.settings["device"])
-        starved = []
+        starved, others = [], Neighbours(self.here["threads"] if self.settings["device"] == "cpu" else 0)
         try:
             for member in members:
                 self._step(group, member, "prepare", START_S)
@@ -95,8 +96,8 @@ class Session:
                     starved.append(member)
                 elif not group.timed:
                     self._close(member)
-            last = self._take_rounds(group, run, members, first) if group.timed else first
-            self._conclude(group, run, [m for m in members if m not in starved], origin)
+            last = self._take_rounds(group, run, members, first, others) if group.timed else first
+            self._conclude(group, run, [m for m in members if m not in starved], origin, others)
         finally:
             for member in members:
                 self._close(member)
@@ -104,7 +105,7 @@ class Session:
             last = self._run_together(group, run, [Member(member.point)], last)
         return last
 
-    def _take_rounds(self, group: Group, run: str, members: list[Member], first: int) -> int:
+    def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: Neighbours) -> int:
         for member in members:
             if member.alive:
                 member.estimate = self._step(group, member, "calibrate", 0.0).get("estimate", 0.0)
@@ -118,8 +119,10 @@ class Session:
             for member in waiting[turn:] + waiting[:turn]:
                 done, work = number - first, max(member.estimate, 0.02)
                 text = f"{group.name}: round {done + 1} of {done + max(m.left for m in waiting)}"
+                begin = others.busy()
                 reply = self._step(group, member, "sample", work, text, last=member.left == 1)
                 if member.alive:
+                    others.add(begin, reply["wall_s"], reply["cpu_s"])
                     member.samples[number] = reply["seconds"]
                     sample = {"round": number, "seconds": reply["seconds"], "loops": member.row["loops"]}
                     self._append(run, kind="sample", point=member.point.id, **sample)
@@ -179,20 +182,22 @@ class Session:
             if handle is not None:
                 handle.close()
 
-    def _conclude(self, group: Group, run: str, members: list[Member], origin: dict) -> None:
+    def _conclude(self, group: Group, run: str, members: list[Member], origin: dict, others: Neighbours) -> None:
         """Statistics, bound and share of each point, stored; an ok that cannot be true becomes suspect."""
         self.bounds.need({m.point.dtype for m in members if m.alive and m.samples})
         state = provenance.device_state(self.settings["device"])
-        origin = origin | ({"gpu_after": state} if state else {})
+        origin |= {"others_cores": others.cores, "crowded": others.crowded} | ({"gpu_after": state} if state else {})
+        if others.crowded:
+            warn(f"{group.name}: others used {others.cores:g} cores meanwhile, so that these times are too long")
         gemm = [m for m in members if m.point.system == "sgemm" and m.samples and m.alive]
         rate = gemm[0].row["cost"]["flops"] / summary(list(gemm[0].samples.values())).median if gemm else None
         for member in members:
-            row = {k: v for k, v in member.row.items() if k not in ("estimate", "seconds")}
+            row = {k: v for k, v in member.row.items() if k not in ("estimate", "seconds", "wall_s", "cpu_s")}
             if member.alive:
-                row |= self._judged(member, rate)
+                row |= self._judged(member, rate, others.crowded)
             self._store(group, run, member, row, origin)
 
-    def _judged(self, member: Member, rate: float | None) -> dict:
+    def _judged(self, member: Member, rate: float | None, crowded: bool) -> dict:
         cost, doubts, row = Cost(**member.row["cost"]), [], {}
         peak = member.row["memory"]["tracked_peak_bytes"]
         if peak < cost.floor_bytes:
@@ -202,6 +207,7 @@ class Session:
             bound, below = self.bounds.below(cost, member.point.dtype, found.median)
             share = cost.flops / found.median / rate if rate else None
             row = asdict(found) | {"bound_seconds": bound, "share": share}
+            row["unstable"] |= crowded
             if below:
                 doubts.append(f"{found.median * 1e3:.3g} ms is below its bound of {bound * 1e3:.3g} ms")
         return row | ({"status": "suspect", "reason": "; ".join(doubts)} if doubts else {})

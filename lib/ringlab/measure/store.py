@@ -178,7 +178,7 @@ def _result(row: dict, taken: dict[int, float]) -> Result | None:
     given = {k: v for k, v in row.items() if k in names}
     for k in ("errors", "tolerance"):
         given[k] = {name: float(x) for name, x in given[k].items()}
-    given["ci"] = tuple(given["ci"]) if given["ci"] else None
+    given["ci"] = tuple(map(float, given["ci"])) if given["ci"] else None
     return Result(point=point, seconds=tuple(taken[r] for r in rounds), rounds=tuple(rounds), **given)
 
 

@@ -13,6 +13,7 @@ DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
 TOKENS = 8192
 PLAIN = {"gather": True, "backend": "eager", "cache": False, "pool": False}
 FULL = {"gather": False, "backend": "auto", "cache": True, "pool": True}
+TWIN = {"twin": True}  # the same work once more
 COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_pool_threshold_mb": 16.0}  # its snippet
 
 # The engine's own function: every head runs every branch.
@@ -30,8 +31,8 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     give their reason)? ``lengths``: from which n on does the pattern pay? ``passes``: does it also causal, and in
     training? ``cache and pool``: what does a plan cost, and when does a pool help? ``engine forward`` and ``engine
     backward``: how near is it to this machine's matrix product and to torch's own kernel, how far from the copying
-    form? ``memory``: what does it hold in half precision? Dense SDPA is timed at each n that occurs. A
-    rehearsal takes the first two with the profile's dtypes.
+    form? ``memory``: what does it hold in half precision? Dense SDPA is timed at each n that occurs, and in each of the
+    first four groups a call stands twice. A rehearsal takes the first two with the profile's dtypes.
     """
     groups = [implementations(profile, device, rehearsal), lengths(profile, device, rehearsal)]
     return groups if rehearsal else [*groups, passes(profile, device), reuse(profile, device), *engine(profile, device)]
@@ -48,7 +49,7 @@ def implementations(profile: hardware.Profile, device: str, rehearsal: bool = Fa
     document = Point("ringlab", DOCUMENT, seq_len=TOKENS)
     dense = Point("dense_sdpa", Dense(), seq_len=TOKENS)
     flash = document.but(system="RingDilatedAttentionV2Flash")
-    points = [document.but(options=FULL), dense]
+    points = [document.but(options=FULL), dense, document.but(options=FULL | TWIN)]
     for dtype in dtypes(profile, device, rehearsal):
         for point in (document.but(options=PLAIN), document.but(options=FULL), flash):
             # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would repeat what others show.
@@ -91,6 +92,7 @@ def lengths(profile: hardware.Profile, device: str, rehearsal: bool = False) -> 
         if n <= longest and (n != TOKENS or device != "cpu"):  # 8192 is in the table
             points.append(Point("ringlab", DOCUMENT, seq_len=n, dtype=dtype, options=FULL))
             points.append(Point("dense_sdpa", Dense(), seq_len=n, dtype=dtype))
+    points.append(points[0].but(options=FULL | TWIN))
     return Group("lengths", tuple(points))
 
 
@@ -100,7 +102,8 @@ def passes(profile: hardware.Profile, device: str) -> Group:
     ours = Point("ringlab", DOCUMENT, seq_len=n, dtype=dtype, options=FULL)
     dense = Point("dense_sdpa", Dense(), seq_len=n, dtype=dtype)
     ways = ({"causal": True}, {"passes": "fwd+bwd"}, {"causal": True, "passes": "fwd+bwd"})
-    return Group("passes", tuple(p.but(**way) for way in ways for p in (ours, dense)))
+    points = [p.but(**way) for way in ways for p in (ours, dense)]
+    return Group("passes", (*points, ours.but(passes="fwd+bwd", options=FULL | TWIN)))
 
 
 def reuse(profile: hardware.Profile, device: str) -> Group:
@@ -119,6 +122,7 @@ def reuse(profile: hardware.Profile, device: str) -> Group:
         off = Point("ringlab", POOLED, batch=16, seq_len=n, heads=1, dtype=half_dtype(profile, device))
         points += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
         points.append(off.but(system="dense_sdpa", pattern=Dense()))
+        points.append(off.but(options=TWIN))
     return Group("cache and pool", tuple(points))
 
 

@@ -20,8 +20,12 @@ from .points import Point
 
 
 def ringlab(point: Point, device) -> System:
-    """This library; options backend, gather, cache, pool, and pool_threshold_mb for a pool of its own."""
-    options = only(point, "backend", "gather", "cache", "pool", "pool_threshold_mb")
+    """This library; options backend, gather, cache, pool, and pool_threshold_mb for a pool of its own.
+
+    ``twin=True`` changes nothing: the same work once more, which shows by how much this run can be trusted.
+    """
+    options = only(point, "backend", "gather", "cache", "pool", "pool_threshold_mb", "twin")
+    options.pop("twin", None)
     backend, threshold_mb = options.pop("backend", "auto"), options.pop("pool_threshold_mb", None)
     if threshold_mb is not None:
         if not options.get("pool"):

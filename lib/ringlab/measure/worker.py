@@ -85,7 +85,9 @@ class Worker:
 
     def sample(self, last: bool) -> dict:
         self.keep = last
-        return {"seconds": self.clock.sample(self._call, self.loops)}
+        wall, cpu = time.perf_counter(), time.process_time()
+        seconds = self.clock.sample(self._call, self.loops)
+        return {"seconds": seconds, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
     def _call(self) -> None:
         output = self.system.run(self.inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cells import has_peak
-from .findings import missing_points
+from .findings import missing_points, taken_by_others
 from .lengths import begins, over_dense
 from .rows import SHORT, computes_pattern, fastest_row, hardware_dtype, label
 from .study import Study
@@ -32,9 +32,13 @@ def _fastest_line(study: Study, row) -> str:
     low, high = (x * 1e3 for x in row.ci)
     return (
         f"**Fastest correct variant**: {label(row)}, {SHORT[row.point.dtype]}: **{number(row.median * 1e3)} ms** "
-        f"({number(low)} to {number(high)}) for {n:,} tokens forward on {study.device}, {number(row.tokens_per_s)} "
+        f"({_span(low, high, row.unstable)}) for {n:,} tokens forward on {study.device}, {number(row.tokens_per_s)} "
         "tokens/s."
     )
+
+
+def _span(low: float, high: float, unstable: bool) -> str:
+    return f"{number(low)} to {number(high)}{', unstable' if unstable else ''}"
 
 
 def _longest_line(study: Study) -> str:
@@ -84,8 +88,9 @@ def _dense_line(study: Study) -> str:
         since = "not faster at the longest"
     else:
         since = f"faster from {start:,} tokens on" + (", the shortest measured" if start == found[0][0] else "")
+    sure = _span(ratio.low, ratio.high, ratio.unstable)
     return (
-        f"**Over dense SDPA**: **{number(ratio.value)}×** ({number(ratio.low)} to {number(ratio.high)}) at {n:,} "
+        f"**Over dense SDPA**: **{number(ratio.value)}×** ({sure}) at {n:,} "
         f"tokens in {SHORT[row.point.dtype]}, {since}. It is another function: the pattern computes fewer keys."
     )
 
@@ -118,6 +123,8 @@ def _gaps(study: Study) -> list[str]:
         gaps.append("more than one device")
     if missing := missing_points(study):
         gaps.append(f"{len(missing)} points of this profile")
+    if others := taken_by_others(study):
+        gaps.append(f"anything undisturbed: other processes used up to {others:g} cores")
     if failed:
         gaps.append(f"{len(failed)} of {len(study.results)} points are not quoted (listed below)")
     return gaps

@@ -10,12 +10,12 @@ from .. import hardware, kernels
 from ..kernels import base, torch_cuda
 from .cells import PEAK, error, ms, peak
 from .computed import gpu_of
-from .rows import FULL, SHORT, document_rows, is_optimised, shape, switches
+from .rows import FULL, SHORT, document_rows, dtypes, is_optimised, shape, switches
 from .study import Study, best
 from .tables import Cell, Table
 from .trust import objection, reason
 
-WORDS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+WORDS = {name: SHORT[name] for name in ("float32", "float16", "bfloat16")}
 REFUSED = Cell("refused", kind="none")
 
 
@@ -56,6 +56,8 @@ def probed(device: str, stamp: str, timed: dict[str, list], auto: list, dense, h
 
     ``auto``: the rows of the chosen kernel, shown where it was not timed by its name.
     """
+    named = [r for found in timed.values() for r in found]
+    shown = [SHORT[d] for d in dtypes(named or auto)]
     found = {name: kernels.table(device, getattr(torch, name), head_dim, backward=True) for name in WORDS}
     rows = []
     for kernel, *_ in found["float32"]:
@@ -66,13 +68,16 @@ def probed(device: str, stamp: str, timed: dict[str, list], auto: list, dense, h
             reasons[word] = why
         chosen = any(x[0] == kernel and x[3] for x in found["float32"])
         times = timed.get(kernel) or (auto if chosen else [])
-        said = [", ".join(f"{f(r).plain} {SHORT[r.point.dtype]}" for r in times if f(r)) for f in (ms, peak)]
-        rows.append([*row, *(x or None for x in said), _why(reasons)])
+        by_dtype = {SHORT[r.point.dtype]: r for r in times}
+        cells = [f(by_dtype.get(word)) if word in by_dtype else None for word in shown for f in (ms, peak)]
+        rows.append([*row, *cells, _why(reasons)])
+    heads = [name for word in shown for name in (f">Time, {word} (ms)", f">Peak memory, {word} (× tensors)")]
+    beside = [f(dense) if dense and SHORT[dense.point.dtype] == word else None for word in shown for f in (ms, peak)]
     here = "GPU" if device == "cuda" else "CPU"
     return Table(
         f"Kernels on this {here}, in order of preference",
-        ["Kernel", *WORDS.values(), ">Time (ms)", PEAK, "Why refused"],
-        [*rows, ["Dense SDPA", None, None, None, ms(dense), peak(dense), None]],
+        ["Kernel", *WORDS.values(), *heads, "Why refused"],
+        [*rows, ["Dense SDPA", None, None, None, *beside, None]],
         stamp=stamp,
         note="Each was called on a tiny tensor, forward and backward, and compared with float64. Times are of the "
         "document's forward with all optimizations; dense SDPA is another function.",

@@ -6,8 +6,6 @@ from .tables import Cell, interval, number
 from .trust import objection, status
 
 PEAK = ">Peak memory (× tensors)"
-PEAK_NOTE = "Peak memory counts inputs and results; process: growth of the whole process, from 32 MiB of tensors on."
-PAIRED_NOTE = "Factors are medians over shared rounds, not quotients of the medians beside them; intervals are 95 %."
 
 
 def ms(result) -> Cell:
@@ -79,9 +77,10 @@ def peaks(before, after) -> Cell | None:
 
 
 def times(ratio) -> Cell | None:
-    """A ratio with its interval; one whose interval holds 1 shows no difference; unpaired ones say so."""
+    """A ratio with its interval; what the run cannot tell from the same work, spreads or was not paired says so."""
     if ratio is None:
         return None
-    doubts = [] if ratio.significant else ["; no difference"]
+    doubts = [] if ratio.longer or ratio.shorter else ["; no difference"]
+    doubts += ["; unstable"] if ratio.unstable else []
     doubts += [] if ratio.paired else ["; unpaired"]
     return Cell(f"{number(ratio.value)}×", f"{number(ratio.low)} to {number(ratio.high)}{''.join(doubts)}")

@@ -103,9 +103,9 @@ def pool_by_length(study: Study, claim: dict) -> Verdict:
     ours = f"{said(short)} at {min(found):,}, {said(long)} at {max(found):,} tokens"
     if study.rehearsal:
         return untestable(CPU_TIMES, ours)
-    if long.low > max(1.0, short.high):
+    if long.longer and long.low > short.high:
         return Verdict("reproduced", ours, "it gains more at the longer length")
-    if long.high < 1.0 or long.high < short.low:
+    if long.shorter or long.high < short.low:
         return Verdict("refuted", ours, "it does not gain more at the longer length")
     return undecided("the intervals at both lengths overlap", ours)
 

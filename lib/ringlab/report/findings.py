@@ -44,10 +44,11 @@ def limits(study: Study) -> Text:
         lines.append(f"What {count} would have shown, for they are not measured: {_some(missing)}.")
     for (why, word, shape), names in _by_reason(study).items():
         lines.append(f"{'; '.join(names)} ({shape}): {word}, {why}.")
+    if others := taken_by_others(study):
+        lines.append(f"How fast this machine is when left alone: other processes used up to {others:g} of its cores.")
     unstable = [f"{point_name(r)} ({spread(r)})" for r in study.good if r.unstable]
     if unstable:
-        count = f"{len(unstable)} unstable points, whose quartiles lie over 20 % of the median apart"
-        lines.append(f"Small differences of {count}: {_some(unstable)}.")
+        lines.append(f"Small differences of the {len(unstable)} unstable points, as of {_some(unstable)}.")
     return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
 
 
@@ -74,7 +75,13 @@ def _shape(point) -> str:
     return f"{SHORT.get(point.dtype, point.dtype)}, {many}{point.seq_len:,} tokens, {pass_of(point)}{ranks}"
 
 
-def _some(names: list[str], most: int = 12) -> str:
+def taken_by_others(study: Study) -> float | None:
+    """Cores that others used while rows were measured, where that left too few."""
+    crowded = [r.provenance for r in study.results if r.provenance.get("crowded")]
+    return max((p["others_cores"] for p in crowded), default=None)
+
+
+def _some(names: list[str], most: int = 3) -> str:
     return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
 
 

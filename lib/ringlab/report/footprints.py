@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import figures
 from .cells import error, has_peak, held, ms, within
 from .engine import lists, pass_of
-from .rows import DEFAULTS, SHORT, SPARSE_NOTE, is_optimised, is_plain, label, pattern, shape, switches
+from .rows import DEFAULTS, SHORT, is_optimised, is_plain, label, pattern, shape, switches
 from .study import Study
 from .tables import Cell, Table, size
 
@@ -46,7 +46,7 @@ def memory(study: Study) -> Table:
         rows or [["not measured", *[None] * 9]],
         note="Tensors: q, k, v and out once; with the backward also dO, dq, dk and dv. Tracked: bytes of live torch "
         "storages. Process or allocator: growth of the process's resident memory, or the CUDA allocator's peak, "
-        f"inputs included; every point had a process of its own. {SPARSE_NOTE}",
+        "inputs included; every point had a process of its own.",
     )  # fmt: skip
 
 

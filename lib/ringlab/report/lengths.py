@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import figures
-from .cells import PAIRED_NOTE, PEAK_NOTE, bound, error, ms, peak, times
-from .rows import SHORT, SPARSE_NOTE, dense_beside, hardware_dtype, is_optimised, label, pattern
+from .cells import bound, error, ms, peak, times
+from .rows import SHORT, dense_beside, hardware_dtype, is_optimised, label, pattern
 from .study import Study
 from .tables import Table, number
 from .trust import objection
@@ -33,7 +33,7 @@ def begins(found: list[tuple]) -> int | None:
     """The shortest n from which the pattern is faster than dense at every longer n measured, beyond its interval."""
     start = None
     for n, ratio, *_ in reversed(found):
-        if ratio is None or ratio.low <= 1:
+        if ratio is None or not ratio.longer:
             break
         start = n
     return start
@@ -54,7 +54,6 @@ def lengths(study: Study) -> Table:
         [">Tokens", f">{dense} (ms)", f">{ours} (ms)", ">Faster than dense", ">Error", ">Lower bound, dense (ms)",
          ">Lower bound (ms)", ">Peak memory, dense (× tensors)", ">Peak memory (× tensors)"],
         [[n, ms(d), ms(r), times(ratio), error(r), bound(d), bound(r), peak(d), peak(r)] for n, ratio, d, r in found],
-        note=f"{PAIRED_NOTE} {PEAK_NOTE} {SPARSE_NOTE}",
     )  # fmt: skip
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from . import figures
 from .answer import answer
 from .backends import backends, backends_by_rule
-from .cells import PAIRED_NOTE, PEAK, PEAK_NOTE, bound, error, ms, peak, times
+from .cells import PEAK, bound, error, ms, peak, times
 from .computed import computed, policy
 from .computed import two_cards_table as two_cards
-from .engine import ceilings, speed
+from .engine import against, ceilings, speed
 from .findings import failures, ledger, limits
 from .footprints import memory, memory_figure
 from .lengths import length_figure, lengths
 from .origins import provenance
 from .passes import passes
+from .reading import reading
 from .recommend import recommended
 from .reuse import cache_and_pool, cache_table, pool_figure, pool_table
 from .rows import (
     SHORT,
-    SPARSE_NOTE,
     fastest_row,
     implementation_rows,
     is_plain,
@@ -33,10 +33,10 @@ from .tables import Cell, Table, number
 from .trust import objection, status
 
 __all__ = [
-    "answer", "backends", "backends_by_rule", "cache_and_pool", "cache_table", "ceilings", "computed", "failures",
-    "implementations", "ledger", "length_figure", "lengths", "limits", "memory", "memory_figure", "open_study",
-    "passes", "policy", "pool_figure", "pool_table", "provenance", "recommended", "speed", "switch_figure",
-    "switch_table", "time_figure", "two_by_two", "two_cards",
+    "against", "answer", "backends", "backends_by_rule", "cache_and_pool", "cache_table", "ceilings", "computed",
+    "failures", "implementations", "ledger", "length_figure", "lengths", "limits", "memory", "memory_figure",
+    "open_study", "passes", "policy", "pool_figure", "pool_table", "provenance", "reading", "recommended", "speed",
+    "switch_figure", "switch_table", "time_figure", "two_by_two", "two_cards",
 ]  # fmt: skip
 
 
@@ -64,10 +64,8 @@ def implementations(study: Study) -> Table:
          PEAK, ">Published (ms)", ">Published speed-up"],
         rows, marked=marked,
         note=f"{str(pattern()).capitalize()}. Published on {published()['device']}, where the original's source "
-        "attends over the "
-        "heads of each position: its times are of other work. Speed-ups are over "
-        f"{label(base) if base else 'the original'}"
-        f"{', ' + SHORT[base.point.dtype] if base else ''}. {PAIRED_NOTE} {PEAK_NOTE} {SPARSE_NOTE}",
+        "attends over the heads of each position: its times are of other work. Speed-ups are over "
+        f"{label(base) if base else 'the original'}{', ' + SHORT[base.point.dtype] if base else ''}.",
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ NAMES = {
     "device_memory_bytes": "Memory", "cpu": "CPU", "cpu_capability": "Instruction set", "threads": "Threads",
     "cpu_mhz": "CPU clock at the start of a group (MHz)", "torch": "torch", "cuda": "CUDA", "driver": "Driver",
     "python": "Python", "machine": "Machine (salted id)", "load_average": "Load average of the last minute",
+    "others_cores": "Cores that others used meanwhile",
 }  # fmt: skip
 STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
 

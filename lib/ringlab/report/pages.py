@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,7 +67,8 @@ class Pages:
         for source in self.notebooks:
             digest = hashlib.sha256(basis + source.read_bytes()).hexdigest()
             entry = known.get(source.stem, {})
-            if not self.force and entry.get("digest") == digest and all(f.is_file() for f in self._pages(source)):
+            whole = entry.get("files") == _digests(self.folder, entry.get("files", ()))
+            if not self.force and entry.get("digest") == digest and whole:
                 continue
             # Without its digest an entry is not current, so that a run killed between two of its files is made good.
             entries |= {source.stem: _without(entry, "digest")} if entry else {}
@@ -112,7 +113,8 @@ class Pages:
         failed_page.unlink(missing_ok=True)
         entry |= {"headline": self.headline(source.stem, study)}
         entry |= {"points": len(study.results), "unquoted": len(study.failed())}
-        entry |= {"figures": [f.name for f in written if f.parent.name == "figures"], "digest": digest}
+        entry |= {"files": _digests(self.folder, [f.relative_to(self.folder).as_posix() for f in written])}
+        entry |= {"digest": digest}
         return entry, None
 
     def _pages(self, source: Path) -> list[Path]:
@@ -120,9 +122,10 @@ class Pages:
 
     def _drop_figures(self, old, new) -> None:
         """Remove figures that no report shows any more."""
-        kept = {f for entry in new for f in entry.get("figures", ())}
-        for figure in {f for entry in old for f in entry.get("figures", ())} - kept:
-            (self.folder / "figures" / Path(figure).name).unlink(missing_ok=True)
+        kept = {name for entry in new for name in entry.get("files", ())}
+        for name in {name for entry in old for name in entry.get("files", ())} - kept:
+            if Path(name).parent.name == "figures":
+                (self.folder / "figures" / Path(name).name).unlink(missing_ok=True)
 
     def _basis(self, study: Study) -> bytes:
         """Digest of everything that a page is made from but its notebook: rows, code without its comments, versions.
@@ -138,6 +141,12 @@ class Pages:
         for path in (self.data / "samples.jsonl", *other):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.digest()
+
+
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """sha256 of each file of a report that is there, so that one edited or removed by hand is written again."""
+    paths = {name: folder / name for name in names}
+    return {n: hashlib.sha256(p.read_bytes()).hexdigest()[:16] for n, p in paths.items() if p.is_file()}
 
 
 def _without(entry: dict, *names: str) -> dict:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .cells import PAIRED_NOTE, PEAK, PEAK_NOTE, bound, error, ms, peak, times
-from .rows import SHORT, SPARSE_NOTE, dense_beside, is_optimised, pattern
+from .cells import PEAK, bound, error, ms, peak, times
+from .rows import SHORT, dense_beside, is_optimised, pattern
 from .study import Study, best
 from .tables import Table
 
@@ -36,8 +36,7 @@ def passes(study: Study) -> Table:
         ["Pass", ">Tokens", "dtype", ">With all optimizations (ms)", ">Dense SDPA (ms)", ">Faster than dense", ">Error",
          ">Lower bound (ms)", ">Lower bound, dense (ms)", PEAK, ">Peak memory, dense"],
         rows or [["not measured", *[None] * 10]],
-        note=f"Forward and backward are timed together, with a random cotangent. {PAIRED_NOTE} {PEAK_NOTE} "
-        f"{SPARSE_NOTE}",
+        note="Forward and backward are timed together, with a random cotangent.",
     )  # fmt: skip
 
 

@@ -51,10 +51,11 @@ def run(
 def pages(name: str, reports: Path, machine: hardware.Machine | None = None) -> list[Path]:
     """The finished HTML reports of a profile, its own before its rehearsal's; UsageError where there is none."""
     try:
-        profile = hardware.resolve(name, machine).name
+        profile = hardware.resolve(name.removesuffix(f"-{REHEARSAL}"), machine).name
     except hardware.UnknownProfile as error:
         raise UsageError(str(error)) from None
-    for folder in (profile, f"{profile}-{REHEARSAL}", *(["*"] if name == "auto" else [])):
+    own = [] if name.endswith(REHEARSAL) else [profile]
+    for folder in (*own, f"{profile}-{REHEARSAL}", *(["*"] if name == "auto" else [])):
         found = sorted(p for p in reports.glob(f"{folder}/*.html") if not p.name.endswith(".failed.html"))
         if found:
             return found

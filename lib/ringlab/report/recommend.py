@@ -55,7 +55,7 @@ def chosen_dtype(study: Study) -> tuple[str, list[str]]:
     if study.rehearsal or policy not in rows:
         return policy, [f"{line}; the policy's choice"]
     ratio = study.ratio(rows[policy], timed[0])
-    if timed[0] is rows[policy] or ratio.low <= 1:
+    if timed[0] is rows[policy] or not ratio.longer:
         return policy, [f"{line}; the policy's choice"]
     return timed[0].point.dtype, [f"{line}; faster than the policy's choice"]
 
@@ -70,10 +70,10 @@ def chosen_switches(study: Study, dtype: str) -> tuple[dict, list[str]]:
             continue
         _, one, _, off, on, ratio = min(found, key=lambda x: x[3].point.dtype != dtype)
         word = "no difference, so the default"
-        if ratio.significant:
-            word = "faster" if ratio.low > 1 else "slower"
+        if ratio.longer or ratio.shorter:
+            word = "faster" if ratio.longer else "slower"
             if not study.rehearsal:
-                chosen[name] = switches((on if ratio.low > 1 else off).point)[name]
+                chosen[name] = switches((on if ratio.longer else off).point)[name]
         said.append(
             f"{NAMES[name]} ({with_others(name, one)}, {SHORT[on.point.dtype]}): {number(off.median * 1e3)} to "
             f"{number(on.median * 1e3)} ms, {number(ratio.value)} times ({number(ratio.low)} to {number(ratio.high)}): "

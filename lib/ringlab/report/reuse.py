@@ -10,9 +10,9 @@ import torch
 
 from .. import Execution, attention, memory
 from . import figures
-from .cells import PAIRED_NOTE, PEAK, PEAK_NOTE, bound, error, ms, peak, times, us
+from .cells import PEAK, bound, error, ms, peak, times, us
 from .engine import lists
-from .rows import FULL, SHORT, SPARSE_NOTE, dense_beside, document_rows, steps_of, switches
+from .rows import FULL, SHORT, dense_beside, document_rows, steps_of, switches
 from .study import Study, best, pattern_of
 from .tables import Table, Text, number, size
 from .trust import objection
@@ -56,7 +56,7 @@ def cache_table(study: Study) -> Table:
          PEAK, ">Dense SDPA (ms)", ">Peak memory, dense"],
         rows or [["not measured", *[None] * 9]],
         note="Built: the cache is cleared before every call. Found: the same call again. Their difference is all that "
-        f"the cache can save of the forward call beside it. {PEAK_NOTE} {SPARSE_NOTE}",
+        "the cache can save of the forward call beside it.",
     )  # fmt: skip
 
 
@@ -160,8 +160,7 @@ def pool_table(study: Study) -> Table:
         ["Call", "Pool", ">Largest buffer asked for", ">Lent by the pool", ">Time (ms)", ">Faster than off", ">Error",
          ">Lower bound (ms)", PEAK, ">Kept between calls"],
         rows or [["not measured", *[None] * 9]],
-        note=f"{_pooled(study)}What a call asks for and what the pool keeps are counted in a call made for this page. "
-        f"{PAIRED_NOTE} {PEAK_NOTE} {SPARSE_NOTE}",
+        note=f"{_pooled(study)}What a call asks for and what the pool keeps are counted in a call made for this page.",
     )  # fmt: skip
 
 
@@ -195,7 +194,7 @@ def _pool_line(study: Study) -> str:
     lending = [(on, x) for on, x in pairs if lent(on.point, threshold(on.point)).served]
     if not lending:
         return "**Memory pool**: not measured where it lends anything."
-    won, lost = ([x for _, x in lending if test(x)] for test in (lambda x: x.low > 1, lambda x: x.high < 1))
+    won, lost = ([x for _, x in lending if test(x)] for test in (lambda x: x.longer, lambda x: x.shorter))
     middle = sorted(x.value for _, x in lending)
     idle = [x for on, x in pairs if not lent(on.point, threshold(on.point)).served]
     said = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,9 +15,6 @@ DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
 FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
 PLAIN = {"gather": True, "cache": False, "pool": False, "backend": "eager"}
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-SPARSE_NOTE = (
-    "The dilated pattern computes fewer keys than dense attention, so it is another function, not the same one faster."
-)
 
 
 @cache
@@ -77,6 +75,9 @@ def label(result) -> str:
     if is_optimised(result):
         return "With all optimizations"
     s = switches(point)
+    if "twin" in s:
+        first = point.but(options={k: v for k, v in point.options if k != "twin"})
+        return f"{label(replace(result, point=first))}, once more"
     if s == DEFAULTS:
         return "ringlab.attention as called"
     if "pool_threshold_mb" in s:
@@ -104,7 +105,7 @@ def fastest_row(study: Study):
     found = [r for _, r in implementation_rows(study) if r is not None and not objection(r) and r.median]
     fastest = best([r for r in found if computes_pattern(r.point.system)])
     for row in filter(is_optimised, found):  # the plain name, where the two cannot be told apart
-        if row is not fastest and row.point.dtype == fastest.point.dtype and study.ratio(row, fastest).low <= 1:
+        if row is not fastest and row.point.dtype == fastest.point.dtype and not study.ratio(row, fastest).longer:
             return row
     return fastest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -115,8 +115,12 @@ class Study:
         return [(r, why) for r in self.results if (why := objection(r))]
 
     def rows(self, results: Iterable | None = None, **wanted) -> list:
-        """Results whose point has the ``wanted`` fields; ``options`` are matched one by one, a callable is a test."""
-        return [r for r in (self.results if results is None else results) if _matches(r, wanted)]
+        """Results whose point has the ``wanted`` fields; ``options`` are matched one by one, a callable is a test.
+
+        Without ``results`` those of this study, but for the second rows of ``twins``.
+        """
+        results = (r for r in self.results if not r.option("twin")) if results is None else results
+        return [r for r in results if _matches(r, wanted)]
 
     def ratio(self, slow, fast):
         """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None unless both may be quoted."""
@@ -124,8 +128,23 @@ class Study:
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
-            self._ratios[key] = measure.ratio(slow, fast)
+            self._ratios[key] = replace(measure.ratio(slow, fast), resolution=self.resolution)
         return self._ratios[key]
+
+    @cached_property
+    def twins(self) -> list:
+        """The Ratio of each pair of rows that did the same work, taking turns."""
+        found = []
+        for second in filter(lambda r: r.option("twin"), self.good):
+            point = second.point.but(options={k: v for k, v in second.point.options if k != "twin"})
+            firsts = [r for r in self.results if r.point == point and together(r, second)]
+            found += [measure.ratio(second, r) for r in firsts if not objection(r) and r.seconds and second.seconds]
+        return found
+
+    @cached_property
+    def resolution(self) -> float:
+        """The largest factor by which the same work differed from itself: no smaller one is called a difference."""
+        return max((max(x.value, 1 / x.value) for x in self.twins), default=1.0)
 
     def frame(self):
         """Every row as a pandas table, for hands and for ``summary.csv``; ``quoted`` is empty or the objection."""

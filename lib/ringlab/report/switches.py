@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from .. import kernels
 from . import figures
-from .cells import PAIRED_NOTE, PEAK, PEAK_NOTE, bound, error, ms, peak, peaks, times
-from .rows import FULL, PLAIN, SHORT, SPARSE_NOTE, document_rows, dtypes, is_optimised, is_plain, shape, switches
+from .cells import PEAK, bound, error, ms, peak, peaks, times
+from .rows import PLAIN, SHORT, document_rows, dtypes, is_optimised, is_plain, shape, switches
 from .study import Study, best
 from .tables import Table
 
@@ -72,35 +69,15 @@ def switch_table(study: Study) -> Table:
         f"Each switch alone ({shape()['seq_len']:,} tokens, forward)",
         ["Switch", "With", "dtype", ">Off (ms)", ">On (ms)", ">Faster by", ">Error", ">Lower bound (ms)", PEAK],
         rows,
-        note=f"{_resolution(study)}{PAIRED_NOTE} Strided views write this function's results in place, so that a pool "
-        f"has nothing to lend; gathered, it lends what each branch is gathered into. {PEAK_NOTE} {SPARSE_NOTE}",
-    )
+        note="Strided views write this function's results in place, so that a pool has nothing to lend; gathered, it "
+        "lends what each branch is gathered into.",
+    )  # fmt: skip
 
 
 def _dense_rows(study: Study) -> list:
     """Dense SDPA at the document's n, one row per dtype."""
     found = study.rows(system="dense_sdpa", **shape())
     return [best([r for r in found if r.point.dtype == d]) for d in dtypes(found)]
-
-
-def _resolution(study: Study) -> str:
-    """What one kernel called in two ways differs by: a smaller difference means nothing in this run."""
-    cell = times(twice(study))
-    said = "The same work in two rows, the chosen kernel by itself and by its name, differs here by a factor of"
-    return f"{said} {cell.text} ({cell.sub}). " if cell else ""
-
-
-def twice(study: Study):
-    """The Ratio of two rows that do the same work: the chosen kernel, and the same one asked for by name."""
-    if study.device_type == "cuda" and not torch.cuda.is_available():  # its kernels are not here to ask
-        return None
-    ours = [r for r in document_rows(study, system="ringlab") if r.seconds]
-    for auto in filter(is_optimised, ours):
-        name = kernels.choose(study.device_type, getattr(torch, auto.point.dtype), auto.point.head_dim).name
-        named = [r for r in ours if switches(r.point) == FULL | {"backend": name} and r.point.dtype == auto.point.dtype]
-        if named and (ratio := study.ratio(named[0], auto)):
-            return ratio
-    return None
 
 
 def switch_figure(study: Study) -> None:
@@ -150,5 +127,5 @@ def two_by_two(study: Study) -> Table:
          ">Peak memory, fp32 (× tensors)"],
         rows,
         note="The document compares the first cell with the last of the square and names dtype as the cause; its two "
-        f"rows differ in both. A factor above 1 means faster. {PAIRED_NOTE} {PEAK_NOTE} {SPARSE_NOTE}",
+        "rows differ in both. A factor above 1 means faster.",
     )  # fmt: skip

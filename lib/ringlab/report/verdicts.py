@@ -52,15 +52,20 @@ def said(ratio) -> str | None:
 
 
 def by_interval(ratio, low: float, high: float, what: str) -> Verdict:
-    """Compare an interval with a tolerance: inside, outside, or too wide to say."""
+    """Compare an interval, widened by what the same work differs by in its run, with a tolerance.
+
+    Inside, outside, or too wide to say.
+    """
     if ratio is None:
         return undecided(f"{what}: no pair of rows that passed")
-    if low <= ratio.low and ratio.high <= high:
+    least, most = ratio.low / ratio.resolution, ratio.high * ratio.resolution
+    if low <= least and most <= high:
         return Verdict("reproduced", said(ratio), f"{what} lies within {_range(low, high)}")
-    if ratio.high < low or ratio.low > high:
+    if most < low or least > high:
         return Verdict("refuted", said(ratio), f"{what} lies outside {_range(low, high)}")
     edge = "crosses 1" if (low, high) == (1.0, float("inf")) else f"crosses the edge of {_range(low, high)}"
-    return undecided(f"{what} is not known well enough: its interval {edge}", said(ratio))
+    same = f", the same work differing here by up to {number(ratio.resolution)}×" if ratio.resolution > 1 else ""
+    return undecided(f"{what} is not known well enough: its interval {edge}{same}", said(ratio))
 
 
 def _range(low: float, high: float) -> str:
