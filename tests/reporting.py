@@ -9,12 +9,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
+import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
+from ringlab.report import figures, tables
 from ringlab.report.study import cost_of
 from traitlets.config import Config
 
@@ -74,6 +76,41 @@ def write_rows(folder: Path, results) -> None:
 def whole_suite(name: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...]:
     groups = suites.optimization(hardware.get_profile(name), device="cpu", rehearsal=rehearsal)
     return tuple(made_up(p, g, rehearsal) for g in groups for p in g.points)
+
+
+class Shown:
+    """All that a page shows of a study: displayed values as Markdown, figures by what is drawn and said."""
+
+    def __init__(self, document, page, names):
+        self.tables, self.texts, self.labels, self.drawn = [], [], [], []
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in ("bars", "ratios", "lines", "panels"):
+                patch.setattr(figures, kind, self._draw)
+            patch.setattr(figures, "show", self._show)
+            for name in names:
+                self._keep(getattr(document, name)(page))
+        self.text = "\n".join(self.texts)
+
+    def _keep(self, value) -> None:
+        if value is not None:
+            self.texts.append(value._repr_mimebundle_()["text/markdown"])
+            if isinstance(value, tables.Table):
+                self.tables.append(value)
+
+    def _draw(self, items, **_) -> None:
+        if isinstance(items, list) and items and isinstance(items[0], tuple):  # panels, each with its series
+            for _, series in items:
+                self._draw(series)
+            return
+        labels = list(items) if isinstance(items, dict) else [b.label for b in items]
+        values = [y for s in items.values() for _, y, *_ in s] if isinstance(items, dict) else [b.value for b in items]
+        self.labels.append(labels)
+        self.drawn += [v for v in values if v is not None]
+
+    def _show(self, fig, name, caption, alt, data, *, stamp=""):
+        assert alt.strip() and caption.strip()
+        self.texts += [caption, alt]
+        self._keep(data)
 
 
 def run_in_this_process(source, target, parameters, **_):

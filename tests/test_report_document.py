@@ -8,10 +8,10 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-from reporting import made_up
+from reporting import Shown, made_up
 from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, Result, stats, suites
-from ringlab.report import cells, claims, figures, lengths, render, reuse, rows, study, tables, trust
+from ringlab.report import cells, claims, lengths, render, reuse, rows, study, tables, trust
 from ringlab.report import optimization as document
 
 SHOWN = [name for name in document.__all__ if name not in ("open_study", "failures", "limits", "provenance")]
@@ -51,40 +51,13 @@ def page_of(results, name: str = "cpu", folder: str = "cpu/data") -> study.Study
     return study.Study(hardware.get_profile(name), list(results), Path(folder))
 
 
-class Shown:
-    """All that a page shows of a study: displayed values as Markdown, figures by what is drawn and said."""
-
-    def __init__(self, page: study.Study, names=SHOWN):
-        self.tables, self.texts, self.labels, self.drawn = [], [], [], []
-        with pytest.MonkeyPatch.context() as patch:
-            for kind in ("bars", "ratios", "lines"):
-                patch.setattr(figures, kind, self._draw)
-            patch.setattr(figures, "show", self._show)
-            for name in names:
-                self._keep(getattr(document, name)(page))
-        self.text = "\n".join(self.texts)
-
-    def _keep(self, value) -> None:
-        if value is not None:
-            self.texts.append(value._repr_mimebundle_()["text/markdown"])
-            if isinstance(value, tables.Table):
-                self.tables.append(value)
-
-    def _draw(self, items, **_) -> None:
-        labels = list(items) if isinstance(items, dict) else [b.label for b in items]
-        values = [y for s in items.values() for _, y, *_ in s] if isinstance(items, dict) else [b.value for b in items]
-        self.labels.append(labels)
-        self.drawn += [v for v in values if v is not None]
-
-    def _show(self, fig, name, caption, alt, data, *, stamp=""):
-        assert alt.strip() and caption.strip()
-        self.texts += [caption, alt]
-        self._keep(data)
+def shown_by(page: study.Study, names=SHOWN) -> Shown:
+    return Shown(document, page, names)
 
 
 @functools.cache
 def shown_suite() -> Shown:
-    return Shown(page_of(whole_suite()))
+    return shown_by(page_of(whole_suite()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,7 +89,7 @@ def shows_none_of(results) -> Shown:
     page = page_of(results)
     marked = [r for r in results if r.median == FAST or r.memory == LEAN]
     assert len(marked) > 20 and all(map(trust.objection, marked)) and len(page.failed()) >= len(marked)
-    shown = Shown(page)
+    shown = shown_by(page)
     assert not [m for m in MARKS if m in shown.text]
     assert not [v for v in shown.drawn if v in (FAST, FAST * 1e3) or 4.3 < v < 4.33]
     return shown
@@ -161,7 +134,7 @@ def test_no_superlinear_row_reaches_a_page():
     row = next(r for r in whole_suite() if rows.is_optimised(r))
     swift = replace(on_ranks(row, 2, row.median / FAST), memory=LEAN)
     page = page_of([*whole_suite(), swift])
-    shown = Shown(page)
+    shown = shown_by(page)
     assert not [m for m in MARKS if m in shown.text] and trust.status(page.results[-1]) == "suspect"
     assert "superlinear" in document.failures(page).markdown and "2 ranks" in document.failures(page).markdown
 
@@ -404,7 +377,7 @@ def test_longest_and_beginning_come_from_rows_that_may_be_quoted():
 
 @pytest.mark.parametrize("name", ["gtx1080", "h200"])
 def test_rows_of_a_gpu_fill_every_table(name):
-    shown = Shown(page_of(whole_suite(name), name, f"{name}/data"))
+    shown = shown_by(page_of(whole_suite(name), name, f"{name}/data"))
     empty = [t.caption for t in shown.tables if not t.rows or tables.cell(t.rows[0][0]).text == "not measured"]
     assert not empty
 

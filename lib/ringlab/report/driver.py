@@ -43,7 +43,7 @@ def run(
     )
     asked = plan(name, machine or hardware.detect(), reports, strict=strict)
     folder = reports / asked.folder
-    pages = Pages(asked, folder, notebooks, headline, parameters or {}, cell_timeout_s, force)
+    pages = Pages(asked, folder, notebooks, own, headline, parameters or {}, cell_timeout_s, force)
     if asked.why:
         kind = "rehearsal on this CPU" if asked.rehearsal else "showing the rows recorded elsewhere"
         note(f"{asked.profile.name}: {asked.why}; {kind}")
@@ -81,6 +81,11 @@ def _suite(notebooks: Sequence[Path]) -> Callable:
         return [g for suite in wanted for g in suites.SUITES[suite](profile, **how)]
 
     return groups
+
+
+def own(name: str, study: Study) -> Study:
+    """The rows that a report is about."""
+    return study.of(REPORTS[name][1]) if name in REPORTS else study
 
 
 def headline(name: str, study: Study) -> str:

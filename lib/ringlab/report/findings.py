@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 
 from ..measure import suites
-from . import claims
 from .engine import pass_of
-from .rows import SHORT, label, published
+from .rows import SHORT, label
 from .study import Study
 from .tables import Cell, Table, Text
 from .trust import reason, status
+from .verdicts import Verdict
 
 
-def ledger(study: Study) -> Table:
-    """Every claim of the document with a verdict that is computed from the rows."""
+def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
+    """Every claim of a document with a verdict that is computed from the rows."""
     rows = [
         [claim["text"], claim["where"], Cell(verdict.word, kind=verdict.kind), verdict.ours, verdict.why]
-        for claim, verdict in claims.judge(study, published()["claims"])
+        for claim, verdict in judged
     ]
     return study.table(
         "Claims of the document, judged by these rows",
@@ -27,17 +27,12 @@ def ledger(study: Study) -> Table:
     )
 
 
-def limits(study: Study) -> Text:
-    """What this run cannot tell, from points that are missing, failed, unstable or on one device."""
-    lines = []
-    if study.rehearsal:
-        lines.append(f"How fast {study.profile.title} is: {study.stamp_note}")
-        lines.append("Training, causal attention, the cache, the pool and the engine: a rehearsal leaves them out.")
+def limits(study: Study, *more: str) -> Text:
+    """What this run cannot tell: ``more``, and points that are missing, failed, unstable or on one device."""
+    lines = [f"How fast {study.profile.title} is: {study.stamp_note}"] if study.rehearsal else []
     if all(r.point.world_size == 1 for r in study.results):
         lines.append("Anything about several devices: every row ran on one.")
-    lines += [_dtype_line(study, d) for d in ("float16", "bfloat16", "float32") if not _has(study.good, d)]
-    if study.profile.kind == "cpu":
-        lines.append("GPU kernels (flash, efficient, cuDNN, xformers): see the table of kernels for each refusal.")
+    lines += more
     missing = [p.label() for p in missing_points(study)]
     if missing:
         count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
@@ -50,15 +45,6 @@ def limits(study: Study) -> Text:
     if unstable:
         lines.append(f"Small differences of the {len(unstable)} unstable points, as of {_some(unstable)}.")
     return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
-
-
-def _has(results, dtype: str) -> bool:
-    return any(r.point.dtype == dtype for r in results)
-
-
-def _dtype_line(study: Study, dtype: str) -> str:
-    tried = [r for r in study.results if r.point.dtype == dtype]
-    return f"{SHORT[dtype]}: " + ("no row passed, each with its reason below." if tried else "not measured.")
 
 
 def _by_reason(study: Study) -> dict[tuple, list[str]]:
@@ -96,9 +82,8 @@ def spread(result) -> str:
 
 def suite_points(study: Study) -> list:
     """(group, point) of all that is asked for on this profile."""
-    profile = replace(study.profile, memory_bytes=study.profile.memory_bytes or study.memory_bytes)
-    groups = suites.optimization(profile, device=study.device_type, rehearsal=study.rehearsal)
-    return [(g.name, p) for g in groups for p in g.points]
+    names = [study.suite] if study.suite else suites.SUITES
+    return [(g.name, p) for name in names for g in study.asked(name) for p in g.points]
 
 
 def missing_points(study: Study) -> list:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from . import figures
+from . import claims, figures, findings
+from . import study as studies
 from .answer import answer
 from .backends import backends, backends_by_rule
 from .cells import PEAK, bound, error, ms, peak, times
 from .computed import computed, policy
 from .computed import two_cards_table as two_cards
 from .engine import against, ceilings, speed
-from .findings import failures, ledger, limits
+from .findings import failures
 from .footprints import memory, memory_figure
 from .lengths import length_figure, lengths
 from .origins import provenance
@@ -27,9 +28,9 @@ from .rows import (
     published,
     shape,
 )  # fmt: skip
-from .study import Study, open_study
+from .study import Study
 from .switches import switch_figure, switch_table, two_by_two
-from .tables import Cell, Table, number
+from .tables import Cell, Table, Text, number
 from .trust import objection, status
 
 __all__ = [
@@ -38,6 +39,30 @@ __all__ = [
     "open_study", "passes", "policy", "pool_figure", "pool_table", "provenance", "reading", "recommended", "speed",
     "switch_figure", "switch_table", "time_figure", "two_by_two", "two_cards",
 ]  # fmt: skip
+
+
+def open_study(profile: str = "auto", data: str = "") -> Study:
+    """The rows of this document's suite."""
+    return studies.open_study(profile, data, "optimization")
+
+
+def ledger(study: Study) -> Table:
+    """Every claim of the document, judged."""
+    return findings.ledger(study, claims.judge(study, published()["claims"]))
+
+
+def limits(study: Study) -> Text:
+    """What this run cannot tell."""
+    lines = ["Training, causal attention, the cache, the pool and the engine: a rehearsal leaves them out."]
+    lines = lines if study.rehearsal else []
+    for dtype in ("float16", "bfloat16", "float32"):
+        if not [r for r in study.good if r.point.dtype == dtype]:
+            tried = [r for r in study.results if r.point.dtype == dtype]
+            said = "no row passed, each with its reason below" if tried else "not measured"
+            lines.append(f"{SHORT[dtype]}: {said}.")
+    if study.profile.kind == "cpu":
+        lines.append("GPU kernels (flash, efficient, cuDNN, xformers): see the table of kernels for each refusal.")
+    return findings.limits(study, *lines)
 
 
 def implementations(study: Study) -> Table:

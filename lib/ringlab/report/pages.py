@@ -32,7 +32,8 @@ class Pages:
     asked: Plan
     folder: Path
     notebooks: Sequence[Path]
-    headline: Callable[[str, Study], str]  # the first line of a report's answer
+    own: Callable[[str, Study], Study]  # the rows of a report
+    headline: Callable[[str, Study], str]  # the first line of its answer
     parameters: dict
     cell_timeout_s: int
     force: bool
@@ -111,8 +112,9 @@ class Pages:
             note(f"see {failed_page}")
             return entry | {"failed": str(failure)}, failure
         failed_page.unlink(missing_ok=True)
-        entry |= {"headline": self.headline(source.stem, study)}
-        entry |= {"points": len(study.results), "unquoted": len(study.failed())}
+        own = self.own(source.stem, study)
+        entry |= {"headline": self.headline(source.stem, own)}
+        entry |= {"points": len(own.results), "unquoted": len(own.failed())}
         entry |= {"files": _digests(self.folder, [f.relative_to(self.folder).as_posix() for f in written])}
         entry |= {"digest": digest}
         return entry, None

@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 
 from .. import cost, hardware, measure, patterns
+from ..measure import suites
 from .places import EXPECTED_PREFIX, data_folder
 from .plan import REHEARSAL
 from .tables import Table, Text
 from .trust import judged, objection
 
 
-def open_study(profile: str = "auto", data: str = "") -> Study:
-    """The rows of ``profile`` (or of the folder ``data``), found from any working folder.
+def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
+    """The rows of ``profile`` (or of the folder ``data``), found from any working folder; of a ``suite`` if named.
 
     Raises FileNotFoundError that says how to measure when there are none, and RuntimeError when the driver started this
     kernel in another environment than its own.
@@ -29,7 +30,8 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
         raise RuntimeError(f"this kernel runs in {sys.prefix}, the report was started from {expected}")
     name = hardware.match(hardware.detect()) if profile == "auto" else profile
     folder = data_folder(name, data)
-    return read_study(hardware.get_profile(name), folder)
+    found = read_study(hardware.get_profile(name), folder)
+    return found.of(suite) if suite else found
 
 
 def read_study(profile, folder: Path) -> Study:
@@ -54,10 +56,25 @@ class Study:
     results: Sequence
     folder: Path
     left_out: int = 0  # rows of another machine, device or engine in the same folder
+    suite: str = ""  # the suite of points that these rows answer; empty: all that lie there
 
     def __post_init__(self):
         self.results = judged(self.results)
         self._ratios: dict[tuple[int, int], measure.Ratio] = {}  # of rows of this study, each asked for in many tables
+
+    def of(self, suite: str) -> Study:
+        """The rows of one suite: all but those of groups that belong to another."""
+        theirs = {name for other in suites.SUITES if other != suite for name in self._groups(other)}
+        kept = [r for r in self.results if r.group not in theirs - self._groups(suite)]
+        return replace(self, results=kept, suite=suite)
+
+    def _groups(self, suite: str) -> set[str]:
+        return {group.name for group in self.asked(suite)}
+
+    def asked(self, suite: str) -> list:
+        """The groups of points that a suite asks for on the machine that these rows come from."""
+        profile = replace(self.profile, memory_bytes=self.profile.memory_bytes or self.memory_bytes)
+        return suites.SUITES[suite](profile, device=self.device_type, rehearsal=self.rehearsal)
 
     @property
     def rehearsal(self) -> bool:
