@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,7 @@ def fault(kind, pattern, layout):
         if kind == "raise":
             raise ValueError("a bad day")
         if kind == "kill":
+            print("first words\nlast words", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "leave":
             os._exit(0)
@@ -60,11 +63,29 @@ def fault(kind, pattern, layout):
             shards = [torch.cat([t, t], 2) for t in shards]
         if kind == "other scheme":
             return call(*shards, None, pattern, layout, True, "ring", dist.group.WORLD)
+        if kind == "other order":
+            call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
         if kind == "corrupt":
             from ringlab.ring import plan
 
             plan.Problem.needs = lambda self, rank, source, right=plan.Problem.needs: right(self, rank, source)[:-1]
-    return call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+    found = call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+    return found if kind == "none" else call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
+
+
+def late_rank(rank, *rest):
+    """A rank of ``launch`` of which number 1 never joins."""
+    from ringlab.ring import launch
+
+    if rank == 1:
+        time.sleep(1000)
+    launch._rank(rank, *rest)
+
+
+def sleeps(folder):
+    """Leave the process id and never end."""
+    Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    time.sleep(1000)
 
 
 def two_meshes(pattern, layout, seed):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ring_cases import call, compiled, fault, parity, tensors, two_meshes
+from ring_cases import call, compiled, parity, tensors, two_meshes
 from ringlab import reference
 from ringlab.local import Execution, attend
 from ringlab.patterns import Dense, Dilated
@@ -25,7 +25,7 @@ from ringlab.ring import (
     zigzag,
 )  # fmt: skip
 from ringlab.ring import rank as ring_rank
-from ringlab.ring.launch import RankFailed, launch
+from ringlab.ring.launch import launch
 from test_ring_plan import any_layout, any_pattern
 
 BOUND = {torch.float64: 1e-12, torch.float32: 5e-6}
@@ -316,25 +316,3 @@ def test_compiled_and_checkpointed_steps_are_the_eager_one(scheme):
             assert all(torch.equal(a, b) for a, b in zip(results[0], other))
         agreed, plain, selective = messages[0] - messages[1], messages[2], messages[3]
         assert agreed == 2 and selective == messages[1] < plain
-
-
-@pytest.mark.parametrize(
-    "kind, said",
-    [
-        ("raise", "rank 1 raised ValueError: a bad day"),
-        ("kill", "rank 1 was ended by SIGKILL before it was done"),
-        ("leave", "rank 1 left with exit code 0 before it was done"),
-        ("hang", "rank 1 hangs: after 8 s it has begun 0 exchanges"),
-        ("other shapes", "ranks disagree about what is computed"),
-        ("other scheme", "ranks disagree about what is computed"),
-        ("corrupt", "ranks disagree about what is computed or which rows move"),
-    ],
-)
-def test_a_fault_ends_in_time_with_the_culprit_named(kind, said):
-    with pytest.raises(RankFailed, match=said):
-        launch(fault, 3, kind, Dilated([8, 24], [1, 2]), contiguous(24, 3), timeout_s=8.0 if kind == "hang" else 60.0)
-
-
-def test_a_function_of_a_cell_is_refused():
-    with pytest.raises(ValueError, match="put it into a module"):
-        launch(lambda: 0, 2)

@@ -1,10 +1,10 @@
 """Attention across ranks: layouts, the plan of what moves, and the schemes that move it."""
 
+from .agree import PlanMismatch
 from .comm import Traffic, counting
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
 from .plan import Block, Problem, RankPlan, plan_rank
 from .ranks import SCHEMES, Choice, Simulated, attend, choose, group_size
-from .schemes import PlanMismatch
 
 __all__ = [
     "SCHEMES", "Block", "Choice", "Layout", "PlanMismatch", "Problem", "RankPlan", "Simulated", "Traffic", "attend",

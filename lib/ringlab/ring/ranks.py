@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import kernels, local, patterns
 from ..kernels.base import wide
 from . import schemes, ulysses
+from .agree import agree
 from .comm import drive, simulate
 from .layout import Layout, named, parse
 from .plan import Problem, plan_rank
@@ -203,11 +204,12 @@ def ranks_forward(
     problem, pg = _problem(pattern, layout, causal, q.shape[2], k.shape[2]), _group(group)
     flip, positive = local.positive_scale(scale)
     rank = _rank(problem, dist.get_rank(pg), q, positive, _backend(backend), True)
-    same = repr((scheme, q.shape[0], *q.shape[2:], str(q.dtype), scale, backend))
-    known = _agreed.setdefault(pg, set())
-    if (problem, same) not in known:
-        drive(schemes.agree(rank, same, q.device), pg)
-        known.add((problem, same))
+    same = {"scheme": scheme, "batch": q.shape[0], "head_dim": q.shape[3], "dtype": q.dtype, "scale": scale,
+            "backend": backend}  # fmt: skip
+    known, key = _agreed.setdefault(pg, set()), (problem, *same.values())
+    if key not in known:
+        drive(agree(rank, same, q.device), pg)
+        known.add(key)
     with torch.autocast(q.device.type, enabled=False):
         out, lse, *kept = drive(SCHEMES[scheme][0](rank, flip(q), k, v), pg)
     kept += [q.new_empty(0) for _ in range(2 - len(kept))]

@@ -16,40 +16,10 @@ from ..kernels.base import wide
 from ..local import fold_lse_gradient
 from .comm import AllToAll, Exchange, Post, Steps, Wait
 from .meet import local_rows
-from .plan import digest, text_digest
 from .rank import Rank, shard_of, widened
-
-
-class PlanMismatch(RuntimeError):
-    """Two ranks disagree about which rows move between them."""
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # plan: the rows that are seen, each once, by one all-to-all
-
-
-def agree(rank: Rank, same: str = "", device=None) -> Steps:
-    """Compare, for every pair of ranks, digests of the problem and of the rows to be sent and expected.
-
-    ``same``: what else must be equal on all ranks. All ranks raise PlanMismatch together, so that none waits in vain.
-    """
-    plan, p = rank.plan, rank.problem.layout.ranks
-    problem = text_digest(repr((rank.problem, same)))
-    mine = torch.tensor([[problem, digest(blocks)] for blocks in plan.send], device=device)  # (p, 2)
-    theirs = torch.empty_like(mine)
-    yield Wait((yield Post(AllToAll(mine, [1] * p, theirs, [1] * p))))
-    expected = [[problem, digest(blocks)] for blocks in plan.receive]
-    wrong = [j for j, found in enumerate(theirs.tolist()) if found != expected[j]]
-    verdict = torch.tensor([wrong[0] if wrong else -1] * p, device=device)
-    verdicts = torch.empty_like(verdict)
-    yield Wait((yield Post(AllToAll(verdict, [1] * p, verdicts, [1] * p))))
-    bad = [(receiver, sender) for receiver, sender in enumerate(verdicts.tolist()) if sender >= 0]
-    if bad:
-        said = ", ".join(f"rank {sender} against rank {receiver}" for receiver, sender in bad)
-        raise PlanMismatch(
-            f"ranks disagree about what is computed or which rows move: {said} "
-            "(shapes, pattern, scheme, layout; a layout's name means equal shards, others need a ringlab.ring.Layout)"
-        )
 
 
 def plan_forward(rank: Rank, q, k, v) -> Steps:

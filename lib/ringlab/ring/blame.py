@@ -1,0 +1,175 @@
+"""Ranks as processes: how they meet, what each leaves in a folder for its launcher, and which of them is to blame.
+
+A rank keeps two files: ``<rank>.beat``, its process id and the exchanges it has begun, and ``<rank>.end``, how it
+ended, written under another name and then renamed, so that nobody reads half of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from . import comm
+
+JOIN_S = 60.0  # for all ranks to start and meet; only then their time begins
+GRACE_S = 1.0  # for the others to say what they saw, once one rank has failed
+ABSENT, WAITING = -2, -1  # instead of a count of exchanges: not come yet; at the meeting place
+COMPILER = "torch._dynamo"  # a custom operator loads it at its first call: seconds, to be spent before any time counts
+_BEAT = struct.Struct("=qq")
+
+
+class RankFailed(RuntimeError):
+    """A rank failed: ``rank`` is the culprit, not the one that noticed."""
+
+    def __init__(self, rank: int, what: str):
+        super().__init__(f"rank {rank} {what}")
+        self.rank = rank
+
+
+@dataclass
+class End:
+    """How a rank ended: "ok" with its value, "error", "network" or "died" with what is known of it.
+
+    "stopped": it was told to end, because another rank had. ``culprit``: another rank that the error itself names.
+    """
+
+    kind: str
+    value: object = None
+    trace: str = ""
+    culprit: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> End:
+        """The end of a rank that an exception ended; those of the network only tell that another has gone."""
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if notices_another(error):
+            return cls("network", said)
+        trace = "".join(traceback.format_exception(error))
+        return cls("error", said, trace, getattr(error, "rank", None))
+
+
+def notices_another(error: BaseException) -> bool:
+    """Whether an exception is what a rank sees when another one has gone or does not answer."""
+    words = ("gloo", "nccl", "connection", "timed out", "peer")
+    plain = type(error) is RuntimeError and any(word in str(error).lower() for word in words)
+    return plain or isinstance(error, dist.DistError)
+
+
+class Beat:
+    """How far a rank has come, kept where its launcher can read it: each call is a step.
+
+    ABSENT, WAITING, 0 (joined), 1 (has begun one exchange), ...
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     Beat(folder, 1)()
+    ...     beats(folder, 2)
+    [-2, -1]
+    """
+
+    def __init__(self, folder: Path | str, rank: int):
+        self.file = os.open(Path(folder, f"{rank}.beat"), os.O_CREAT | os.O_WRONLY, 0o600)
+        self.count = ABSENT - 1
+        self()
+
+    def __call__(self) -> None:
+        self.count += 1
+        os.pwrite(self.file, _BEAT.pack(os.getpid(), self.count), 0)
+
+
+def beats(folder: Path | str, ranks: int) -> list[int]:
+    """The exchanges that each rank has begun; ABSENT where it has not joined."""
+    return [_beat(folder, rank)[1] for rank in range(ranks)]
+
+
+def process_of(folder: Path | str, rank: int) -> int | None:
+    """The process id of a rank, None where it has not come so far as to write it."""
+    return _beat(folder, rank)[0]
+
+
+def _beat(folder, rank: int) -> tuple[int | None, int]:
+    try:
+        data = Path(folder, f"{rank}.beat").read_bytes()
+    except FileNotFoundError:
+        return None, ABSENT
+    return _BEAT.unpack(data) if len(data) == _BEAT.size else (None, ABSENT)
+
+
+def write_end(folder: Path | str, rank: int, end: End) -> None:
+    partial, whole = Path(folder, f"{rank}.end.partial"), Path(folder, f"{rank}.end")
+    partial.write_bytes(pickle.dumps(end))
+    partial.replace(whole)
+
+
+def read_ends(folder: Path | str, ranks: int) -> dict[int, End]:
+    """What the ranks have left so far."""
+    paths = {rank: Path(folder, f"{rank}.end") for rank in range(ranks)}
+    return {rank: pickle.loads(path.read_bytes()) for rank, path in paths.items() if path.exists()}
+
+
+def loopback() -> str:
+    """This machine's loopback interface, for gloo, which else looks up the host's name: that may lead nowhere."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def meet(store: dist.Store, rank: int, ranks: int, timeout_s: float, beat: Beat, backend: str = "gloo") -> None:
+    """Join the default group when all ranks are there; ``timeout_s`` for each exchange from then on."""
+    importlib.import_module(COMPILER)
+    store.set(f"here/{rank}", "")
+    beat()
+    store.wait([f"here/{other}" for other in range(ranks)], timedelta(seconds=JOIN_S))
+    group = dist.PrefixStore("group", store)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=limit)
+    beat()
+    comm.on_post = beat
+
+
+def blame(ends: dict[int, End], counts: list[int], timeout_s: float) -> None:
+    """Raise RankFailed for the culprit: who died, else who raised, else who hangs, and never who only noticed it.
+
+    ``ends`` of the ranks that have ended, ``counts`` of the exchanges that each rank has begun.
+    """
+    ends = {rank: end for rank, end in sorted(ends.items()) if end.kind != "stopped"}
+    for rank, end in ends.items():
+        if end.kind == "died":
+            raise RankFailed(rank, end.value)
+    for rank, end in ends.items():
+        if end.kind == "error":
+            named = end.culprit is not None
+            failure = RankFailed(end.culprit if named else rank, f"{'differs:' if named else 'raised'} {end.value}")
+            failure.add_note(end.trace)
+            raise failure
+    silent = [rank for rank in range(len(counts)) if rank not in ends]
+    if silent:
+        rank = min(silent, key=lambda r: counts[r])
+        if counts[rank] < 0:
+            raise RankFailed(rank, f"has not joined within {JOIN_S:g} s")
+        most = max(counts)
+        raise RankFailed(rank, f"hangs: after {timeout_s:g} s it has begun {counts[rank]} exchanges, others {most}")
+    for rank, end in ends.items():
+        if end.kind == "network":
+            raise RankFailed(rank, f"lost its peers: {end.value}")
+
+
+def death(code: int | None, said: str = "") -> str:
+    """How a process ended that left no word, by its exit code (negative: the signal), for a message.
+
+    >>> death(-9), death(0, "last words")
+    ('was ended by SIGKILL before it was done', 'left with exit code 0 before it was done: last words')
+    """
+    if code is not None and code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    else:
+        how = "ended" if code is None else f"left with exit code {code}"
+    return f"{how} before it was done" + (f": {said}" if said else "")

@@ -1,0 +1,167 @@
+"""Ranks as processes: a fault ends in time, the culprit is named in one line, and nothing is left running."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ring_cases import fault, late_rank
+from ringlab.patterns import Dilated
+from ringlab.ring import blame, contiguous, elastic
+from ringlab.ring import launch as forked
+from ringlab.ring.blame import RankFailed
+
+PATTERN = Dilated([8, 24], [1, 2])
+FAULTS = {
+    "raise": "rank 1 raised ValueError: a bad day",
+    "kill": "rank 1 was ended by SIGKILL before it was done",
+    "leave": "rank 1 left with exit code 0 before it was done",
+    "hang": "rank 1 hangs: after 3 s it has begun 0 exchanges, others 1",
+    "other shapes": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
+    "heads is 4 / 4 on rank 1, 2 / 2 on the others",
+    "other scheme": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
+    "scheme is ring on rank 1, plan on the others",
+    "other order": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
+    "causal is False on rank 1, True on the others",
+    "corrupt": "rank 1 differs: PlanMismatch: ranks disagree about which rows move: "
+    "rank 0 against rank 1, rank 1 against rank 2",
+}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
+    timeout_s = 3.0 if kind == "hang" else 60.0
+    forked.launch(dist.get_rank, 3)  # the forkserver is there
+    start = time.monotonic()
+    with pytest.raises(RankFailed) as failure:
+        forked.launch(fault, 3, kind, PATTERN, contiguous(24, 3), timeout_s=timeout_s)
+    assert time.monotonic() - start < timeout_s + 2
+    assert str(failure.value) == FAULTS[kind] and failure.value.rank == 1
+    shown = "".join(getattr(failure.value, "__notes__", [])) + capfd.readouterr().err
+    assert shown.count("Traceback") == ("raise" in FAULTS[kind] or "differs" in FAULTS[kind]), "the culprit's alone"
+
+
+@pytest.mark.parametrize("kind", ["none", "kill", "leave", "hang"])
+def test_torchs_launcher_names_the_culprit_too(kind):
+    job = fault, 2, kind, PATTERN, contiguous(24, 2)
+    if kind == "none":
+        same = forked.launch(*job)
+        assert all(a.equal(b) for mine, other in zip(elastic.launch(*job), same) for a, b in zip(mine, other))
+        return
+    with pytest.raises(RankFailed) as failure:
+        elastic.launch(*job, timeout_s=3.0 if kind == "hang" else 60.0)
+    assert str(failure.value) == FAULTS[kind] + (": last words" if kind == "kill" else "") and failure.value.rank == 1
+
+
+def test_a_rank_that_never_joins_is_named(monkeypatch):
+    monkeypatch.setattr(forked, "_rank", late_rank)
+    forked.launch(dist.get_rank, 1)
+    monkeypatch.setattr(blame, "JOIN_S", 2.0)
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="^rank 1 has not joined within 2 s$"):
+        forked.launch(dist.get_rank, 3)
+    assert time.monotonic() - start < 4.0
+
+
+CALLER = """
+from ringlab.ring import elastic, launch
+from ring_cases import sleeps
+if __name__ == "__main__":
+    {module}.launch(sleeps, 2, {folder!r})
+"""
+
+
+def started(tmp_path, module: str):
+    """A process that launches two ranks which never end, and theirs."""
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER.format(module=module, folder=str(tmp_path)))
+    paths = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": paths},
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    deadline = time.monotonic() + 90
+    files = [tmp_path / f"{rank}.pid" for rank in range(2)]
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process, [int(f.read_text()) for f in files]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("module, who", [("launch", "caller"), ("elastic", "caller"), ("elastic", "launcher")])
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path, module, who):
+    process, ranks = started(tmp_path, module)
+    launcher = parent(ranks[0])
+    assert all(map(alive, [launcher, *ranks])) and parent(ranks[1]) == launcher
+    os.kill(process.pid if who == "caller" else launcher, signal.SIGKILL)
+    assert gone([launcher, *ranks], 5.0)
+    assert process.wait(5) != 0
+
+
+LATE = "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\ndef work(): return 0\n"
+
+
+def test_two_nodes_meet_by_the_same_command_while_a_rank_is_missed(tmp_path, monkeypatch):
+    """One command on each of two nodes, here on loopback; meanwhile, as it takes its time, a rank that never joins."""
+    (tmp_path / "late.py").write_text(LATE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    import late
+
+    monkeypatch.delenv("RANK")
+    failures = []
+
+    def misses():
+        with pytest.raises(RankFailed) as failure:
+            elastic.launch(late.work, 2)
+        failures.append(failure.value)
+
+    monkeypatch.setattr(blame, "JOIN_S", 20.0)
+    missing = threading.Thread(target=misses)
+    missing.start()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path / "job"
+    elastic.write_job(folder, fault, "none", PATTERN, contiguous(24, 2))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}", "--local-addr=127.0.0.1", "-m", "ringlab.ring.elastic", str(folder),
+    ]  # fmt: skip
+    env = os.environ | {"GLOO_SOCKET_IFNAME": blame.loopback(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    nodes = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [node.communicate(timeout=90)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    found, same = elastic.collect(folder, 2), forked.launch(fault, 2, "none", PATTERN, contiguous(24, 2))
+    assert all(a.equal(b) for one, other in zip(found, same) for a, b in zip(one, other))
+
+    missing.join(60)
+    assert str(failures[0]) == "rank 1 has not joined within 20 s"
+
+
+def test_a_function_of_a_cell_is_refused():
+    for launch in (forked.launch, elastic.launch):
+        with pytest.raises(ValueError, match="put it into a module"):
+            launch(lambda: 0, 2)

@@ -1,0 +1,53 @@
+"""What a rank sends: predicted from the plan equal to what is counted, and the ladder's closed forms equal to the plan."""
+
+import random
+
+import pytest
+import torch
+from ring_cases import call, tensors
+from ringlab import attention
+from ringlab.patterns import Dense, Dilated
+from ringlab.ring import SCHEMES, Problem, Simulated, contiguous, counting, plan_rank, uneven, zigzag
+from ringlab.ring.volume import ladder_rows, ladder_table, sent_bytes
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_predicted_for_every_scheme(scheme, dtype):
+    rng = random.Random(scheme)
+    for layout in (contiguous(37, 3), zigzag(40, 2), uneven([5, 0, 20, 7])):
+        pattern = rng.choice([Dense(), Dilated([8, 20], [1, 3])])
+        causal, heads, kv_heads, d, batch = rng.random() < 0.5, 4, rng.choice([2, 4]), 8, rng.choice([1, 2])
+        q, k, v, dout, _ = tensors(layout, heads, kv_heads, d, dtype, 0, batch)
+        problem, group = Problem(pattern, layout, causal, heads, kv_heads), Simulated(layout.ranks)
+        shape = {"batch": batch, "head_dim": d, "dtype": dtype}
+        with counting() as forward:
+            attention(q, k, v, pattern, causal=causal, group=group, scheme=scheme, layout=layout)
+        with counting() as both:
+            call(q, k, v, dout, None, pattern, layout, causal, scheme, group)
+        for rank in range(layout.ranks):
+            assert sent_bytes(problem, rank, scheme, **shape) == forward.from_rank(rank), (layout, rank)
+            assert sent_bytes(problem, rank, scheme, passes="fwd+bwd", **shape) == both.from_rank(rank), (layout, rank)
+
+
+@pytest.mark.parametrize("n, ranks", [(2**17, 8), (2**17, 32), (2**18, 4), (2**13, 2)])
+def test_the_closed_form_is_the_plan(n, ranks):
+    lengths = [2**i for i in range(11, n.bit_length())]
+    pattern = Dilated(lengths, [length // 2048 for length in lengths])
+    problem = Problem(pattern, contiguous(n, ranks), False, 1, 1)
+    assert {sum(plan_rank(problem, rank).received) for rank in range(ranks)} == {ladder_rows(n, ranks).plan}
+    moved = ladder_rows(n, ranks)
+    assert moved.ring == n - n // ranks
+    segments = 0  # LongNet: all of the segment's rows that lie outside the shard, once per branch
+    for length, rate in zip(lengths, pattern.dilation_rates):
+        segments += max(0, length - n // ranks) // rate
+    assert moved.segment_gather == segments
+
+
+def test_published_sizes_and_what_is_refused():
+    """The figures of the formulas for 16M positions on 512 ranks; 16 M rows against nine thousand."""
+    (moved,) = ladder_table([(2**24, 512)])
+    assert (moved.plan, moved.segment_gather, moved.world_gather, moved.ring) == (9216, 16388, 1044484, 16744448)
+    for n, ranks in ((3 * 2**17, 8), (2**17, 3), (2**17, 128)):
+        with pytest.raises(ValueError, match="ladder|sparsest"):
+            ladder_rows(n, ranks)
