@@ -107,3 +107,50 @@ def compiled(pattern, layout, scheme):
             results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
         messages.append(traffic.messages)
     return results, messages
+
+
+def short_of_memory():
+    """One step of the production module where rank 1's third kernel call fails, and what it took."""
+    import ringlab
+    from ringlab import local
+    from ringlab.cache import PatternCache
+    from ringlab.kernels.eager import Eager
+    from ringlab.ring import contiguous
+
+    rank, layout = dist.get_rank(), contiguous(48, 2)
+    q, k, v, dout = (layout.shard(t, rank) for t in tensors(layout, 4, 4, 8, torch.float64, 4)[:4])
+    right, calls, failures = Eager.forward, [], []
+
+    def forward(eager, *args):
+        calls.append(0)
+        if module is failing and rank == 1 and len(calls) == 3:
+            failures.append(0)
+            raise torch.OutOfMemoryError("as told")
+        return right(eager, *args)
+
+    def step():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        with counting() as traffic:
+            out = module(*leaves, is_causal=True)
+            values = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        return values, (traffic.total, traffic.messages)
+
+    made = [ringlab.RingDilatedAttentionProduction([12, 36], [1, 2], group=dist.group.WORLD) for _ in range(3)]
+    for module in made:
+        module.chain = "eager"
+    module, failing = made[0], made[2]
+    step()  # the ranks compare what they are about to do once
+    module = made[1]
+    _, sent = step()
+    Eager.forward, module = forward, failing
+    calls.clear()
+    values, sent_then = step()
+    levels = (failing.execution.tile.level,)
+    failing.agree()
+    cache = PatternCache()
+    out = ringlab.attention(q.requires_grad_(), k, v, ringlab.Dense(), group=dist.group.WORLD, scheme="ring",
+                            execution=local.Execution(cache=cache, tile=8))  # fmt: skip
+    used = cache.stats().misses
+    out.sum().backward()  # nobody but the graph holds that execution any more
+    return {"values": values, "levels": levels + (failing.execution.tile.level,), "failures": len(failures),
+            "sent": sent_then, "sent without failure": sent, "cached": used}  # fmt: skip
