@@ -154,3 +154,42 @@ def short_of_memory():
     out.sum().backward()  # nobody but the graph holds that execution any more
     return {"values": values, "levels": levels + (failing.execution.tile.level,), "failures": len(failures),
             "sent": sent_then, "sent without failure": sent, "cached": used}  # fmt: skip
+
+
+def layer_gradients(scheme, group="world"):
+    """Parameter gradients of a layer for this rank's shard (group None: all rows), at once and by micro-batches."""
+    from ringlab.nn import MultiheadAttention
+    from ringlab.patterns import Dilated
+    from ringlab.ring import contiguous
+
+    ranks = {} if group is None else {"group": dist.group.WORLD, "scheme": scheme}
+    torch.manual_seed(0)
+    layer = MultiheadAttention(16, 4, Dilated([12, 36], [1, 2]), num_kv_heads=2, causal=True, dtype=torch.float64,
+                               **ranks)  # fmt: skip
+    x, dout = torch.randn(2, 4, 48, 16, dtype=torch.float64)
+    if group is not None:
+        x, dout = (contiguous(48, 2).shard(t, dist.get_rank()) for t in (x, dout))
+    once = torch.autograd.grad(layer(x), list(layer.parameters()), dout)
+    for part, cotangent in zip(x.split(1), dout.split(1)):
+        layer(part).backward(cotangent)
+    return list(once), [p.grad for p in layer.parameters()]
+
+
+def peaks_of_a_shard(cases, n, heads, d):
+    """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
+    from ringlab.ring import Problem, contiguous
+    from ringlab.ring.comm import drive
+    from ringlab.ring.ranks import SCHEMES, _rank
+    from ringlab.tracking import LiveStorageTracker
+
+    layout, me, peaks = contiguous(n, dist.get_world_size()), dist.get_rank(), []
+    q, k, v = (torch.randn(1, layout.size(me), heads, d) for _ in range(3))
+    for pattern, scheme in cases:
+        # The algorithm itself: the operator around it is one step to a tracker, which sees nothing inside.
+        rank = _rank(Problem(pattern, layout, False, heads, heads), me, q, 1.0, "auto", False, Execution())
+        for _ in range(2):  # the first call makes the plan
+            with LiveStorageTracker() as tracker:
+                tracker.register(q, k, v)
+                drive(SCHEMES[scheme][0](rank, q, k, v), dist.group.WORLD)
+        peaks.append(tracker.peak_bytes)
+    return peaks

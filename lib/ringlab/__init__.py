@@ -6,7 +6,7 @@
 torch.Size([1, 64, 4, 16])
 """
 
-from . import kernels, reference, ring
+from . import kernels, nn, reference, ring
 from .api import attention
 from .local import Execution
 from .patterns import Dense, Dilated, Pattern
@@ -47,6 +47,7 @@ __all__ = [
     "Simulated",
     "attention",
     "kernels",
+    "nn",
     "reference",
     "ring",
 ]
