@@ -128,3 +128,89 @@ def compiled(pattern, layout, scheme):
             results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
         messages.append(traffic.messages)
     return results, messages
+
+
+def short_of_memory():
+    """One step of the production module where rank 1's third kernel call fails, and what it took."""
+    import ringlab
+    from ringlab import local
+    from ringlab.cache import PatternCache
+    from ringlab.kernels.eager import Eager
+    from ringlab.ring import contiguous
+
+    rank, layout = dist.get_rank(), contiguous(48, 2)
+    q, k, v, dout = (layout.shard(t, rank) for t in tensors(layout, 4, 4, 8, torch.float64, 4)[:4])
+    right, calls, failures = Eager.forward, [], []
+
+    def forward(eager, *args):
+        calls.append(0)
+        if module is failing and rank == 1 and len(calls) == 3:
+            failures.append(0)
+            raise torch.OutOfMemoryError("as told")
+        return right(eager, *args)
+
+    def step():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        with counting() as traffic:
+            out = module(*leaves, is_causal=True)
+            values = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        return values, (traffic.total, traffic.messages)
+
+    made = [ringlab.RingDilatedAttentionProduction([12, 36], [1, 2], group=dist.group.WORLD) for _ in range(3)]
+    for module in made:
+        module.chain = "eager"
+    module, failing = made[0], made[2]
+    step()  # the ranks compare what they are about to do once
+    module = made[1]
+    _, sent = step()
+    Eager.forward, module = forward, failing
+    calls.clear()
+    values, sent_then = step()
+    levels = (failing.execution.tile.level,)
+    failing.agree()
+    cache = PatternCache()
+    out = ringlab.attention(q.requires_grad_(), k, v, ringlab.Dense(), group=dist.group.WORLD, scheme="ring",
+                            execution=local.Execution(cache=cache, tile=8))  # fmt: skip
+    used = cache.stats().misses
+    out.sum().backward()  # nobody but the graph holds that execution any more
+    return {"values": values, "levels": levels + (failing.execution.tile.level,), "failures": len(failures),
+            "sent": sent_then, "sent without failure": sent, "cached": used}  # fmt: skip
+
+
+def layer_gradients(scheme, group="world"):
+    """Parameter gradients of a layer for this rank's shard (group None: all rows), at once and by micro-batches."""
+    from ringlab.nn import MultiheadAttention
+    from ringlab.patterns import Dilated
+    from ringlab.ring import contiguous
+
+    ranks = {} if group is None else {"group": dist.group.WORLD, "scheme": scheme}
+    torch.manual_seed(0)
+    layer = MultiheadAttention(16, 4, Dilated([12, 36], [1, 2]), num_kv_heads=2, causal=True, dtype=torch.float64,
+                               **ranks)  # fmt: skip
+    x, dout = torch.randn(2, 4, 48, 16, dtype=torch.float64)
+    if group is not None:
+        x, dout = (contiguous(48, 2).shard(t, dist.get_rank()) for t in (x, dout))
+    once = torch.autograd.grad(layer(x), list(layer.parameters()), dout)
+    for part, cotangent in zip(x.split(1), dout.split(1)):
+        layer(part).backward(cotangent)
+    return list(once), [p.grad for p in layer.parameters()]
+
+
+def peaks_of_a_shard(cases, n, heads, d):
+    """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
+    from ringlab.ring import Problem, contiguous
+    from ringlab.ring.comm import drive
+    from ringlab.ring.ranks import SCHEMES, _rank
+    from ringlab.tracking import LiveStorageTracker
+
+    layout, me, peaks = contiguous(n, dist.get_world_size()), dist.get_rank(), []
+    q, k, v = (torch.randn(1, layout.size(me), heads, d) for _ in range(3))
+    for pattern, scheme in cases:
+        # The algorithm itself: the operator around it is one step to a tracker, which sees nothing inside.
+        rank = _rank(Problem(pattern, layout, False, heads, heads), me, q, 1.0, "auto", False, Execution())
+        for _ in range(2):  # the first call makes the plan
+            with LiveStorageTracker() as tracker:
+                tracker.register(q, k, v)
+                drive(SCHEMES[scheme][0](rank, q, k, v), dist.group.WORLD)
+        peaks.append(tracker.peak_bytes)
+    return peaks

@@ -237,7 +237,7 @@ FLOORS = {
     4: ["report", "measure"],
     3: ["api", "variants", "nn", "advise"],
     2: ["ring"],
-    1: ["local", "strided", "gather", "block_sparse", "kernels"],
+    1: ["local", "strided", "gather", "tiles", "block_sparse", "kernels"],
     0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
@@ -247,7 +247,8 @@ SIDEWAYS = {
     "variants": {"api"},
     "nn": {"api", "variants"},
     "advise": {"api", "variants"},
-    "local": {"strided", "gather", "kernels"},
+    "local": {"strided", "gather", "tiles", "kernels"},
+    "tiles": {"kernels"},
     "strided": {"kernels"},
     "gather": {"kernels"},
     "block_sparse": {"kernels", "local"},

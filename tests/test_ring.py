@@ -77,11 +77,13 @@ def test_every_scheme_is_the_oracle(scheme, ranks):
         assert worst <= BOUND[dtype], (worst, pattern, layout, causal, heads, kv_heads)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("pattern", [Dilated([64, 256], [1, 2]), Dense()])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_half_precision_stays_within_twice_a_dense_call(scheme):
-    pattern, layout = Dilated([64, 256], [1, 2]), contiguous(512, 4)
+def test_half_precision_stays_within_twice_a_dense_call(scheme, pattern, ranks):
+    layout = contiguous(256 * ranks, ranks)
     q, k, v, dout, _ = tensors(layout, 4, 4, 32, torch.bfloat16, 0)
-    found = call(q, k, v, dout, None, pattern, layout, True, scheme, Simulated(4))
+    found = call(q, k, v, dout, None, pattern, layout, True, scheme, Simulated(ranks))
     limit = reference.tolerance(q, k, v, dout, causal=True)
     worst = dict(zip(("out", "lse", "dq", "dk", "dv"), errors(found, q, k, v, dout, None, pattern, layout, True)))
     for name in ("out", "dq", "dk", "dv"):

@@ -18,6 +18,7 @@ RINGS = (
     "RingDilatedAttentionV2Collective",
     "RingDilatedAttentionV2Robust",
     "RingDilatedAttentionV2Flash",
+    "RingDilatedAttentionProduction",
     "RingDilatedAttentionHybrid",
     "RingDilatedAttentionSDPA",
     "RingDilatedAttentionCorrect",

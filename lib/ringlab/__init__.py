@@ -6,17 +6,19 @@
 torch.Size([1, 64, 4, 16])
 """
 
-from . import kernels, reference, ring
+from . import kernels, nn, reference, ring
 from .api import attention
 from .local import Execution
 from .patterns import Dense, Dilated, Pattern
 from .ring import Simulated
+from .tiles import Ladder
 from .variants import (
     DilatedAttention,
     ImprovedDilatedAttention,
     RingDilatedAttentionCorrect,
     RingDilatedAttentionHilbertGPUOptimized,
     RingDilatedAttentionHybrid,
+    RingDilatedAttentionProduction,
     RingDilatedAttentionSDPA,
     RingDilatedAttentionV2,
     RingDilatedAttentionV2Collective,
@@ -30,11 +32,13 @@ __all__ = [
     "Dilated",
     "DilatedAttention",
     "Execution",
+    "Ladder",
     "ImprovedDilatedAttention",
     "Pattern",
     "RingDilatedAttentionCorrect",
     "RingDilatedAttentionHilbertGPUOptimized",
     "RingDilatedAttentionHybrid",
+    "RingDilatedAttentionProduction",
     "RingDilatedAttentionSDPA",
     "RingDilatedAttentionV2",
     "RingDilatedAttentionV2Collective",
@@ -43,6 +47,7 @@ __all__ = [
     "Simulated",
     "attention",
     "kernels",
+    "nn",
     "reference",
     "ring",
 ]

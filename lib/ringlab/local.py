@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 from . import cache as caches
 from . import gather, kernels, memory, strided
 from .patterns import Pattern
+from .tiles import Ladder, Tiled
 
 
 @dataclass(frozen=True)
@@ -19,21 +22,26 @@ class Execution:
 
     ``gather``: index-select copies instead of strided views. ``cache``: keep plans and index tensors (True: the global
     pattern cache, False: rebuild them each call, or a ``PatternCache``). ``pool``: borrow large scratch buffers (True:
-    the global pool, False: fresh ones, or a ``MemoryPool``).
+    the global pool, False: fresh ones, or a ``MemoryPool``). ``tile``: form at most tile x tile scores at a time (None:
+    whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that forms none gains
+    nothing by it. Over a group ``gather`` plays no part.
 
     >>> Execution(gather=True, cache=False)
-    Execution(gather=True, cache=False, pool=False)
+    Execution(gather=True, cache=False, pool=False, tile=None)
     """
 
     gather: bool = False
     cache: bool | caches.PatternCache = True
     pool: bool | memory.MemoryPool = False
+    tile: int | Ladder | None = None
 
     def __post_init__(self):
         kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": bool | memory.MemoryPool}
-        for name, kind in kinds.items():
+        for name, kind in (kinds | {"tile": int | Ladder | None}).items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"Execution: {name} cannot be {getattr(self, name)!r}")
+        if isinstance(self.tile, int) and (isinstance(self.tile, bool) or self.tile < 1):
+            raise ValueError(f"Execution: tile must be a positive number of rows, got {self.tile!r}")
 
     def cached(self, key, build):
         if self.cache is False:
@@ -42,6 +50,25 @@ class Execution:
 
     def scratch(self) -> memory.MemoryPool | None:
         return {True: memory.GLOBAL_POOL, False: None}.get(self.pool, self.pool)
+
+    def tiled(self, kernel: kernels.Kernel) -> kernels.Kernel | Tiled:
+        return kernel if self.tile is None else Tiled(kernel, self.tile)
+
+    def text(self) -> str:
+        """What ``named`` finds it by, in this process: operators take strings, not objects."""
+        values = [getattr(self, f.name) for f in fields(self)]
+        text = json.dumps(values, default=lambda value: f"{type(value).__name__} {id(value):#x}")
+        _named.setdefault(text, self)
+        return text
+
+
+_named: WeakValueDictionary = WeakValueDictionary()
+
+
+def named(text: str) -> Execution:
+    """The execution of this text; an equal one is made unless it held objects, which must still be there."""
+    found = _named.get(text)
+    return Execution(*json.loads(text)) if found is None else found
 
 
 def attend(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
@@ -71,7 +98,8 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
     q, k = tensors[:2] if passes == "forward" else tensors[1:3]
     (_, n, heads, d), kv_heads = q.shape, k.shape[2]
     needs_backward = passes == "backward" or any(t.requires_grad for t in tensors)
-    kernel = kernels.choose(q.device, q.dtype, d, causal=causal, backward=needs_backward, backend=backend).kernel
+    found = kernels.choose(q.device, q.dtype, d, causal=causal, backward=needs_backward, backend=backend)
+    kernel = execution.tiled(found.kernel)
     if execution.gather:
         key = caches.key("gather", pattern, n, heads, kv_heads, q.device)
         steps = execution.cached(key, lambda: gather.gather_indices(pattern, n, heads, kv_heads, q.device))

@@ -62,7 +62,7 @@ def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, poo
     views = first and _fold(_views(first, range(first.segments), (q, k, v), kv=(1, 2)))
     if views and len(views) == 1:  # one call writes every row: its result becomes the output
         o, l = kernel.forward(*views[0], causal, scale)  # (b', m, h, d), (b', h, m)
-        out, lse = o.reshape(q.shape), l.transpose(1, 2).reshape(b, n, heads, 1)
+        out, lse = o.reshape(q.shape).to(q.dtype), l.transpose(1, 2).reshape(b, n, heads, 1)
     else:
         first = None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -108,7 +108,7 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
     first = plan.whole(n) if group == 1 and _in_one_call(q, narrow) else None
     views = first and _fold(_views(first, range(first.segments), reads, kv=(2, 3)))
     if views and len(views) == 1:
-        grads = tuple(g.reshape(q.shape) for g in _call_backward(kernel, views[0], causal, scale))
+        grads = tuple(g.reshape(q.shape).to(q.dtype) for g in _call_backward(kernel, views[0], causal, scale))
     else:
         first = None
         grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))

@@ -18,6 +18,18 @@ _PROC = Path("/proc/self")
 # torch.tensor(...) fills its memory out of sight of a dispatch mode and shows it first as the argument of this op.
 _SHOWS_NEW_MEMORY = {torch.ops.aten.lift_fresh.default}
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: by its type or, as torch's CPU allocator does it, only by its words.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
+    True
+    """
+    words = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in words for said in OUT_OF_MEMORY)
+
 
 def storages(value: object) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that hold a tensor's bytes (a sparse tensor has several; meta and opaque tensors none).

@@ -7,6 +7,7 @@ only along a Hilbert curve the pattern itself is another.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isqrt
 
 import torch
@@ -18,6 +19,7 @@ from .api import FLOATS, attention, check_tensors
 from .local import Execution
 from .patterns import Dilated
 from .ring import Simulated
+from .tiles import Ladder
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
 FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
@@ -215,6 +217,25 @@ class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
 
     backend = FLASH + FALLBACK
     auto_dtype = True
+
+
+class RingDilatedAttentionProduction(RingDilatedAttentionV2):
+    """The ring with gradient checkpointing and the memory pool, unless said otherwise, and with smaller tiles where
+    memory runs out.
+
+    >>> RingDilatedAttentionProduction([4, 8], [1, 2], use_gradient_checkpointing=False).execution.tile
+    Ladder((2048, 512, 128), level=0)
+    """
+
+    def __init__(self, segment_lengths, dilation_rates, ring_size: int | None = None, **options):
+        defaults = {"use_gradient_checkpointing": True, "enable_memory_pool": True}
+        super().__init__(segment_lengths, dilation_rates, ring_size, **defaults | options)
+        self.execution = replace(self.execution, tile=Ladder())
+
+    def agree(self) -> None:
+        """Let all ranks take the smallest tile that one has come to; call it on every rank, between two steps."""
+        if self.group is not None and not isinstance(self.group, Simulated):
+            self.execution.tile.agree(self.group)
 
 
 class RingDilatedAttentionHybrid(RingDilatedAttentionV2):

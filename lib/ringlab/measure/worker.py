@@ -19,12 +19,11 @@ from dataclasses import asdict
 import torch
 
 from .. import hardware, reference
+from ..tracking import is_out_of_memory
 from .footprint import footprint, limit_memory, warm
 from .points import Point
 from .systems import Output, System, build
 from .timing import LONG_S, WARM_S, clock_for, loops_for
-
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
 def first_line(error: BaseException, length: int = 300) -> str:
@@ -37,7 +36,7 @@ def outcome(error: Exception) -> tuple[str, str]:
     >>> outcome(NotImplementedError("needs CUDA")), outcome(RuntimeError("CUDA out of memory. Tried"))[0]
     (('unsupported', 'needs CUDA'), 'oom')
     """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(s in str(error).lower() for s in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         return "oom", first_line(error)
     if isinstance(error, NotImplementedError | ValueError):
         return "unsupported", first_line(error)

@@ -71,19 +71,19 @@ def attend(q, k, v, pattern, *, causal, scale, backend, execution, group, scheme
         return _simulated(q, k, v, pattern, causal, scale, backend, execution, group.ranks, scheme, layout)
     group = _process_group(group)
     p, shape = dist.get_world_size(group), (q.shape[1], q.shape[2], k.shape[2])
-    pattern_text, layout_text, scheme = _texts(pattern, layout, p, dist.get_rank(group), shape, causal, scheme)
+    texts = _texts(pattern, layout, p, dist.get_rank(group), shape, causal, scheme, execution)
     if p == 1:
         return local.attend(q, k, v, pattern, causal=causal, scale=scale, backend=backend, execution=execution)
     names = ",".join(backend) if isinstance(backend, tuple) else backend
-    return ranks_forward(q, k, v, group.group_name, pattern_text, layout_text, causal, scale, scheme, names)[:2]
+    return ranks_forward(q, k, v, group.group_name, causal, scale, names, *texts)[:2]
 
 
-def _texts(pattern, layout, p: int, rank: int, shape, causal: bool, scheme: str) -> tuple[str, str, str]:
-    """Pattern, layout and scheme as the operators take them, checked; ``shape``: rows, heads, K/V heads here."""
+def _texts(pattern, layout, p: int, rank: int, shape, causal: bool, scheme: str, execution) -> tuple[str, ...]:
+    """Pattern, layout, scheme, execution as the operators take them, checked; ``shape``: rows, heads, K/V heads."""
     rows, heads, kv_heads = shape
     found = named(layout, rows if isinstance(layout, Layout) else rows * p, p)
     problem = _checked(pattern, found, causal, heads, kv_heads, found.size(rank), rows)
-    return json.dumps(pattern.to_dict()), str(found), _scheme(problem, scheme)
+    return json.dumps(pattern.to_dict()), str(found), _scheme(problem, scheme), execution.text()
 
 
 # Python objects and shapes in, strings out: nothing that a compiler must trace. This is torch.compiler's
@@ -132,12 +132,9 @@ def _process_group(group) -> dist.ProcessGroup:
     return group
 
 
-def _rank(problem: Problem, rank: int, q: Tensor, scale: float, backend, backward: bool, execution=None) -> Rank:
-    execution = execution or local.Execution()
-    kernel = kernels.choose(
-        q.device, q.dtype, q.shape[3], causal=problem.causal, backward=backward, backend=backend
-    ).kernel
-    return Rank(problem, rank, kernel, scale, execution.cached, execution.scratch())
+def _rank(problem: Problem, rank: int, q: Tensor, scale: float, backend, backward: bool, execution) -> Rank:
+    found = kernels.choose(q.device, q.dtype, q.shape[3], causal=problem.causal, backward=backward, backend=backend)
+    return Rank(problem, rank, execution.tiled(found.kernel), scale, execution.cached, execution.scratch())
 
 
 class _Simulation(torch.autograd.Function):
@@ -197,13 +194,13 @@ def _backend(names: str):
 
 @torch.library.custom_op("ringlab::ranks_forward", mutates_args=())
 def ranks_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: str, pattern: str, layout: str, causal: bool, scale: float, scheme: str,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, group: str, causal: bool, scale: float, backend: str, pattern: str, layout: str,
+    scheme: str, execution: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, lse and what the backward needs of others' rows (up to two tensors), for one rank of a group."""
     problem, pg = _problem(pattern, layout, causal, q.shape[2], k.shape[2]), _group(group)
     flip, positive = local.positive_scale(scale)
-    rank = _rank(problem, dist.get_rank(pg), q, positive, _backend(backend), True)
+    rank = _rank(problem, dist.get_rank(pg), q, positive, _backend(backend), True, local.named(execution))
     same = {"scheme": scheme, "batch": q.shape[0], "head_dim": q.shape[3], "dtype": q.dtype, "scale": scale,
             "backend": backend}  # fmt: skip
     known, key = _agreed.setdefault(pg, set()), (problem, *same.values())
@@ -217,7 +214,7 @@ def ranks_forward(
 
 
 @ranks_forward.register_fake
-def _(q, k, v, group, pattern, layout, causal, scale, scheme, backend):
+def _(q, k, v, group, causal, scale, backend, pattern, layout, scheme, execution):
     problem, rank = _problem(pattern, layout, causal, q.shape[2], k.shape[2]), dist.get_rank(_group(group))
     (b, s, h, d), n = q.shape, problem.layout.n
     kept = q.new_empty(0), q.new_empty(0)
@@ -233,12 +230,13 @@ def _(q, k, v, group, pattern, layout, causal, scale, scheme, backend):
 @torch.library.custom_op("ringlab::ranks_backward", mutates_args=())
 def ranks_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    more: Tensor, group: str, pattern: str, layout: str, causal: bool, scale: float, scheme: str, backend: str,
+    more: Tensor, group: str, causal: bool, scale: float, backend: str, pattern: str, layout: str, scheme: str,
+    execution: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of one rank's shards."""
     problem, pg = _problem(pattern, layout, causal, q.shape[2], k.shape[2]), _group(group)
     flip, positive = local.positive_scale(scale)
-    rank = _rank(problem, dist.get_rank(pg), q, positive, _backend(backend), True)
+    rank = _rank(problem, dist.get_rank(pg), q, positive, _backend(backend), True, local.named(execution))
     extra = {"plan": (kept,), "ulysses": (kept, more)}.get(scheme, ())
     with torch.autocast(q.device.type, enabled=False):
         grads = drive(SCHEMES[scheme][1](rank, dout, dlse, flip(q), k, v, out, lse, *extra), pg)
@@ -254,6 +252,7 @@ def _(dout, dlse, q, k, v, *rest):
 def _setup(ctx, inputs, output):
     q, k, v, *ctx.rest = inputs
     out, lse, kept, more = output
+    ctx.execution = local.named(ctx.rest[-1])  # its objects stay until the backward, which finds them by their text
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, kept, more)
 
@@ -263,7 +262,7 @@ def _backward(ctx, dout, dlse, *_):
     if dout is None and dlse is None:  # the other ranks go through their backward, so this one does too
         dout = torch.zeros_like(saved[3])
     dout = torch.zeros_like(saved[3]) if dout is None else dout
-    return *ranks_backward(dout, dlse, *saved, *ctx.rest), *[None] * 7
+    return *ranks_backward(dout, dlse, *saved, *ctx.rest), *[None] * 8
 
 
 ranks_forward.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,97 @@
+"""Modules for models: attention with its projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from . import ring
+from .api import DEFAULT, REFUSED, attention
+from .local import Execution
+from .patterns import Pattern
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention over a pattern with q, k, v and output projections: (b, n, embed_dim) to (b, n, embed_dim).
+
+    ``num_kv_heads`` (default: ``num_heads``) must divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``.
+    ``group``, ``scheme``, ``layout``, ``backend`` and ``execution`` are those of ``ringlab.attention``: over a
+    ProcessGroup or 1-D mesh, x is this rank's shard of the sequence. The weights are replicated then, and their
+    gradients are this rank's part: sum them over the ranks. ``use_gradient_checkpointing`` keeps x alone for the
+    backward and computes the rest again, exchanges included. The state dict holds ``q_proj``, ``k_proj``, ``v_proj``
+    and ``out_proj``.
+
+    Raises ValueError for sizes that do not fit, TypeError for an argument that it does not have, as dropout or a mask.
+
+    >>> from ringlab.patterns import Dilated
+    >>> layer = MultiheadAttention(64, 8, Dilated([32, 64], [1, 2]), num_kv_heads=2, causal=True)
+    >>> layer(torch.randn(2, 100, 64)).shape
+    torch.Size([2, 100, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: Pattern,
+        *,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        causal: bool = False,
+        group=None,
+        scheme: str = "auto",
+        layout: str | ring.Layout = "contiguous",
+        backend: str | tuple[str, ...] = "auto",
+        execution: Execution = DEFAULT,
+        use_gradient_checkpointing: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **refused,
+    ):
+        super().__init__()
+        _refuse(refused)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        if embed_dim % num_heads or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must divide embed_dim and num_kv_heads num_heads, got {', '.join(map(str, sizes.values()))}"
+            )
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.pattern, self.use_gradient_checkpointing = pattern, use_gradient_checkpointing
+        self.options = {"causal": causal, "group": group, "backend": backend, "execution": execution}
+        if group is not None:
+            self.options |= {"scheme": scheme, "layout": layout}
+        elif (scheme, layout) != ("auto", "contiguous"):
+            raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
+        kv_dim, made = embed_dim // num_heads * num_kv_heads, {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, embed_dim, **made)
+        self.k_proj = nn.Linear(embed_dim, kv_dim, **made)
+        self.v_proj = nn.Linear(embed_dim, kv_dim, **made)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **made)
+
+    def forward(self, x: Tensor, **refused) -> Tensor:
+        """Attention of x (b, n, embed_dim) to itself; returns (b, n, embed_dim)."""
+        _refuse(refused)
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}")
+        if self.use_gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        projected = ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
+        q, k, v = (proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected)  # (b, n, h, d), (b, n, h_kv, d)
+        return self.out_proj(attention(q, k, v, self.pattern, **self.options).flatten(2))
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
+
+
+def _refuse(arguments: dict) -> None:
+    for name, value in arguments.items():
+        if not (name.startswith("dropout") and value == 0):  # no dropout is what there is
+            raise TypeError(f"MultiheadAttention cannot honour {name!r}: {REFUSED.get(name, 'unknown argument')}")

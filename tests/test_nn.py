@@ -1,0 +1,148 @@
+"""The attention layer is the oracle between torch's own projections, on one device, over ranks and in training."""
+
+import pytest
+import torch
+from ring_cases import layer_gradients
+from ringlab import Dense, Dilated, Execution, Simulated, reference
+from ringlab.memory import MemoryPool
+from ringlab.nn import MultiheadAttention
+from ringlab.ring import SCHEMES
+from ringlab.ring.launch import launch
+from ringlab.tracking import LiveStorageTracker
+from torch.nn import functional as F
+
+PATTERN = Dilated([12, 36], [1, 2])
+
+
+def apart(found, want) -> float:
+    """The worst relative error; a bias of k shifts all scores of a query alike, so its gradient is 0 up to rounding."""
+    floor = 0.01 * max(float(b.norm()) for b in want)
+    return max(float((a - b).norm() / b.norm().clamp_min(floor)) for a, b in zip(found, want, strict=True))
+
+
+def gradients(layer, x, dout):
+    out = layer(x)
+    return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], dout)]
+
+
+def by_torch(layer, x):
+    w = dict(layer.named_parameters())
+    q, k, v = (F.linear(x, w[f"{n}_proj.weight"], w[f"{n}_proj.bias"]).unflatten(-1, (-1, 4)) for n in "qkv")
+    out, _ = reference.attention(q, k, v, layer.pattern, causal=layer.options["causal"])
+    return F.linear(out.flatten(2), w["out_proj.weight"], w["out_proj.bias"])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group, kv_heads", [(None, 4), (None, 2), (Simulated(3), 1)])
+def test_the_layer_is_the_oracle_between_projections(causal, group, kv_heads):
+    torch.manual_seed(0)
+    for pattern in (PATTERN, Dense()):
+        layer = MultiheadAttention(
+            16, 4, pattern, num_kv_heads=kv_heads, causal=causal, group=group, dtype=torch.float64
+        )
+        x, dout = torch.randn(2, 48, 16, dtype=torch.float64, requires_grad=True), torch.randn(2, 48, 16).double()
+        want = by_torch(layer, x)
+        want = [want.detach(), *torch.autograd.grad(want, [x, *layer.parameters()], dout)]
+        assert apart(gradients(layer, x, dout), want) <= 1e-12
+
+
+def test_the_state_dict_is_the_standard_one():
+    layer = MultiheadAttention(16, 4, Dense(), num_kv_heads=2, bias=False)
+    shapes = {name: tuple(t.shape) for name, t in layer.state_dict().items()}
+    assert shapes == {"q_proj.weight": (16, 16), "k_proj.weight": (8, 16), "v_proj.weight": (8, 16),
+                      "out_proj.weight": (16, 16)}  # fmt: skip
+    other = MultiheadAttention(16, 4, PATTERN, num_kv_heads=2, bias=False)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.q_proj.weight, layer.q_proj.weight)
+
+
+@pytest.mark.parametrize("scheme", ["plan", "ring"])
+def test_over_ranks_gradients_sum_to_those_of_one_device_and_micro_batches_to_those_of_one(scheme):
+    whole, _ = layer_gradients(scheme, group=None)
+    everyone = launch(layer_gradients, 2, scheme)
+    for once, accumulated in everyone:
+        assert apart(accumulated, once) <= 1e-12, "four micro-batches are one batch"
+    summed = [sum(parts) for parts in zip(*(once for once, _ in everyone))]
+    assert apart(summed, whole) <= 1e-12
+
+
+@pytest.fixture
+def one_thread():
+    """Steps this small are faster without help, above all where other processes want the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def train(steps: int, tracker=None, **options):
+    """Losses of ``steps`` steps of a layer, and the live bytes after each where a tracker counts them."""
+    torch.manual_seed(0)
+    layer = MultiheadAttention(16, 4, num_kv_heads=2, causal=True, **options)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    losses, live = [], []
+    for _ in range(steps):
+        x = torch.randn(1, 40, 16).to(layer.q_proj.weight.dtype)
+        loss = (layer(x) - x.cumsum(1).tanh()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        del x, loss
+        live.append(tracker.current_bytes if tracker else 0)
+    return losses, live
+
+
+@pytest.mark.parametrize(
+    "group, pattern, dtype", [(None, PATTERN, torch.float64), (Simulated(2), Dense(), torch.bfloat16)]
+)
+def test_a_hundred_steps_with_checkpointing_and_pool_are_those_without(one_thread, group, pattern, dtype):
+    """Bit for bit, and with tiles to rounding; what is alive after a step does not grow."""
+    pool, gather = MemoryPool(threshold_bytes=0), group is None  # that path and half precision borrow
+    made = {"group": group, "pattern": pattern, "dtype": dtype}
+    losses, _ = train(100, **made, execution=Execution(gather=gather))
+    with LiveStorageTracker() as tracker:
+        checkpointed = {"execution": Execution(gather=gather, pool=pool), "use_gradient_checkpointing": True}
+        same, live = train(100, tracker, **made, **checkpointed)
+    assert same == losses and sum(losses[-20:]) < sum(losses[:20])
+    assert len(set(live[2:])) == 1, "live memory after a step"
+    assert pool.stats().reuses > 100
+    if dtype == torch.float64:
+        tiled, _ = train(100, **made, execution=Execution(tile=5), use_gradient_checkpointing=True)
+        assert max(abs(a - b) / b for a, b in zip(tiled, losses)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(dropout=0.1), TypeError, "cannot honour 'dropout': attention dropout is not supported"),
+        (dict(batch_first=True), TypeError, "cannot honour 'batch_first': unknown argument"),
+        (dict(num_kv_heads=3), ValueError, "num_heads must divide embed_dim and num_kv_heads num_heads, got 16, 4, 3"),
+        (dict(num_kv_heads=0), ValueError, "num_kv_heads must be a positive integer"),
+        (dict(scheme="ring"), ValueError, "are for several ranks"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, error, message):
+    with pytest.raises(error, match=message) as caught:
+        MultiheadAttention(16, 4, Dense(), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_inputs_are_one_line():
+    layer = MultiheadAttention(16, 4, Dense(), dropout=0.0)
+    with pytest.raises(TypeError, match="cannot honour 'attn_mask': masks are not arguments"):
+        layer(torch.randn(1, 8, 16), attn_mask=None)
+    for wrong in (torch.randn(8, 16), torch.randn(1, 8, 12)):
+        with pytest.raises(ValueError, match=r"x must be \(batch, seq, 16\), got shape"):
+            layer(wrong)
+
+
+def test_every_scheme_has_the_same_layer():
+    torch.manual_seed(0)
+    x, dout = torch.randn(1, 48, 16, dtype=torch.float64, requires_grad=True), torch.randn(1, 48, 16).double()
+    layer = MultiheadAttention(16, 4, PATTERN, dtype=torch.float64)
+    want = gradients(layer, x, dout)
+    for scheme in SCHEMES:
+        other = MultiheadAttention(16, 4, PATTERN, dtype=torch.float64, group=Simulated(2), scheme=scheme)
+        other.load_state_dict(layer.state_dict())
+        assert apart(gradients(other, x, dout), want) <= 1e-12, scheme
