@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from .. import hardware, kernels
 from ..patterns import Dense, Dilated
+from . import ring_suites
 from .points import Group, Point, sgemm
 
 # Document 000: b = 1, h = 8, d = 64; head groups with offsets by branch is what its classes compute.
@@ -149,4 +150,4 @@ def engine(profile: hardware.Profile, device: str) -> list[Group]:
     ]
 
 
-SUITES: dict[str, Callable[..., list[Group]]] = {"optimization": optimization}
+SUITES: dict[str, Callable[..., list[Group]]] = {"optimization": optimization, **ring_suites.SUITES}
