@@ -3,7 +3,7 @@
 import pytest
 from ringlab import hardware, patterns
 from ringlab.kernels import KERNELS
-from ringlab.measure import Point, suites
+from ringlab.measure import Point, ring_suites, suites
 from ringlab.measure.systems import SYSTEMS
 
 TINY = Point("ringlab", patterns.Dilated([16, 32], [1, 2]), seq_len=64, heads=2, head_dim=8)
@@ -33,6 +33,29 @@ def test_optimization_suite_holds_the_documents_points(name, rehearsal):
     assert [g.name for g in groups[:2]] == ["implementations", "lengths"]
     assert len(groups) == (2 if rehearsal else 7)
     for p in (p for g in groups for p in g.points):
+        assert Point.from_dict(p.to_dict()) == p and p.system in SYSTEMS
+
+
+@pytest.mark.parametrize("name, device", [("cpu", "cpu"), ("gtx1080", "cuda")])
+@pytest.mark.parametrize("suite", ring_suites.SUITES)
+def test_ring_suites_hold_their_documents_points(suite, name, device):
+    groups = suites.SUITES[suite](hardware.get_profile(name), device=device)
+    points = [p for g in groups for p in g.points]
+    assert len({g.name for g in groups}) == len(groups) and len(points) <= 20
+    sizes = {p.world_size for p in points}
+    ns = {p.seq_len for p in points if p.world_size == 2}
+    if suite == "benchmark_summary":
+        assert sizes == {1, 2, 4} and {2048, 4096, 8192, 16384} <= ns
+        assert any(dict(p.options).get("simulated") == 8 for p in points)
+    elif suite == "performance_comparison":
+        for n in (1024, 2048, 4096):
+            systems = {p.system for p in points if p.seq_len == n and p.world_size == 2}
+            assert systems == {ring_suites.COLLECTIVE, ring_suites.ROBUST, "ringlab"}
+    else:
+        assert {1024 * 2**i for i in range(7)} <= ns and {p.system for p in points} == {ring_suites.HYBRID}
+    short = suites.SUITES[suite](hardware.get_profile(name), device="cpu", rehearsal=True)
+    assert max(p.seq_len for g in short for p in g.points) <= 4096
+    for p in points:
         assert Point.from_dict(p.to_dict()) == p and p.system in SYSTEMS
 
 

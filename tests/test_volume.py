@@ -1,4 +1,4 @@
-"""What a rank sends: predicted from the plan equal to what is counted, and the ladder's closed forms equal to the plan."""
+"""What a rank sends: what is predicted is what is counted, and the ladder's closed forms are the plan."""
 
 import random
 

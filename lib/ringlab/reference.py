@@ -93,13 +93,14 @@ def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, 
 
 
 def sampled_errors(
-    q, k, v, pattern: Pattern, *, out, lse, causal=False, scale=None, dout=None, grads=None, samples=32, seed=0
+    q, k, v, pattern: Pattern, *, out, lse, causal=False, scale=None, dout=None, grads=None, samples=32, seed=0,
+    start=None,
 ) -> dict[str, float]:
     """Errors of a result at full size, exact on sampled rows: out, lse and dq by query, dk and dv by key.
 
     Costs O(samples * n) instead of O(n^2). out (b, n, h, d) and lse (b, h, n) or None; ``grads`` = (dq, dk, dv) for
     the cotangent ``dout``. dk and dv need the exact softmax of every query that sees a sampled key, so those keys are
-    taken from one random stretch of the sequence, whose queries a segmented pattern shares.
+    taken from one random stretch of the sequence (or one from ``start`` on), whose queries a segmented pattern shares.
     """
     b, n, heads, d = q.shape
     kv_heads, scale = k.shape[2], d**-0.5 if scale is None else scale
@@ -107,7 +108,8 @@ def sampled_errors(
     picked = torch.randperm(n, generator=generator)[:samples].to(q.device)
     rows = torch.unique(torch.cat([picked, torch.tensor([0, n - 1], device=q.device)]))  # (s,)
     stretch = min(n, 8 * samples)
-    start = int(torch.randint(n - stretch + 1, (1,), generator=generator))
+    anywhere = int(torch.randint(n - stretch + 1, (1,), generator=generator))
+    start = anywhere if start is None else min(start, n - stretch)
     cols = start + torch.randperm(stretch, generator=generator)[:samples].sort().values.to(q.device)  # (c,)
     got: dict[str, list] = {"out": [], "lse": [], "dq": []}
     want: dict[str, list] = {"out": [], "lse": [], "dq": []}

@@ -39,6 +39,7 @@ class System:
         self.point, self.device, self.forward = point, torch.device(device), forward
         self.dtype = getattr(torch, point.dtype)
         self.pattern = patterns.from_dict(point.pattern) if pattern is None else pattern
+        self.scheme: str | None = None  # across ranks: by which its bytes are predicted, None where nothing is
         self.tolerance: dict[str, float] = {}  # where it is known already: inputs of one shape are drawn alike
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
         self.cost: Cost = cost.estimate(self.pattern, dtype=self.dtype, **{k: getattr(point, k) for k in names})
@@ -72,8 +73,11 @@ class System:
         """A tensor of the system's own layout as (b, n, h, d)."""
         return t
 
-    def check(self, inputs: list[Tensor], output: Output) -> tuple[dict[str, float], dict[str, float]]:
-        """(errors, tolerance) of this output against the float64 oracle at full size; inf: wrong shape or dtype."""
+    def check(self, inputs: list[Tensor], output: Output, starts=(None,)) -> tuple[dict[str, float], dict[str, float]]:
+        """(errors, tolerance) of this output against the float64 oracle at full size; inf: wrong shape or dtype.
+
+        ``starts``: where the stretches of keys begin whose gradients are compared, None: one anywhere.
+        """
         q, k, v, *rest = (self.as_bnhd(t.detach()) for t in inputs)
         found = {n: t if n == "lse" else self.as_bnhd(t) for n, t in output.named().items()}
         dout, causal = (rest[0] if rest else None), self.point.causal
@@ -91,10 +95,11 @@ class System:
             q, k, v, self.pattern, causal=causal, out=found["out"], lse=found.get("lse"), samples=SAMPLED, seed=seed
         )
         if rest:
-            errors |= self._gradient_errors(q, k, v, dout, found, seed)
+            each = [self._gradient_errors(q, k, v, dout, found, seed, start) for start in starts]
+            errors |= {name: max(e[name] for e in each) for name in each[0]}
         return errors, {name: tolerance[name] for name in errors}
 
-    def _gradient_errors(self, q, k, v, dout, found, seed: int) -> dict[str, float]:
+    def _gradient_errors(self, q, k, v, dout, found, seed: int, start: int | None) -> dict[str, float]:
         """dq, dk, dv of a few neighbouring heads: every query that sees a sampled key needs its exact softmax."""
         heads, kv_heads = self.point.heads, self.point.kv_heads
         group, few = heads // kv_heads, min(GRADIENT_KV_HEADS, kv_heads)
@@ -103,7 +108,8 @@ class System:
         errors = reference.sampled_errors(
             q[:, :, own], k[:, :, kv], v[:, :, kv], _HeadsFrom(self.pattern, own.start, heads, kv_heads),
             causal=self.point.causal, out=found["out"][:, :, own], lse=None, dout=dout[:, :, own],
-            grads=(found["dq"][:, :, own], found["dk"][:, :, kv], found["dv"][:, :, kv]), samples=SAMPLED, seed=seed,
+            grads=(found["dq"][:, :, own], found["dk"][:, :, kv], found["dv"][:, :, kv]),
+            samples=SAMPLED, seed=seed, start=start,
         )  # fmt: skip
         return {name: errors[name] for name in ("dq", "dk", "dv")}
 

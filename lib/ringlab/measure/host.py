@@ -9,6 +9,7 @@ answered by {"pid": ...}; or {"do": "reap", "pid": ...}, answered by {"code": ex
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import socket
 import sys
 import traceback
 
+from ..ring import blame
 from . import worker
 
 
@@ -31,6 +33,8 @@ def main() -> None:
             _, status = os.waitpid(request["pid"], 0)
             reply = {"code": os.waitstatus_to_exitcode(status)}
         else:
+            if "rank" in request["settings"]:
+                importlib.import_module(blame.COMPILER)  # once here, not in every rank
             reply = {"pid": _spawn(runner, request["settings"], *descriptors)}
         runner.sendall(json.dumps(reply).encode() + b"\n")
 

@@ -72,6 +72,11 @@ class Point:
     def id(self) -> str:
         return digest(self.to_dict())
 
+    @property
+    def first(self) -> Point:
+        """The point whose work a twin repeats; itself for all others."""
+        return self.but(options={k: v for k, v in self.options if k != "twin"})
+
     def to_dict(self) -> dict:
         return asdict(self) | {"options": dict(self.options)}
 
@@ -90,6 +95,7 @@ class Point:
             return f"sgemm {self.seq_len}"
         tail = f"{self.dtype}{' causal' if self.causal else ''} {self.passes}"
         shape = f"b={self.batch} " if self.batch > 1 else ""
+        shape += f"p={self.world_size} " if self.world_size > 1 else ""
         return f"{self.system}{options}, {patterns.from_dict(self.pattern)}, {shape}n={self.seq_len} {tail}"
 
 
@@ -126,7 +132,12 @@ class Group:
     def composition(self, point: Point) -> str:
         """What else the point's samples depend on: all points of its group if they are interleaved, else itself."""
         members = [p.id for p in self.points] if self.interleave else [point.id]
-        return digest([members, self.timed], 12)
+        return digest([members, self.timed, *([self.ranks] if self.ranks > 1 else [])], 12)
+
+    @property
+    def ranks(self) -> int:
+        """The largest number of ranks; a row's threads per rank are the machine's cores over this, in every row."""
+        return max((p.world_size for p in self.points), default=1)
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,10 @@ class Result:
 
     ``seconds`` holds one time per sample and ``rounds`` the number of each (by default 0, 1, ...); results of one
     ``run`` and an interleaved group are paired where they share rounds. ``final`` is false where trying again may help.
-    ``share`` is useful FLOPs per second as a fraction of the rate of the group's sgemm.
+    ``share`` is useful FLOPs per second as a fraction of the rate of the group's sgemm. ``ranks``, in a group with
+    points on several: ``threads`` of each, ``oversubscribed`` (more ranks than cores: no time is taken), the ``scheme``
+    and, by rank, ``bytes_sent`` in a call, ``planned`` bytes, ``messages`` and ``tracked_peak_bytes``; times are the
+    slowest rank's, and ``memory`` is that of the rank with the highest peak.
     """
 
     point: Point
@@ -163,6 +177,7 @@ class Result:
     interleaved: bool = False
     final: bool = True
     rounds: tuple[int, ...] = ()
+    ranks: dict = field(default_factory=dict)
 
     def __post_init__(self):
         if len(self.rounds) != len(self.seconds):

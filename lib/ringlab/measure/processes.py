@@ -107,7 +107,13 @@ class Handle:
 
     def ask(self, command: str, timeout_s: float, **arguments) -> dict:
         """The reply; raises TimedOut, or Died with the reason. The process is gone after either."""
+        self.send(command, **arguments)
+        return self.reply(timeout_s)
+
+    def send(self, command: str, **arguments) -> None:
         self.line.send({"do": command, **arguments})
+
+    def reply(self, timeout_s: float) -> dict:
         try:
             reply = self.line.receive(timeout_s)
         except TimedOut:

@@ -17,6 +17,7 @@ from .neighbours import Neighbours
 from .points import Group, Point, Result
 from .processes import Died, Handle, Host, TimedOut
 from .progress import START_S, Progress
+from .ranks import Ranks
 from .stats import summary
 from .store import Store, Unfinished, result_row, warn
 from .timing import rounds_for
@@ -107,9 +108,9 @@ class Session:
 
     def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: Neighbours) -> int:
         for member in members:
-            if member.alive:
+            if member.alive and not member.row.get("ranks", {}).get("oversubscribed"):
                 member.estimate = self._step(group, member, "calibrate", 0.0).get("estimate", 0.0)
-        alive = [m for m in members if m.alive]
+        alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
             member.wanted = count
             self.progress.expect(group, member.point, member.left * max(member.estimate, 0.02))
@@ -128,7 +129,7 @@ class Session:
                     self._append(run, kind="sample", point=member.point.id, **sample)
             number += 1
         for member in members:
-            if member.alive:
+            if member.alive and member.samples:
                 self._step(group, member, "verify", 0.0)
         return number
 
@@ -137,16 +138,18 @@ class Session:
         start, reply = time.monotonic(), {}
         try:
             if member.handle is None:
-                known = self.tolerances.get(_drawn(member.point), {})
-                member.handle = self._start({"point": member.point.to_dict(), "tolerance": known})
+                member.handle = self._start_point(group, member)
                 start = time.monotonic()  # the first one waits for the host, which is not the point's time
             reply = member.handle.ask(command, max(0.0, self.timeout_s - member.spent), **arguments)
-        except TimedOut:
-            reply = {"status": "timeout", "reason": f"took more than {self.timeout_s:g} s"}
+        except TimedOut as late:
+            behind = f": {late}" if str(late) else ""
+            reply = {"status": "timeout", "reason": f"took more than {self.timeout_s:g} s{behind}"}
         except Died as death:
             reply = {"status": death.status, "reason": death.reason, "final": death.final}
         member.spent += time.monotonic() - start
         known = reply.pop("known", {})
+        if "ranks" in reply:
+            reply["ranks"] = member.row["ranks"] | reply["ranks"]
         member.row |= reply
         self.tolerances.setdefault(_drawn(member.point), {}).update(known)
         self.progress.did(text or f"{group.name}: {command} {member.point.label()}", work_s)
@@ -155,11 +158,20 @@ class Session:
             self._close(member)
         return reply
 
-    def _start(self, more: dict) -> Handle:
+    def _start_point(self, group: Group, member: Member) -> Handle | Ranks:
+        point, cores = member.point, self.settings["threads"]
+        more = {"point": point.to_dict(), "tolerance": self.tolerances.get(_drawn(point), {})}
+        if group.ranks > 1:
+            more |= {"threads": max(1, cores // group.ranks), "timeout_s": self.timeout_s}
+            member.row["ranks"] = {"threads": more["threads"], "oversubscribed": point.world_size > cores}
+        return self._start(more, point.world_size)
+
+    def _start(self, more: dict, ranks: int = 1) -> Handle | Ranks:
         if self.host is None:
             self.host = Host()
         try:
-            return Handle(self.host, self.settings | more)
+            settings = self.settings | more
+            return Handle(self.host, settings) if ranks == 1 else Ranks(self.host, settings, ranks)
         except Died:
             self.close()
             raise
@@ -200,8 +212,9 @@ class Session:
     def _judged(self, member: Member, rate: float | None, crowded: bool) -> dict:
         cost, doubts, row = Cost(**member.row["cost"]), [], {}
         peak = member.row["memory"]["tracked_peak_bytes"]
-        if peak < cost.floor_bytes:
-            doubts.append(f"a peak of {peak} bytes is smaller than its own tensors, {cost.floor_bytes} bytes")
+        floor = member.row["memory"]["floor_bytes"]  # of one rank's tensors
+        if peak < floor:
+            doubts.append(f"a peak of {peak} bytes is smaller than its own tensors, {floor} bytes")
         if member.samples:
             found = summary([member.samples[number] for number in sorted(member.samples)])
             bound, below = self.bounds.below(cost, member.point.dtype, found.median)

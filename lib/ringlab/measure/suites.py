@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 from .. import hardware, kernels
 from ..patterns import Dense, Dilated
+from . import ring_suites
 from .points import Group, Point, sgemm
+from .ring_suites import TWIN
 
 # Document 000: b = 1, h = 8, d = 64; head groups with offsets by branch is what its classes compute.
 DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
 TOKENS = 8192
 PLAIN = {"gather": True, "backend": "eager", "cache": False, "pool": False}
 FULL = {"gather": False, "backend": "auto", "cache": True, "pool": True}
-TWIN = {"twin": True}  # the same work once more
 COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_pool_threshold_mb": 16.0}  # its snippet
 
 # The engine's own function: every head runs every branch.
@@ -153,4 +154,4 @@ def engine(profile: hardware.Profile, device: str) -> list[Group]:
     ]
 
 
-SUITES: dict[str, Callable[..., list[Group]]] = {"optimization": optimization}
+SUITES: dict[str, Callable[..., list[Group]]] = {"optimization": optimization, **ring_suites.SUITES}

@@ -9,23 +9,28 @@ import importlib
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
-from .. import Execution, attention, kernels, memory, patterns, reference
+from .. import Execution, Simulated, attention, kernels, memory, patterns, reference
 from ..cost import Cost
 from .baselines import copying_attention
 from .contract import SAMPLED, Output, System, only
 from .planning import PlanBuild
 from .points import Point
+from .sharded import Sharded
 
 
 def ringlab(point: Point, device) -> System:
     """This library; options backend, gather, cache, pool, and pool_threshold_mb for a pool of its own.
 
-    ``twin=True`` changes nothing: the same work once more, which shows by how much this run can be trusted.
+    On several ranks, or ``simulated`` ones in this process: scheme and layout.
     """
-    options = only(point, "backend", "gather", "cache", "pool", "pool_threshold_mb", "twin")
-    options.pop("twin", None)
+    options = only(point, "backend", "gather", "cache", "pool", "pool_threshold_mb", "simulated", "scheme", "layout")
+    across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
+    group = ranks_of(point, options.pop("simulated", None))
+    if group is not None:
+        across["group"] = group
     backend, threshold_mb = options.pop("backend", "auto"), options.pop("pool_threshold_mb", None)
     if threshold_mb is not None:
         if not options.get("pool"):
@@ -37,9 +42,21 @@ def ringlab(point: Point, device) -> System:
                    backward=point.passes == "fwd+bwd", backend=backend)  # fmt: skip
 
     def forward(q, k, v):
-        return attention(q, k, v, pattern, causal=causal, backend=backend, execution=execution, return_lse=True)
+        return attention(q, k, v, pattern, causal=causal, backend=backend, execution=execution, return_lse=True,
+                         **across)  # fmt: skip
 
-    return System(point, device, forward)
+    system = System(point, device, forward)
+    system.scheme = across.get("scheme", "auto") if point.world_size > 1 else None
+    return system
+
+
+def ranks_of(point: Point, simulated: int | None):
+    """The group of a point: its processes, ranks that are simulated in one, or None on one device."""
+    if point.world_size > 1:
+        if simulated is not None:
+            raise ValueError(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
+        return dist.group.WORLD
+    return None if simulated is None else Simulated(simulated)
 
 
 def dense_sdpa(point: Point, device) -> System:
@@ -124,18 +141,31 @@ def _published(name: str) -> Callable[[Point, torch.device], System]:
         pattern = patterns.from_dict(point.pattern)
         if pattern != patterns.Dilated(pattern.segment_lengths, pattern.dilation_rates, "head_groups", "branch"):
             raise ValueError(f"{name} computes head groups with offsets by branch, not {pattern}")
+        options = dict(point.options)
+        group = ranks_of(point, options.pop("simulated", None))
+        if group is not None:
+            options |= {"group": group} if point.world_size > 1 else {"ring_size": group.ranks}
         module = getattr(variants, name)(
             segment_lengths=list(pattern.segment_lengths), dilation_rates=list(pattern.dilation_rates),
-            device=device, dtype=getattr(torch, point.dtype), **dict(point.options),
+            device=device, dtype=getattr(torch, point.dtype), **options,
         )  # fmt: skip
-        return System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
+        system = System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
+        system.scheme = module.scheme if point.world_size > 1 else None
+        layout = module._ranks(point.seq_len).get("layout")
+        if layout is not None:  # the oracle goes along its curve
+            order = torch.cat([layout.positions(rank) for rank in range(layout.ranks)]).to(device)
+            system.as_bnhd = lambda t: t[:, order]
+        return system
 
     return builder
 
 
 PUBLISHED = (
-    "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttentionV2Collective", "RingDilatedAttentionV2Flash",
+    "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttentionV2", "RingDilatedAttentionV2Collective",
+    "RingDilatedAttentionV2Robust", "RingDilatedAttentionV2Flash", "RingDilatedAttentionHybrid",
+    "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect", "RingDilatedAttentionHilbertGPUOptimized",
 )  # fmt: skip
+ONE_DEVICE = ("dense_sdpa", "copying", "contiguous_segments", "sgemm", "plan_build")
 SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
     "ringlab": ringlab,
     "dense_sdpa": dense_sdpa,
@@ -150,12 +180,21 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
 def build(point: Point, device) -> System:
     """The system of a point; raises ValueError for an unknown name, and what its builder raises to refuse the point.
 
+    The option ``twin=True`` changes nothing: the same work once more, which shows what the same work differs by.
+
     >>> build(Point("dense_sdpa", patterns.Dense(), seq_len=8), "cpu").cost.pairs
     512
     """
+    if point.world_size > 1 and point.system in ONE_DEVICE:
+        raise ValueError(f"{point.system} runs on one device, not on {point.world_size} ranks")
+    system = _builder(point)(point.first, device)
+    return system if point.world_size == 1 else Sharded(system)
+
+
+def _builder(point: Point) -> Callable[[Point, torch.device], System]:
     if point.system in SYSTEMS:
-        return SYSTEMS[point.system](point, device)
+        return SYSTEMS[point.system]
     module, found, name = point.system.partition(":")
     if not found:
         raise ValueError(f"unknown system {point.system!r}; known: {', '.join(SYSTEMS)}, or module:function")
-    return getattr(importlib.import_module(module), name)(point, device)
+    return getattr(importlib.import_module(module), name)

@@ -72,13 +72,16 @@ class Worker:
 
     def calibrate(self) -> dict:
         """Warm up, longer where calls are quick and not where the checked call was long; choose a sample's loops."""
-        self.clock = clock_for(self.device, self.flush_l2)
+        return self.calibrate_with(clock_for(self.device, self.flush_l2))
+
+    def calibrate_with(self, clock) -> dict:
+        self.clock = clock
         gc.collect()
         gc.disable()
-        warmups, estimate, end = 1, self.cold_s, time.perf_counter() + WARM_S
-        while self.cold_s < LONG_S and (warmups < 2 or time.perf_counter() < end):
+        warmups, estimate, spent = 1, self.cold_s, 0.0
+        while self.cold_s < LONG_S and (warmups < 2 or spent < WARM_S):  # by the clock, which ranks share
             estimate = self.clock.sample(self._call, 1)
-            warmups += 1
+            warmups, spent = warmups + 1, spent + estimate
         self.loops = loops_for(estimate)
         return {"estimate": estimate, "warmups": warmups, "loops": self.loops}
 
@@ -122,6 +125,15 @@ def probe(dtypes: list[str]) -> dict:
     return {"peaks": {n: [p.flops_per_s, p.bytes_per_s_dram, p.bytes_per_s_cache] for n, p in found.items()}}
 
 
+def worker_for(point: Point, settings: dict) -> Worker:
+    """The worker of a point, or of one of its ranks."""
+    if "rank" in settings:
+        from .rank import RankWorker  # it is built on this module
+
+        return RankWorker(point, settings)
+    return Worker(point, settings["device"], settings.get("tolerance", {}))
+
+
 def serve(channel: socket.socket, settings: dict) -> None:
     """Answer the runner's commands until it hangs up, which ends the process at once, whatever it is doing."""
     requests: queue.Queue = queue.Queue()
@@ -143,6 +155,6 @@ def serve(channel: socket.socket, settings: dict) -> None:
             reply = probe(**request)
         else:
             if worker is None:
-                worker = Worker(Point.from_dict(settings["point"]), settings["device"], settings.get("tolerance", {}))
+                worker = worker_for(Point.from_dict(settings["point"]), settings)
             reply = worker.answer(command, **request)
         channel.sendall(json.dumps({"status": "ok", "reason": ""} | reply).encode() + b"\n")

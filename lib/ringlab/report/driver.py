@@ -15,7 +15,12 @@ from .plan import Plan, plan
 from .study import Study
 
 # Each notebook, with the module of this package that fills its tables and the suite of points that it needs.
-REPORTS = {"optimization_results": ("optimization", "optimization")}
+REPORTS = {
+    "optimization_results": ("optimization", "optimization"),
+    "benchmark_summary": ("ring.scaling", "benchmark_summary"),
+    "performance_comparison": ("ring.comparison", "performance_comparison"),
+    "hybrid_summary": ("ring.hybrid", "hybrid_summary"),
+}
 
 
 def run(

@@ -76,8 +76,7 @@ def label(result) -> str:
         return "With all optimizations"
     s = switches(point)
     if "twin" in s:
-        first = point.but(options={k: v for k, v in point.options if k != "twin"})
-        return f"{label(replace(result, point=first))}, once more"
+        return f"{label(replace(result, point=point.first))}, once more"
     if s == DEFAULTS:
         return "ringlab.attention as called"
     if "pool_threshold_mb" in s:

@@ -153,8 +153,7 @@ class Study:
         """The Ratio of each pair of rows that did the same work, taking turns."""
         found = []
         for second in filter(lambda r: r.option("twin"), self.good):
-            point = second.point.but(options={k: v for k, v in second.point.options if k != "twin"})
-            firsts = [r for r in self.results if r.point == point and together(r, second)]
+            firsts = [r for r in self.results if r.point == second.point.first and together(r, second)]
             found += [measure.ratio(second, r) for r in firsts if not objection(r) and r.seconds and second.seconds]
         return found
 

@@ -140,26 +140,42 @@ def blame(ends: dict[int, End], counts: list[int], timeout_s: float) -> None:
 
     ``ends`` of the ranks that have ended, ``counts`` of the exchanges that each rank has begun.
     """
+    found = culprit(ends, counts)
+    if found is None:
+        return
+    rank, kind = found
+    if kind == "died":
+        raise RankFailed(rank, ends[rank].value)
+    if kind == "silent" and counts[rank] < 0:
+        raise RankFailed(rank, f"has not joined within {JOIN_S:g} s")
+    if kind == "silent":
+        begun, most = counts[rank], max(counts)
+        raise RankFailed(rank, f"hangs: after {timeout_s:g} s it has begun {begun} exchanges, others {most}")
+    if kind == "network":
+        raise RankFailed(rank, f"lost its peers: {ends[rank].value}")
+    named = ends[rank].culprit is not None
+    failure = RankFailed(rank, f"{'differs:' if named else 'raised'} {ends[rank].value}")
+    failure.add_note(ends[rank].trace)
+    raise failure
+
+
+def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
+    """(rank, "died", "error", "silent" or "network") of the rank to blame; None where all are well.
+
+    >>> culprit({0: End("network"), 2: End("network")}, [4, 3, 4])
+    (1, 'silent')
+    """
     ends = {rank: end for rank, end in sorted(ends.items()) if end.kind != "stopped"}
-    for rank, end in ends.items():
-        if end.kind == "died":
-            raise RankFailed(rank, end.value)
-    for rank, end in ends.items():
-        if end.kind == "error":
-            named = end.culprit is not None
-            failure = RankFailed(end.culprit if named else rank, f"{'differs:' if named else 'raised'} {end.value}")
-            failure.add_note(end.trace)
-            raise failure
+    first = {end.kind: rank for rank, end in reversed(ends.items())}
     silent = [rank for rank in range(len(counts)) if rank not in ends]
+    if "died" in first:
+        return first["died"], "died"
+    if "error" in first:
+        named = ends[first["error"]].culprit
+        return first["error"] if named not in ends else named, "error"
     if silent:
-        rank = min(silent, key=lambda r: counts[r])
-        if counts[rank] < 0:
-            raise RankFailed(rank, f"has not joined within {JOIN_S:g} s")
-        most = max(counts)
-        raise RankFailed(rank, f"hangs: after {timeout_s:g} s it has begun {counts[rank]} exchanges, others {most}")
-    for rank, end in ends.items():
-        if end.kind == "network":
-            raise RankFailed(rank, f"lost its peers: {end.value}")
+        return min(silent, key=lambda rank: counts[rank]), "silent"
+    return (first["network"], "network") if "network" in first else None
 
 
 def death(code: int | None, said: str = "") -> str:

@@ -1,0 +1,208 @@
+"""Points on several ranks: checked, then timed by the slowest rank; the plan's bytes; a culprit is named."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ringlab.measure import Group, Point, run
+
+from ringlab.measure import provenance, store  # isort: skip
+from ringlab.patterns import Dense, Dilated
+from ringlab.ring import Problem, contiguous
+from ringlab.ring.volume import sent_bytes
+from test_launch import gone
+from test_runs import rows_of
+
+BUILDERS = '''
+import os, signal, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from ringlab import attention
+from ringlab.measure.systems import System, ringlab
+
+HERE = Path(__file__).parent
+
+def system(p, d, work, scheme=None):
+    made = System(p, d, None)
+    def forward(q, k, v):
+        return work(q, k, v, lambda: attention(q, k, v, made.pattern, group=dist.group.WORLD, scheme="plan"))
+    made.forward, made.scheme = forward, scheme
+    return made
+
+def second(value):
+    """What ``value`` makes of it on rank 1 alone."""
+    return lambda q, k, v, out: (value(out()) if dist.get_rank() == 1 else out(), None)
+
+def wrong(p, d): return system(p, d, second(lambda out: out * 1.001))
+def bad_grad(p, d):
+    return system(p, d, lambda q, k, v, out: (out() + 0.1 * dist.get_rank() * (v - v.detach()), None))
+def longer(p, d): return system(p, d, second(lambda out: torch.cat([out, out], 1)))
+def other_bytes(p, d): return system(p, d, lambda q, k, v, out: (out(), None), scheme="ring")
+def raises(p, d): return system(p, d, second(lambda out: 1 / 0))
+def refuses(p, d): raise NotImplementedError("needs another machine")
+def sleeps(p, d): return system(p, d, second(lambda out: time.sleep(1000)))
+
+def lags(p, d):
+    def work(q, k, v, out):
+        time.sleep(0.05 * dist.get_rank())
+        return out(), None
+    return system(p, d, work)
+
+def killed(p, d):
+    """Dies in its sixth call, once."""
+    calls, flag = [], HERE / "died"
+    def work(q, k, v, out):
+        calls.append(0)
+        if dist.get_rank() == 1 and len(calls) == 6 and not flag.exists():
+            flag.write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.06)
+        return out(), None
+    return system(p, d, work)
+
+def slow(p, d):
+    if p.world_size > 1:
+        (HERE / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    def work(q, k, v, out):
+        time.sleep(0.1)
+        return out(), None
+    return system(p, d, work)
+'''
+
+PATTERN = Dilated([16, 128], [1, 2])
+TINY = Point("ringlab", PATTERN, seq_len=128, heads=2, head_dim=8, world_size=2)
+BOTH = TINY.but(passes="fwd+bwd", causal=True)
+VERDICTS = {
+    "wrong": ("incorrect", "out is off by"),
+    "longer": ("incorrect", "out is off by inf"),
+    "other_bytes": ("incorrect", "bytes were sent, the plan has"),
+    "raises": ("crashed", "rank 1: ZeroDivisionError: division by zero"),
+    "refuses": ("unsupported", "needs another machine"),
+}
+PUBLISHED = TINY.but(system="RingDilatedAttentionV2Robust", pattern=Dilated([16, 128], [1, 2], "head_groups", "branch"))
+POINTS = [
+    TINY, TINY.but(world_size=1), BOTH, TINY.but(options={"scheme": "ring"}), PUBLISHED,
+    TINY.but(pattern=Dense(), options={"scheme": "ring", "layout": "zigzag"}),
+    TINY.but(world_size=1, options={"simulated": 4}), PUBLISHED.but(world_size=1, options={"simulated": 4}),
+    TINY.but(system="builders:lags"), TINY.but(system="builders:bad_grad", passes="fwd+bwd"),
+    TINY.but(system="dense_sdpa"),
+    *(TINY.but(system=f"builders:{name}") for name in VERDICTS),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def builders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("systems")
+    (folder / "builders.py").write_text(BUILDERS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provenance, "threads", lambda: 2)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return run([Group("ranks", POINTS, interleave=False)], tmp_path_factory.mktemp("ranks"), profile="cpu")
+
+
+def found(results, point):
+    (result,) = [r for r in results if r.point == point]
+    return result
+
+
+@pytest.mark.parametrize("point", POINTS[:8], ids=Point.label)
+def test_a_right_point_is_checked_and_timed(measured, point):
+    row = found(measured, point)
+    assert row.status == "ok" and len(row.seconds) >= 10, row.reason
+    assert all(row.errors[name] <= row.tolerance[name] for name in row.errors)
+    assert row.ranks["threads"] == 1 and not row.ranks["oversubscribed"], "equal in all rows, one rank or two"
+    assert {"dq", "dk", "dv"} <= row.errors.keys() or point.passes == "fwd"
+
+
+def test_bytes_are_the_plans_and_memory_is_a_ranks(measured):
+    for point in (TINY, BOTH, *POINTS[3:6]):
+        row, options = found(measured, point), dict(point.options)
+        scheme = options.get("scheme", "ring" if point is PUBLISHED else "plan")
+        assert row.ranks["scheme"] == scheme and row.ranks["bytes_sent"] == row.ranks["planned"]
+        if "layout" not in options:
+            problem = Problem(Dilated(**{k: v for k, v in point.pattern.items() if k != "kind"}), contiguous(128, 2),
+                              point.causal, 2, 2)  # fmt: skip
+            shape = {"batch": 1, "head_dim": 8, "dtype": torch.float32, "passes": point.passes}
+            assert row.ranks["bytes_sent"] == [sent_bytes(problem, r, scheme, **shape) for r in range(2)]
+        assert sum(row.ranks["bytes_sent"]) > 0 and max(row.ranks["messages"]) > 0
+        assert row.memory["tracked_peak_bytes"] == max(row.ranks["tracked_peak_bytes"])
+        assert row.memory["floor_bytes"] == row.cost["floor_bytes"] // 2
+    one, two = (found(measured, p).cost for p in (TINY.but(world_size=1), TINY))
+    assert one == two, "the whole point's, however many share it"
+
+
+def test_time_is_the_slowest_ranks(measured):
+    assert min(found(measured, TINY.but(system="builders:lags")).seconds) >= 0.05
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_rank_that_is_wrong_is_no_time(measured, name):
+    row = found(measured, TINY.but(system=f"builders:{name}"))
+    assert row.status == VERDICTS[name][0] and VERDICTS[name][1] in row.reason and row.median is None
+
+
+def test_a_wrong_gradient_of_one_rank_and_a_system_of_one_device(measured):
+    row = found(measured, TINY.but(system="builders:bad_grad", passes="fwd+bwd"))
+    assert row.status == "incorrect" and row.reason.startswith("dv is off by"), row.reason
+    row = found(measured, TINY.but(system="dense_sdpa"))
+    assert (row.status, row.reason) == ("unsupported", "dense_sdpa runs on one device, not on 2 ranks")
+
+
+def test_a_rank_that_is_killed_costs_its_point_and_is_named(tmp_path):
+    group = Group("group", [TINY.but(system="builders:killed"), TINY.but(world_size=1)])
+    killed, other = run([group], tmp_path, profile="cpu")
+    assert killed.status == "crashed" and killed.reason.startswith("rank 1: the worker was ended by SIGKILL")
+    assert not killed.final and killed.median is None and other.status == "ok" and len(other.seconds) >= 10
+    results = run([group], tmp_path, profile="cpu")
+    again = found(results, killed.point)
+    assert again.status == "ok" and len(again.seconds) >= 10 and found(results, other.point) == other
+
+
+def test_more_ranks_than_cores_have_no_time(tmp_path):
+    group = Group("group", [TINY.but(world_size=3, seq_len=129), TINY])
+    three, two = run([group], tmp_path, profile="cpu")
+    assert three.status == two.status == "ok" and three.ranks["oversubscribed"] and not two.ranks["oversubscribed"]
+    assert three.median is None and three.seconds == () and two.median
+    assert three.ranks["threads"] == two.ranks["threads"] == 1 and len(three.ranks["bytes_sent"]) == 3
+    assert three.errors["out"] <= three.tolerance["out"] and three.ranks["bytes_sent"] == three.ranks["planned"]
+    assert not [row for row in rows_of(tmp_path, "sample") if row["point"] == three.point.id]
+
+
+def test_a_rank_that_hangs_is_named(tmp_path):
+    (row,) = run([Group("group", [TINY.but(system="builders:sleeps")])], tmp_path, profile="cpu", timeout_s=2.0)
+    assert row.status == "timeout" and row.reason.startswith("took more than 2 s: rank 1 is behind, "), row.reason
+
+
+RUN = """
+import sys
+from ringlab.measure import Group, Interrupted, Point, provenance, run
+provenance.threads = lambda: 2
+if __name__ == "__main__":
+    try:
+        run([Group("slow", [Point.from_dict({point!r})])], {folder!r}, profile="cpu")
+    except Interrupted as stop:
+        sys.exit(str(stop))
+"""
+
+
+def test_ctrl_c_leaves_no_rank(tmp_path, builders):
+    script = RUN.format(point=TINY.but(system="builders:slow").to_dict(), folder=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    path, deadline = tmp_path / store.NAME, time.monotonic() + 120
+    while not (path.exists() and path.read_text().count('"sample"') >= 3) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks = [int(Path(builders, f"{rank}.pid").read_text()) for rank in range(2)]
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1].splitlines()
+    assert said[-1].startswith("interrupted: 0 points and the finished samples") and "Traceback" not in "".join(said)
+    assert gone(ranks, 5.0)
