@@ -1,0 +1,128 @@
+"""The claims of document 001, each judged by a function of the rows."""
+
+from __future__ import annotations
+
+from ..study import Study
+from ..tables import number, size
+from ..verdicts import Verdict, by_interval, undecided, untestable
+from . import rows
+from .judging import CORRECT, CPU_TIMES, HILBERT, SDPA, SYSTEM, held_by, within
+from .rows import KB, MB, published, rows_of
+
+
+def memory_reduction(study: Study, claim: dict, document: str) -> Verdict:
+    held = held_by(study, SYSTEM[document])
+    found = {n: held[n, 1] / held[n, 2] for n, p in held if p == 2 and (n, 1) in held}
+    ours = ", ".join(f"{x:.2f}× at {n:,}" for n, x in found.items())
+    return within(list(found.values()), claim["low"], claim["high"], ours, "one rank's peak over that of each of two")
+
+
+def kb_per_token(study: Study, claim: dict, document: str) -> Verdict:
+    held = held_by(study, SYSTEM[document])
+    found = {n: 1 - held[n, 2] / held[n, 1] for n, p in held if p == 2 and (n, 1) in held}
+    ours = ", ".join(f"{100 * x:.1f} % less at {n:,}" for n, x in found.items())
+    return within(list(found.values()), claim["low"], claim["high"], ours, "the part saved on two ranks")
+
+
+def memory_scaling(study: Study, claim: dict, document: str) -> Verdict:
+    """p times a rank's peak, over one rank's: 1 where memory falls as 1/p; shown by three values of p or more."""
+    held = held_by(study, SYSTEM[document])
+    found = {(n, p): p * x / held[n, 1] for (n, p), x in held.items() if p > 1 and (n, 1) in held}
+    counts = sorted({p for _, p in found} | {1})
+    n = max((n for n, _ in found), default=0)
+    ours = ", ".join(f"{x:.2f} on {p}" for (length, p), x in found.items() if length == n)
+    ours = f"ranks × peak over one rank's at {n:,}: {ours}" if ours else None
+    if len(counts) < 3:
+        return undecided(
+            "fewer than three numbers of ranks show no scaling; the document has " + _counts(document), ours
+        )
+    verdict = within(list(found.values()), claim["low"], claim["high"], ours, "ranks × a rank's peak over one rank's")
+    return Verdict(verdict.word, verdict.ours, f"{verdict.why}; the document has {_counts(document)}")
+
+
+def _counts(document: str) -> str:
+    return {"001": "one and two GPUs", "004": "two GPUs alone"}[document]
+
+
+def longest_printed(study: Study, claim: dict, document: str) -> Verdict:
+    row = next(r for r in published(document)["rows"]
+               if (r["ranks"], r["seq_len"]) == (claim["ranks"], claim["tokens"]))  # fmt: skip
+    share = row["mb"] * MB / claim["memory_bytes"]
+    fits = claim["tokens"] / share
+    longer = [n for n, p in held_by(study, SYSTEM[document]) if p == claim["ranks"] and n > claim["tokens"]]
+    ours = f"{max(longer):,} tokens ran here" if longer else None
+    return Verdict(
+        "inconsistent as printed", ours,
+        f"its own row takes {row['mb']:.0f} MB, {100 * share:.0f} % of 8 GB: about {fits:,.0f} tokens would fit",
+    )  # fmt: skip
+
+
+def largest_printed(study: Study, claim: dict, document: str) -> Verdict:
+    most = max(r["tokens_per_s"] for r in published(document)["rows"])
+    if most < claim["tokens_per_s"]:
+        return Verdict("inconsistent as printed", _fastest(study), f"the largest in its tables is {most:,}")
+    return untestable(CPU_TIMES, _fastest(study))
+
+
+def _fastest(study: Study) -> str | None:
+    known = [r.tokens_per_s for r in rows_of(study, SDPA).values() if rows.timed(r)]
+    return f"{number(max(known))} tokens/s at best" if known else None
+
+
+def leanest(study: Study, claim: dict, document: str) -> Verdict:
+    held = {s: held_by(study, s) for s in (SDPA, CORRECT, HILBERT)}
+    shared = set.intersection(*map(set, held.values()))
+    if not shared:
+        return undecided("the three systems were not measured at one length")
+    (n, p) = max(shared)
+    ours = ", ".join(f"{s.removeprefix('RingDilatedAttention')} {size(x[n, p])}" for s, x in held.items())
+    ours = f"{ours} at {n:,} tokens on {p}"
+    least = min(x[n, p] for x in held.values())
+    if held[claim["system"]][n, p] > 1.01 * least:
+        return Verdict("refuted", ours, "another of the three holds less")
+    if max(x[n, p] for x in held.values()) <= 1.01 * least:
+        return Verdict("refuted", ours, "all three hold the same, to 1 %")
+    return Verdict("reproduced", ours, "the other two hold more")
+
+
+def throughput_printed(study: Study, claim: dict, document: str) -> Verdict:
+    factors = [r["tokens_per_s"] * r["seconds"] / r["seq_len"] for r in published(document)["rows"]]
+    if all(1.75 < f < 2.25 for f in factors):  # within the rounding of the printed seconds
+        why = "every row is twice its tokens over its time: a batch of 2 that the text does not state"
+        return Verdict("inconsistent as printed", _fastest(study), why)
+    return untestable(CPU_TIMES, _fastest(study))
+
+
+def speedup(study: Study, claim: dict, document: str) -> Verdict:
+    found = rows_of(study, SDPA)
+    pairs = {
+        n: study.ratio(found[n, 1], r) for (n, p), r in found.items() if p == 2 and rows.timed(r) and (n, 1) in found
+    }
+    known = {n: x for n, x in pairs.items() if x}
+    if not known:
+        return undecided("no two ranks with a core each were timed beside one")
+    n = max(known)
+    return by_interval(known[n], claim["low"], claim["high"], f"one rank's time over two ranks' at {n:,} tokens")
+
+
+def planning(study: Study, claim: dict, document: str) -> Verdict:
+    found = {
+        p: rows.per_token(r) / KB for (n, p), r in rows_of(study, SDPA).items() if rows.per_token(r)
+    }  # the longest
+    if not {1, 2} <= found.keys():
+        return undecided("one and two ranks were not both measured")
+    ours = f"{found[1]:.2f} KB on one rank, {found[2]:.2f} on two, inputs and results included"
+    near = [abs(found[p] / kb - 1) <= 0.1 for p, kb in zip((1, 2), claim["kb"])]
+    word = "reproduced" if all(near) else "refuted"
+    return Verdict(
+        word, ours, f"ours are {'' if all(near) else 'not '}within 10 % of {claim['kb'][0]} and {claim['kb'][1]}"
+    )
+
+
+TESTS = {
+    f.__name__: f
+    for f in (
+        memory_reduction, kb_per_token, memory_scaling, longest_printed, largest_printed, leanest, throughput_printed,
+        speedup, planning,
+    )
+}  # fmt: skip
