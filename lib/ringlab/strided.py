@@ -96,6 +96,7 @@ def add_forward(views, limit: int, alone: bool, causal: bool, scale: float, kern
             lse.copy_(l)
         else:
             merge_(out, lse, o, l)
+        del o, l  # before the next piece is made
 
 
 def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool):
