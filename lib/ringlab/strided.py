@@ -192,7 +192,7 @@ def piece_limit(t: Tensor) -> int:
     """Bytes of a piece for results like ``t``."""
     most = PIECE_BYTES.get(t.device.type, 8 << 20)
     share = HALF_SHARE if t.dtype in HALF else SHARE
-    return min(most, max(most // 16, t.numel() * t.element_size() // share))
+    return min(most, max(most // 8, t.numel() * t.element_size() // share))
 
 
 @contextmanager
