@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ring_cases import call, compiled, parity, tensors, two_meshes
+from ring_cases import call, compiled, parity, peaks_of_a_shard, tensors, two_meshes
 from ringlab import reference
 from ringlab.local import Execution, attend
 from ringlab.patterns import Dense, Dilated
@@ -297,6 +297,20 @@ def test_gloo_ranks_are_the_simulated_ones(ranks):
         assert [each[i][1] - agreement for each in everyone] == [traffic.from_rank(r) for r in range(ranks)]
     again = launch(parity, ranks, cases[:1] * 2)
     assert [each[0][1] - each[1][1] for each in again] == [agreement] * ranks, "agreed once"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_holds_little_more_than_its_shard(ranks):
+    """Peak bytes of a forward by the bytes of a shard of q, k, v and out: what is received, and a piece at a time."""
+    n, heads, d = 8192, 8, 64
+    ladder = Dilated([n // 4, n], [1, 4])
+    cases = [(Dense(), "ring"), (Dense(), "all_gather"), (ladder, "plan")]
+    shard = 4 * 4 * n // ranks * heads * d
+    for rank, peaks in enumerate(launch(peaks_of_a_shard, ranks, cases, n, heads, d)):
+        ring, gathered, planned = (peak / shard for peak in peaks)
+        plan = plan_rank(Problem(ladder, contiguous(n, ranks), False, heads, heads), rank)
+        moved = 4 * 2 * d * (sum(plan.sent) + sum(plan.received)) / shard
+        assert ring <= 2.1 and gathered <= 1.1 * (2 + 2 * ranks) / 4 and planned <= 1.3 + moved, (peaks, shard, moved)
 
 
 def test_a_mesh_of_two_sequences():

@@ -96,6 +96,7 @@ def add_forward(views, limit: int, alone: bool, causal: bool, scale: float, kern
             lse.copy_(l)
         else:
             merge_(out, lse, o, l)
+        del o, l  # before the next piece is made
 
 
 def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool):
@@ -191,7 +192,7 @@ def piece_limit(t: Tensor) -> int:
     """Bytes of a piece for results like ``t``."""
     most = PIECE_BYTES.get(t.device.type, 8 << 20)
     share = HALF_SHARE if t.dtype in HALF else SHARE
-    return min(most, max(most // 16, t.numel() * t.element_size() // share))
+    return min(most, max(most // 8, t.numel() * t.element_size() // share))
 
 
 @contextmanager

@@ -120,7 +120,8 @@ def drive(steps: Steps, group: dist.ProcessGroup):
         else:
             for work in step.ticket:
                 work.wait()
-            answer = None
+            answer = work = None
+        step = None  # or the request and its tensors would stay until the next one
 
 
 def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:

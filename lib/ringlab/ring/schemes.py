@@ -28,6 +28,7 @@ def plan_forward(rank: Rank, q, k, v) -> Steps:
     ticket = yield Post(AllToAll(_packed(rank, k, v), plan.sent, rows, plan.received))
     out, lse = rank.local_forward(q, k, v)
     yield Wait(ticket)
+    del ticket  # it holds the rows sent
     rank.add_forward(rank.meetings(None), q, rows, out, lse)
     return out, lse.squeeze(-1).transpose(1, 2), rows
 
@@ -108,6 +109,7 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
         elif current is not None:
             rank.add_forward(rank.meetings((rank.rank - t) % p), q, current, out, lse)
         yield Wait(ticket)
+        del exchange, ticket  # both hold what was sent, and the next step receives
         current = coming
     return out.to(q.dtype), lse.squeeze(-1).transpose(1, 2)
 
