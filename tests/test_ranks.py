@@ -143,6 +143,8 @@ def test_bytes_are_the_plans_and_memory_is_a_ranks(measured):
         assert sum(row.ranks["bytes_sent"]) > 0 and max(row.ranks["messages"]) > 0
         assert row.memory["tracked_peak_bytes"] == max(row.ranks["tracked_peak_bytes"])
         assert row.memory["floor_bytes"] == row.cost["floor_bytes"] // 2
+    row = found(measured, POINTS[5])  # the ring holds the other's shard of K and V besides its own tensors
+    assert row.memory["tracked_peak_bytes"] >= row.memory["floor_bytes"] + 2 * 64 * 2 * 8 * 4
     one, two = (found(measured, p).cost for p in (TINY.but(world_size=1), TINY))
     assert one == two, "the whole point's, however many share it"
 
