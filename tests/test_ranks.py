@@ -95,6 +95,11 @@ POINTS = [
 ]  # fmt: skip
 
 
+KILLED = TINY.but(system="builders:killed")
+THREE = TINY.but(world_size=3, seq_len=129)  # and two cores
+GROUPS = [Group("ranks", POINTS, interleave=False), Group("killed", [KILLED, TINY]), Group("wide", [THREE, TINY])]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def builders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("systems")
@@ -107,11 +112,12 @@ def builders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    return run([Group("ranks", POINTS, interleave=False)], tmp_path_factory.mktemp("ranks"), profile="cpu")
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, run(GROUPS, folder, profile="cpu")
 
 
-def found(results, point):
-    (result,) = [r for r in results if r.point == point]
+def found(measured, point, group="ranks"):
+    (result,) = [r for r in measured[1] if r.point == point and r.group == group]
     return result
 
 
@@ -137,6 +143,8 @@ def test_bytes_are_the_plans_and_memory_is_a_ranks(measured):
         assert sum(row.ranks["bytes_sent"]) > 0 and max(row.ranks["messages"]) > 0
         assert row.memory["tracked_peak_bytes"] == max(row.ranks["tracked_peak_bytes"])
         assert row.memory["floor_bytes"] == row.cost["floor_bytes"] // 2
+    row = found(measured, POINTS[5])  # the ring holds the other's shard of K and V besides its own tensors
+    assert row.memory["tracked_peak_bytes"] >= row.memory["floor_bytes"] + 2 * 64 * 2 * 8 * 4
     one, two = (found(measured, p).cost for p in (TINY.but(world_size=1), TINY))
     assert one == two, "the whole point's, however many share it"
 
@@ -158,24 +166,23 @@ def test_a_wrong_gradient_of_one_rank_and_a_system_of_one_device(measured):
     assert (row.status, row.reason) == ("unsupported", "dense_sdpa runs on one device, not on 2 ranks")
 
 
-def test_a_rank_that_is_killed_costs_its_point_and_is_named(tmp_path):
-    group = Group("group", [TINY.but(system="builders:killed"), TINY.but(world_size=1)])
-    killed, other = run([group], tmp_path, profile="cpu")
+def test_a_rank_that_is_killed_costs_its_point_and_is_named(measured):
+    killed, other = (found(measured, point, "killed") for point in (KILLED, TINY))
     assert killed.status == "crashed" and killed.reason.startswith("rank 1: the worker was ended by SIGKILL")
     assert not killed.final and killed.median is None and other.status == "ok" and len(other.seconds) >= 10
-    results = run([group], tmp_path, profile="cpu")
-    again = found(results, killed.point)
-    assert again.status == "ok" and len(again.seconds) >= 10 and found(results, other.point) == other
+    again = measured[0], run(GROUPS, measured[0], profile="cpu")
+    assert found(again, TINY, "killed") == other
+    completed = found(again, KILLED, "killed")
+    assert completed.status == "ok" and len(completed.seconds) >= 10
 
 
-def test_more_ranks_than_cores_have_no_time(tmp_path):
-    group = Group("group", [TINY.but(world_size=3, seq_len=129), TINY])
-    three, two = run([group], tmp_path, profile="cpu")
+def test_more_ranks_than_cores_have_no_time(measured):
+    three, two = (found(measured, point, "wide") for point in (THREE, TINY))
     assert three.status == two.status == "ok" and three.ranks["oversubscribed"] and not two.ranks["oversubscribed"]
     assert three.median is None and three.seconds == () and two.median
     assert three.ranks["threads"] == two.ranks["threads"] == 1 and len(three.ranks["bytes_sent"]) == 3
     assert three.errors["out"] <= three.tolerance["out"] and three.ranks["bytes_sent"] == three.ranks["planned"]
-    assert not [row for row in rows_of(tmp_path, "sample") if row["point"] == three.point.id]
+    assert not [row for row in rows_of(measured[0], "sample") if row["point"] == THREE.id]
 
 
 def test_a_rank_that_hangs_is_named(tmp_path):

@@ -78,7 +78,8 @@ def test_no_row_without_a_passed_check_reaches_a_table_a_figure_or_a_verdict(num
     def spoiled(r):
         memory = {"floor_bytes": 2**30, "tracked_peak_bytes": int(4.321 * 2**30)}
         about = r.ranks | ({"bytes_sent": [987654321]} if r.ranks else {})
-        marked = {"seconds": (0.000543217,) * 10, "median": 0.000543217, "ci": (0.000543217, 0.000543217)} if r.seconds else {}
+        fast = 0.000543217
+        marked = {"seconds": (fast,) * 10, "median": fast, "ci": (fast, fast)} if r.seconds else {}
         return replace(r, memory=memory, ranks=about, **marked, **flaw)
 
     found = shown(number, spoiled)

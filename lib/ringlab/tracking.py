@@ -7,6 +7,8 @@ by page or not; the high-water mark (Linux) sees everything the process really t
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -52,6 +54,9 @@ def storages(value: object) -> Iterator[torch.UntypedStorage]:
     else:
         parts = []
     yield from (part for part in parts if part.device.type != "meta")
+
+
+_at_work: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar("trackers", default=())
 
 
 class LiveStorageTracker(TorchDispatchMode):
@@ -108,6 +113,14 @@ class LiveStorageTracker(TorchDispatchMode):
             for tensor in tensors:
                 self._count(storages(tensor))
 
+    def __enter__(self):
+        _at_work.set((*_at_work.get(), self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _at_work.set(_at_work.get()[:-1])
+        return super().__exit__(*error)
+
     def reset_peak(self) -> None:
         """Let the peak begin again at what is alive now."""
         with self._lock:
@@ -148,6 +161,15 @@ class LiveStorageTracker(TorchDispatchMode):
         # The storages' Python objects come and go while the memory stays, so only the C++ weak count tells.
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
             self._current -= self._live.pop(key)[1]
+
+
+@contextmanager
+def seen_inside() -> Iterator[None]:
+    """Let the trackers at work see the ops of a custom operator's body, which no dispatch mode sees by itself."""
+    with ExitStack() as stack:
+        for tracker in _at_work.get():
+            stack.enter_context(tracker)
+        yield
 
 
 def reset_high_water() -> bool:

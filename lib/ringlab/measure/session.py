@@ -7,7 +7,7 @@ point alone.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from uuid import uuid4
 
 from ..cost import Cost
@@ -217,7 +217,9 @@ class Session:
             doubts.append(f"a peak of {peak} bytes is smaller than its own tensors, {floor} bytes")
         if member.samples:
             found = summary([member.samples[number] for number in sorted(member.samples)])
-            bound, below = self.bounds.below(cost, member.point.dtype, found.median)
+            gpus = member.point.world_size if self.settings["device"] == "cuda" else 1  # a CPU has one rate for all
+            mine = replace(cost, folded_flops=cost.folded_flops // gpus, floor_bytes=cost.floor_bytes // gpus)
+            bound, below = self.bounds.below(mine, member.point.dtype, found.median)
             share = cost.flops / found.median / rate if rate else None
             row = asdict(found) | {"bound_seconds": bound, "share": share}
             row["unstable"] |= crowded

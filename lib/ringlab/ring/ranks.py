@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import kernels, local, patterns
 from ..kernels.base import wide
+from ..tracking import seen_inside
 from . import schemes, ulysses
 from .agree import agree
 from .comm import drive, simulate
@@ -207,7 +208,7 @@ def ranks_forward(
     if key not in known:
         drive(agree(rank, same, q.device), pg)
         known.add(key)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), seen_inside():
         out, lse, *kept = drive(SCHEMES[scheme][0](rank, flip(q), k, v), pg)
     kept += [q.new_empty(0) for _ in range(2 - len(kept))]
     return out.contiguous(), lse.contiguous(), *kept
@@ -238,7 +239,7 @@ def ranks_backward(
     flip, positive = local.positive_scale(scale)
     rank = _rank(problem, dist.get_rank(pg), q, positive, _backend(backend), True, local.named(execution))
     extra = {"plan": (kept,), "ulysses": (kept, more)}.get(scheme, ())
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), seen_inside():
         grads = drive(SCHEMES[scheme][1](rank, dout, dlse, flip(q), k, v, out, lse, *extra), pg)
     dq, dk, dv = (g.to(q.dtype).contiguous() for g in grads)
     return flip(dq), dk, dv
