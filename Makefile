@@ -42,7 +42,7 @@ endif
 COMMA := ,
 needs = $(if $(READY),,@sh lib/needs.sh "$(1)" "$(2)" $(PY))
 PROFILE_ARG = --profile "$(or $(strip $(GPU)),auto)"
-ifneq ($(filter gpu=% profile=% PROFILE=%,$(MAKEOVERRIDES)),)
+ifneq ($(filter gpu=% Gpu=% profile=% PROFILE=%,$(MAKEOVERRIDES)),)
   $(error a profile is chosen by GPU=name, see `make help`)
 endif
 

@@ -55,8 +55,11 @@ def test_strict_by_environment(capsys, monkeypatch, tmp_path):
 
 def test_rows_go_into_a_folder(capsys, tmp_path):
     (tmp_path / "rows").write_text("mine")
-    code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path / "rows"))
-    assert code == 2 and err.endswith("rows is a file\n") and (tmp_path / "rows").read_text() == "mine"
+    for given, why in ((str(tmp_path / "rows"), "rows is a file, not a folder"), (" ", "a folder needs a name")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["measure", "--profile", "cpu", "--data", given])
+        assert why in capsys.readouterr().err
+    assert (tmp_path / "rows").read_text() == "mine"
 
 
 @pytest.mark.parametrize("command", ["report", "measure"])

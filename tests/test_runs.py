@@ -268,7 +268,7 @@ def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken,
     said = process.communicate(timeout=60)[1].splitlines()
     if end == signal.SIGINT:
         assert said[-1] == ("interrupted: 0 points and the finished samples of others are kept; run again to go on")
-    assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left in all)")
+    assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left)")
     assert not [line for line in said if "Traceback" in line]
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -399,3 +399,59 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
 def test_interrupted_is_a_keyboard_interrupt():
     with pytest.raises(KeyboardInterrupt):
         raise Interrupted("is one")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a later run does not take as done
+
+
+def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, monkeypatch, capsys):
+    group = Group("g", [TINY])
+    monkeypatch.setattr(neighbours.Neighbours, "crowded", True)
+    (first,) = measure([group], tmp_path)
+    assert first.unstable and first.bound_seconds is None, "rates that others disturb give no bound"
+    (kept,) = measure([group], tmp_path, progress=True)
+    assert kept.run == first.run and "rows that other work disturbed are kept" in capsys.readouterr().err
+    monkeypatch.setattr(neighbours.Neighbours, "crowded", False)
+    (again,) = measure([group], tmp_path)
+    assert again.run != first.run and again.bound_seconds
+    assert measure([group], tmp_path)[0].run == again.run
+
+
+def test_a_time_that_was_too_short_is_tried_again_with_more(tmp_path):
+    group = Group("g", [TINY.but(system="broken:slow", options={"x": 0})])
+    assert measure([group], tmp_path, timeout_s=0.05)[0].status == "timeout"
+    assert measure([group], tmp_path, timeout_s=0.04)[0].status == "timeout"
+    assert measure([group], tmp_path)[0].status == "ok"
+
+
+@pytest.mark.parametrize(
+    "groups, more, why",
+    [
+        ([Group("a", [TINY]), Group("a", [CAUSAL])], {}, "two groups have the name 'a'"),
+        ([TINY], {}, "must be measure.Group objects, got Point"),
+        ([Group("a", [TINY])], {"timeout_s": -1}, "timeout_s must be positive"),
+        ([Group("a", [TINY])], {"profile": "h100"}, "torch drives none here"),
+    ],
+)
+def test_a_run_that_cannot_be_is_one_line(tmp_path, groups, more, why):
+    with pytest.raises(ValueError, match=why):
+        run(groups, tmp_path, **({"profile": "cpu"} | more))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_host_that_is_killed_costs_the_points_on_their_way(tmp_path, monkeypatch):
+    """Its workers live on, and closing them may not take its closed channel for a folder that cannot be written."""
+    step, done = session.Session._step, []
+
+    def killing(self, group, member, command, *rest, **more):
+        done.append(command)
+        if done.count("sample") == 2 and command == "sample":
+            self.host.process.kill()
+            self.host.process.wait()
+            self.close()
+        return step(self, group, member, command, *rest, **more)
+
+    monkeypatch.setattr(session.Session, "_step", killing)
+    results = measure([Group("g", [TINY, CAUSAL])], tmp_path)
+    assert len(results) == 2 and {r.status for r in results} <= {"ok", "crashed"}

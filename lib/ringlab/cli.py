@@ -60,11 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         "--strict", action="store_true", help="refuse a rehearsal or recorded rows, exit 2 (default: no, or STRICT=1)"
     )
     report.add_argument(
-        "--reports", type=Path, metavar="DIR", help="where reports go (default: reports/ of the checkout)"
+        "--reports", type=_folder, metavar="DIR", help="where reports go (default: reports/ of the checkout)"
     )
     report.add_argument(
         "--force", action="store_true", help="run and render the notebooks even if nothing changed (default: no)"
     )
+    report.add_argument("--remeasure", action="store_true", help="measure again what is there already (default: no)")
 
     measure = command("measure", _measure, "measure what is missing, without a report (torch alone)")
     choose_profile(measure)
@@ -72,18 +73,26 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument(
         "--group", action="append", metavar="NAME", help="only this group of the suite; may be repeated (default: all)"
     )
-    measure.add_argument("--data", type=Path, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
+    measure.add_argument("--data", type=_folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
     measure.add_argument("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
     measure.add_argument("--force", action="store_true", help="measure again what is there already (default: no)")
 
     pdf = command("pdf", _pdf, "print the reports that are there to PDF, by a headless Chromium")
     choose_profile(pdf)
     pdf.add_argument(
-        "--reports", type=Path, metavar="DIR", help="where reports are (default: reports/ of the checkout)"
+        "--reports", type=_folder, metavar="DIR", help="where reports are (default: reports/ of the checkout)"
     )
 
     command("profiles", _profiles, "list the hardware profiles and which of them run here")
     return parser
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a folder needs a name")
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
+    return Path(text)
 
 
 def _refuse(message: str, code: int = REFUSED) -> int:
@@ -103,8 +112,9 @@ def _report(arguments) -> int:
 
     try:
         pages = driver.run(
-            arguments.profile, strict=_strict(arguments), reports=arguments.reports, force=arguments.force
-        )
+            arguments.profile, strict=_strict(arguments), reports=arguments.reports, force=arguments.force,
+            remeasure=arguments.remeasure,
+        )  # fmt: skip
     except ReportError as error:
         return _refuse(str(error), error.exit_code)
     return _show(pages)
@@ -144,13 +154,13 @@ def _measure(arguments) -> int:
     if asked.why:
         print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
     data = arguments.data or reports / asked.folder / "data"
-    if data.exists() and not data.is_dir():
-        return _refuse(f"--data names a folder for the rows, {data} is a file")
     how = {"profile": asked.profile, "device": asked.device, "rehearsal": asked.rehearsal, "force": arguments.force}
     try:
         measure.run(groups, data, progress=True, **how)
     except measure.Busy as error:
         return _refuse(str(error), FAILED)
+    except ValueError as error:
+        return _refuse(str(error))
     except OSError as error:
         return _refuse(f"cannot write {error.filename or data}: {error.strerror or error}", FAILED)
     return _show([data])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 CROWDED = 0.1  # cores missing for our threads, as a part of these, from which times are not trusted
@@ -36,6 +37,14 @@ class Neighbours:
         if begin is not None and end is not None:
             self.wall_s += wall_s
             self.theirs_s += end - begin - ours_s
+
+    @classmethod
+    def now(cls, threads: int, wall_s: float = 0.5) -> Neighbours:
+        """What others take while this process waits."""
+        found, begin = cls(threads), cls.busy()
+        time.sleep(wall_s)
+        found.add(begin, wall_s, 0.0)
+        return found
 
     @property
     def cores(self) -> float | None:

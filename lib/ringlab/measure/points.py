@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+import torch
+
 from .. import patterns
 from ..cost import PASSES
 
@@ -61,9 +63,13 @@ class Point:
         set_(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.passes not in PASSES:
             raise ValueError(f"unknown passes {self.passes!r}; known: {', '.join(PASSES)}")
+        if not getattr(getattr(torch, self.dtype, None), "is_floating_point", False):
+            raise ValueError(f"unknown dtype {self.dtype!r}; known are torch's, as float32 or bfloat16")
         for name in ("batch", "seq_len", "heads", "kv_heads", "head_dim", "world_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads: {self.heads} and {self.kv_heads}")
 
     def __hash__(self):
         return hash(self.id)
@@ -199,6 +205,8 @@ def select(results, group: str | None = None, **fields) -> list[Result]:
     (True, [])
     """
     wanted = dict(fields.pop("options", {}))
+    if unknown := fields.keys() - Point.__dataclass_fields__.keys():
+        raise TypeError(f"a point has no {', '.join(sorted(unknown))}; it has: {', '.join(Point.__dataclass_fields__)}")
     return [
         r
         for r in results

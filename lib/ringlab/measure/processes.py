@@ -78,6 +78,8 @@ class Host:
 
     def ask(self, message: dict, descriptors=()) -> dict:
         """Raises Died where the host has ended, which no point survives."""
+        if self.line.socket.fileno() < 0:
+            raise Died("crashed", "the process that starts workers has ended", False)
         self.line.send(message, descriptors)
         try:
             reply = self.line.receive(STARTUP_S)

@@ -17,6 +17,7 @@ from .timing import samples_for
 
 RATE = {"cpu": 1e11, "cuda": 1e14}  # FLOP/s, a first guess that only weighs points against each other
 EVERY_S = 10.0
+PRIOR_S = 30.0  # of work at the pace that was guessed, or the first points alone would decide
 START_S = 0.7  # of a point, before its first sample
 
 
@@ -33,7 +34,7 @@ class Progress:
 
     def begin(self, group: Group, points: list[Point]) -> None:
         turns = ", taking turns" if group.interleave and len(points) > 1 else ""
-        self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self._left()} in all)")
+        self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self._left()})")
 
     def did(self, text: str, seconds: float) -> None:
         """So much of the work is done, by the guess that was made for it."""
@@ -73,7 +74,7 @@ class Progress:
             warn(text)
 
     def _left(self) -> str:
-        pace = (time.monotonic() - self.start) / self.done_s if self.done_s else 1.0
+        pace = (time.monotonic() - self.start + PRIOR_S) / (self.done_s + PRIOR_S)
         left = max(0.0, self.left_s) * pace
         return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
 

@@ -193,3 +193,8 @@ def _cpu_mhz() -> float | None:
 def key(provenance: dict) -> tuple:
     """What must agree for a row to count as done."""
     return tuple(provenance.get(name) for name in KEY)
+
+
+def differs(one: dict, other: dict) -> list[str]:
+    """Which of these do not agree."""
+    return [name for name in KEY if one.get(name) != other.get(name)]

@@ -59,6 +59,7 @@ class Session:
     bounds: Bounds | None = None
     results: list[Result] = field(default_factory=list)
     host: Host | None = None
+    said: set[str] = field(default_factory=set)  # warnings that need not come again
     tolerances: dict[tuple, dict] = field(default_factory=dict)  # by shape and dtype: half precision takes seconds
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ class Session:
 
     def _run_together(self, group: Group, run: str, members: list[Member], first: int) -> int:
         """Prepare, then take rounds in turn, from number ``first``; returns the number after the last."""
-        origin = self.here | provenance.moment(self.settings["device"])
+        origin = self.here | provenance.moment(self.settings["device"]) | {"timeout_s": self.timeout_s}
         starved, others = [], Neighbours(self.here["threads"] if self.settings["device"] == "cpu" else 0)
         try:
             for member in members:
@@ -182,13 +183,24 @@ class Session:
             member.handle = None
 
     def probe(self, names: list[str]) -> dict:
-        """The CPU's rates, from a process of their own; none where that fails, and the rows then have no bound."""
-        handle = None
+        """The CPU's rates, from a process of their own; none where that fails or others run beside it.
+
+        A disturbed rate is too low, and the bound that it gives too high: it would accuse honest rows.
+        """
+        handle, others = None, Neighbours(self.here["threads"])
         try:
             handle = self._start({"memory_bytes": None})
-            return handle.ask("probe", self.timeout_s, dtypes=names)["peaks"]
+            begin = others.busy()
+            reply = handle.ask("probe", self.timeout_s, dtypes=names)
+            others.add(begin, reply["wall_s"], reply["cpu_s"])
+            if others.crowded:
+                raise Died("crashed", f"others used {others.cores:g} cores meanwhile", False)
+            return reply["peaks"]
         except (Died, TimedOut) as failure:
-            warn(f"the CPU's rates could not be measured, so these rows have no lower bound: {failure or 'no answer'}")
+            why = str(failure) or "no answer"
+            if why not in self.said:
+                self.said.add(why)
+                warn(f"the CPU's rates could not be measured, so these rows have no lower bound: {why}")
             return {}
         finally:
             if handle is not None:

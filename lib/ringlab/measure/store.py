@@ -27,6 +27,7 @@ from .points import Group, Point, Result
 from .provenance import key
 
 SCHEMA = 1
+_said: set[str] = set()
 NAME = "samples.jsonl"
 
 
@@ -94,7 +95,10 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn) -> list[Result]
     if bad:
         shown = ", ".join(map(str, sorted(bad)[:5])) + (", ..." if len(bad) > 5 else "")
         what = f"{len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})"
-        warn(f"{Path(folder) / NAME}: skipped {what}")
+        said = f"{Path(folder) / NAME}: skipped {what}; delete these lines to be rid of this"
+        if said not in _said:  # a run reads its rows more than once
+            _said.add(said)
+            warn(said)
     return results
 
 

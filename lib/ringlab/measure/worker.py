@@ -119,10 +119,12 @@ class Worker:
 
 
 def probe(dtypes: list[str]) -> dict:
-    """The rates of this CPU: dtype -> FLOP/s, bytes/s from memory, bytes/s from cache."""
+    """The rates of this CPU: dtype -> FLOP/s, bytes/s from memory, bytes/s from cache; and the time that took."""
     machine = hardware.detect()
+    wall, cpu = time.perf_counter(), time.process_time()
     found = {name: hardware.measure_cpu_peaks(name, machine) for name in dtypes}
-    return {"peaks": {n: [p.flops_per_s, p.bytes_per_s_dram, p.bytes_per_s_cache] for n, p in found.items()}}
+    spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+    return spent | {"peaks": {n: [p.flops_per_s, p.bytes_per_s_dram, p.bytes_per_s_cache] for n, p in found.items()}}
 
 
 def worker_for(point: Point, settings: dict) -> Worker:

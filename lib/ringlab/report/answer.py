@@ -88,6 +88,7 @@ def _dense_line(study: Study) -> str:
         since = "not faster at the longest"
     else:
         since = f"faster from {start:,} tokens on" + (", the shortest measured" if start == found[0][0] else "")
+        since = "the longest measured and the first at which it is faster" if start == n else since
     sure = _span(ratio.low, ratio.high, ratio.unstable)
     return (
         f"**Over dense SDPA**: **{number(ratio.value)}×** ({sure}) at {n:,} "

@@ -9,7 +9,7 @@ import torch
 from ..measure import Ratio
 from . import rows as r
 from .computed import two_cards as two_cards_fit
-from .reuse import lent, pool_rows, threshold
+from .reuse import largest_share, lent, pool_rows, threshold
 from .study import Study, best
 from .switches import switch_pairs, with_others
 from .tables import number, size
@@ -70,7 +70,7 @@ def dtype_alone(study: Study, claim: dict) -> Verdict:
     ratio = _effect(study, r.is_plain) or _effect(study, r.is_optimised)
     if not _here(study):
         return untestable(
-            "it is about Pascal (6.1), where native fp16 runs at 1/64 of fp32; GPU=gtx1080 tests it", said(ratio)
+            "it is about Pascal (6.1), where native fp16 runs at 1/64 of fp32; such a card tests it", said(ratio)
         )
     return by_interval(ratio, claim["low"], claim["high"], "fp32 over fp16, nothing else changed")
 
@@ -84,6 +84,10 @@ def switch(study: Study, claim: dict) -> Verdict:
     ratio = pairs[0][5] if pairs else None
     if study.rehearsal:
         return untestable(CPU_TIMES, said(ratio))
+    share = largest_share(study) if name == "cache" else None
+    if share is not None and 1 / (1 - share) < claim["low"]:
+        why = f"building takes at most {number(100 * share, 2)} % of a call, so that no cache can save more"
+        return Verdict("refuted", said(ratio), why)
     where = f" ({with_others(name, pairs[0][1])})" if pairs else ""
     high = claim.get("high", float("inf"))
     return by_interval(ratio, claim["low"], high, f"time without the {name} over time with it{where}")
@@ -112,7 +116,8 @@ def pool_by_length(study: Study, claim: dict) -> Verdict:
 
 def xformers(study: Study, claim: dict) -> Verdict:
     if not _here(study):
-        return untestable("it is about Pascal (6.1); xformers' only path there is torch's own efficient kernel: 1.00")
+        why = "torch's own efficient kernel is xformers' only path there, so a ratio of 1"
+        return untestable(f"it is about Pascal (6.1); {why}")
     theirs, own = (
         [x for x in study.good if r.switches(x.point)["backend"] == name and x.seconds]
         for name in ("xformers", "efficient")
@@ -134,8 +139,8 @@ def flash_from_turing(study: Study, claim: dict) -> Verdict:
 
 
 def flash_row(study: Study, claim: dict) -> Verdict:
-    if study.rehearsal:
-        return untestable(CPU_TIMES)
+    if not _here(study):
+        return untestable("it is about Pascal (6.1), for which no flash kernel is built; such a card tests it")
     ours = r.document_rows(study)
     for dtype in ("float16", "bfloat16", "float32"):
         original = best([x for x in ours if r.is_plain(x) and x.point.dtype == dtype])

@@ -34,12 +34,13 @@ def run(
     parameters: dict | None = None,
     cell_timeout_s: int = 300,
     force: bool = False,
+    remeasure: bool = False,
 ) -> list[Path]:
     """Bring ``reports/<profile>/`` up to date and return the paths of its pages, the index last.
 
     ``notebooks`` and ``suite`` replace the built-in ones, ``parameters`` go to every notebook beside its profile. What
-    has not changed since the last complete run is neither measured nor rendered again, unless ``force``. Raises
-    UsageError and ReportError with messages of one line.
+    has not changed since the last complete run is neither measured again, unless ``remeasure``, nor rendered, unless
+    ``force``. Raises UsageError and ReportError with messages of one line.
     """
     root = home() if reports is None or notebooks is None else None
     reports = Path(reports) if reports is not None else root / "reports"
@@ -60,7 +61,7 @@ def run(
                 pages.begin()
                 if asked.measure:
                     groups = (suite or _suite(notebooks))(asked.profile, device=asked.device, rehearsal=asked.rehearsal)
-                    _measure(groups, pages.data, asked)
+                    _measure(groups, pages.data, asked, remeasure)
                 written = pages.write()
         except BaseException:  # Ctrl-C too: the index says at once what is unfinished
             with suppress(OSError):
@@ -71,9 +72,10 @@ def run(
         raise ReportError(f"cannot use {error.filename or folder}: {error.strerror or error}") from error
 
 
-def _measure(groups, data: Path, asked: Plan) -> None:
+def _measure(groups, data: Path, asked: Plan, force: bool) -> None:
     try:
-        measure.run(groups, data, profile=asked.profile, device=asked.device, rehearsal=asked.rehearsal, progress=True)
+        how = {"profile": asked.profile, "device": asked.device, "rehearsal": asked.rehearsal, "force": force}
+        measure.run(groups, data, progress=True, **how)
     except measure.Busy as error:
         raise ReportError(str(error)) from None
 

@@ -41,7 +41,9 @@ def limits(study: Study, *more: str) -> Text:
         lines.append(f"{'; '.join(names)} ({shape}): {word}, {why}.")
     if others := taken_by_others(study):
         lines.append(f"How fast this machine is when left alone: other processes used up to {others:g} of its cores.")
-    unstable = [f"{point_name(r)} ({spread(r)})" for r in study.good if r.unstable]
+    if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
+        lines.append(f"Whether {len(unbound)} times are possible at all: other work ran while their bound was probed.")
+    unstable = [point_name(r) for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Small differences of the {len(unstable)} unstable points, as of {_some(unstable)}.")
     return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
@@ -74,10 +76,6 @@ def _some(names: list[str], most: int = 3) -> str:
 def point_name(result) -> str:
     """A point in the words of the tables."""
     return f"{label(result)}, {_shape(result.point)}"
-
-
-def spread(result) -> str:
-    return f"{100 * (result.q3 - result.q1) / result.median:.0f} %"
 
 
 def suite_points(study: Study) -> list:

@@ -30,6 +30,6 @@ def _resolution(study: Study) -> str:
         return "No call stood in two rows, so that this run does not show what the same work differs by."
     count = f"{len(study.twins)} call{'s' * (len(study.twins) > 1)}"
     return (
-        f"The same work in two rows ({count}) differs in this run by up to {number(study.resolution)}×: what no "
-        "interval sets further apart than that is called no difference."
+        f"To see what a run can tell, the same work stands in two rows ({count}): these differ by up to "
+        f"{number(study.resolution)}×. A factor whose interval reaches into that range says: not told apart."
     )

@@ -52,11 +52,13 @@ def chosen_dtype(study: Study) -> tuple[str, list[str]]:
     timed = sorted(rows.values(), key=lambda r: r.median)
     said = ", ".join(f"{SHORT[r.point.dtype]} {number(r.median * 1e3)} ms" for r in timed)
     line = f"dtype: {label(timed[0])}, {shape()['seq_len']:,} tokens: {said}"
-    if study.rehearsal or policy not in rows:
-        return policy, [f"{line}; the policy's choice"]
+    if policy not in rows:
+        return policy, [f"{line}; {SHORT[policy]} by the policy, though no row of it passed"]
+    if study.rehearsal:
+        return policy, [f"{line}; {SHORT[policy]} by the policy"]
     ratio = study.ratio(rows[policy], timed[0])
     if timed[0] is rows[policy] or not ratio.longer:
-        return policy, [f"{line}; the policy's choice"]
+        return policy, [f"{line}; {SHORT[policy]} by the policy"]
     return timed[0].point.dtype, [f"{line}; faster than the policy's choice"]
 
 
@@ -69,7 +71,7 @@ def chosen_switches(study: Study, dtype: str) -> tuple[dict, list[str]]:
             said.append(f"{NAMES[name]}: no pair of rows passed, so the default")
             continue
         _, one, _, off, on, ratio = min(found, key=lambda x: x[3].point.dtype != dtype)
-        word = "no difference, so the default"
+        word = "not told apart, so the default"
         if ratio.longer or ratio.shorter:
             word = "faster" if ratio.longer else "slower"
             if not study.rehearsal:

@@ -12,7 +12,7 @@ from .. import Execution, attention, memory
 from . import figures
 from .cells import PEAK, bound, error, ms, peak, times, us
 from .engine import lists
-from .rows import FULL, SHORT, dense_beside, document_rows, steps_of, switches
+from .rows import FULL, SHORT, dense_beside, document_rows, pattern, steps_of, switches
 from .study import Study, best, pattern_of
 from .tables import Table, Text, number, size
 from .trust import objection
@@ -177,8 +177,18 @@ def cache_and_pool(study: Study) -> Text:
     return study.text(_cache_line(study), _pool_line(study), bullets=True)
 
 
+def _shares(study: Study) -> list[tuple]:
+    return [(c.median / call.median, c, call) for c, _, call in cache_rows(study) if _share(c, call)]
+
+
+def largest_share(study: Study) -> float | None:
+    """The largest part of a call that building its plan takes, for the document's pattern."""
+    ours = [x for x in _shares(study) if pattern_of(x[1].point) == pattern()]
+    return max((share for share, *_ in ours), default=None)
+
+
 def _cache_line(study: Study) -> str:
-    shares = [(c.median / call.median, c, call) for c, _, call in cache_rows(study) if _share(c, call)]
+    shares = _shares(study)
     if not shares:
         return "**Pattern cache**: not measured."
     share, cold, call = max(shares, key=lambda x: x[0])
@@ -199,7 +209,7 @@ def _pool_line(study: Study) -> str:
     idle = [x for on, x in pairs if not lent(on.point, threshold(on.point)).served]
     said = (
         f"**Memory pool**: of {len(lending)} calls in which it lends a buffer, {len(won)} are faster than without it, "
-        f"{len(lost)} slower, {len(lending) - len(won) - len(lost)} show no difference ({number(middle[0])} to "
+        f"{len(lost)} slower, {len(lending) - len(won) - len(lost)} cannot be told apart ({number(middle[0])} to "
         f"{number(middle[-1])} times faster)"
     )
     if not idle:

@@ -18,6 +18,8 @@ from .plan import REHEARSAL
 from .tables import Table, Text
 from .trust import judged, objection
 
+NOT_MEASURED = "not measured"
+
 
 def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
     """The rows of ``profile`` (or of the folder ``data``), found from any working folder; of a ``suite`` if named.
@@ -169,6 +171,9 @@ class Study:
         return pandas.DataFrame([_flat(r) for r in self.results])
 
     def table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence], **more) -> Table:
+        if len(rows) == 1 and rows[0][0] == NOT_MEASURED:  # a table of one dash after another says no more
+            more, columns = {}, ["What"]
+            rows = [[NOT_MEASURED]]
         return Table(caption, columns, rows, stamp=self.stamp, **more)
 
     def text(self, *lines: str, **more) -> Text:
@@ -197,9 +202,16 @@ def _flat(result) -> dict:
         "q1_s": result.q1, "q3_s": result.q3, "samples": len(result.seconds), "unstable": result.unstable,
         "bound_s": result.bound_seconds, "share_of_sgemm": result.share,
         **{f"error_{k}": v for k, v in result.errors.items()}, **result.memory, **result.cost,
+        **{f"ranks_{k}": _joined(v) for k, v in result.ranks.items()},
+        "others_cores": result.provenance.get("others_cores"),
         "rehearsal": result.rehearsal, "commit": result.provenance.get("commit"),
         "device": result.provenance.get("device_name"), "machine": result.provenance.get("machine"),
     }  # fmt: skip
+
+
+def _joined(value):
+    """A value of all ranks, or one of each."""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def pattern_of(point):

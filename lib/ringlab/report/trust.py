@@ -42,17 +42,19 @@ def objection(result) -> str:
 def judged(results: Iterable) -> list:
     """The results, those that are superlinear marked as suspect: nobody who reads them can quote one by oversight."""
     results = list(results)
-    alone: dict[str, float] = {}
+    alone: dict[tuple, float] = {}
     for r in results:
         if r.point.world_size == 1 and r.median and not objection(r):
-            key = _on_one(r.point)
+            key = _on_one(r)
             alone[key] = min(r.median, alone.get(key, r.median))
-    return [_superlinear(r, alone.get(_on_one(r.point))) if r.point.world_size > 1 else r for r in results]
+    return [_superlinear(r, alone.get(_on_one(r))) if r.point.world_size > 1 else r for r in results]
 
 
-def _on_one(point) -> str:
-    """What the rows of one point on any number of ranks have in common."""
-    return point.but(world_size=1, options={k: v for k, v in point.options if k not in PLACEMENT}).id
+def _on_one(result) -> tuple:
+    """What the rows of one point on any number of ranks have in common: group, threads of a rank, and work."""
+    point = result.point
+    work = point.but(world_size=1, options={k: v for k, v in point.options if k not in PLACEMENT}).id
+    return result.group, result.ranks.get("threads"), work
 
 
 def _superlinear(result, alone: float | None):
