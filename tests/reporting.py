@@ -16,7 +16,7 @@ from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
-from ringlab.report import figures, tables
+from ringlab.report import curves, figures, tables
 from ringlab.report.study import cost_of
 from traitlets.config import Config
 
@@ -84,8 +84,9 @@ class Shown:
     def __init__(self, document, page, names):
         self.tables, self.texts, self.labels, self.drawn = [], [], [], []
         with pytest.MonkeyPatch.context() as patch:
-            for kind in ("bars", "ratios", "lines", "panels"):
-                patch.setattr(figures, kind, self._draw)
+            for module, kinds in ((figures, ("bars", "ratios")), (curves, ("lines", "panels"))):
+                for kind in kinds:
+                    patch.setattr(module, kind, self._draw)
             patch.setattr(figures, "show", self._show)
             for name in names:
                 self._keep(getattr(document, name)(page))

@@ -38,7 +38,7 @@ ITEMS = [
         lambda: figures.bars(ITEMS, xlabel="Time (ms)", log=True),
         lambda: figures.ratios(ITEMS, xlabel="Times faster"),
         lambda: figures.ratios([], xlabel="Times faster"),
-        lambda: figures.lines(
+        lambda: curves.lines(
             {"a": [(1024, 1.0, 0.9, 1.1), (2048, 2.0, 1.9, 2.1)], "b": [(1024, 3.0, None, None)]},
             xlabel="Tokens", ylabel="Time (ms)", dashed=["b"],
         ),
@@ -64,7 +64,7 @@ def test_colours_are_seaborns_and_each_has_a_dark_twin():
 
 def test_more_lines_than_can_be_told_apart_are_refused():
     with pytest.raises(ValueError, match="5 lines cannot be told apart, at most 4"):
-        figures.lines({str(i): [(1, 1, 1, 1)] for i in range(5)}, xlabel="x", ylabel="y")
+        curves.lines({str(i): [(1, 1, 1, 1)] for i in range(5)}, xlabel="x", ylabel="y")
 
 
 def test_table_refuses_a_ragged_row():
@@ -86,7 +86,7 @@ def test_a_table_names_its_rows_aligns_numbers_and_gives_words_room():
 
 
 CELL = """
-from ringlab.report import figures, tables
+from ringlab.report import curves, figures, tables
 fig = figures.bars([figures.Bar("a", 1.0)], xlabel="x")
 figures.show(fig, "name", "A caption.", "Alt text.", tables.Table("Data", [">a"], [[1]]))
 """

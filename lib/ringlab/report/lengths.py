@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import figures
+from . import curves, figures
 from .cells import bound, error, ms, peak, times
 from .rows import SHORT, dense_beside, hardware_dtype, is_optimised, label, pattern
 from .study import Study
@@ -71,7 +71,7 @@ def length_figure(study: Study) -> None:
     series = {name: points for name, points in series.items() if points}
     if not series:
         return
-    fig = figures.lines(series, xlabel="Tokens", ylabel="Time (ms)", colors=[colors[name] for name in series],
+    fig = curves.lines(series, xlabel="Tokens", ylabel="Time (ms)", colors=[colors[name] for name in series],
                         dashed=["Lower bound"])  # fmt: skip
     said = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not quoted"
     data = study.table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import figures, findings
+from .. import curves, figures, findings
 from .. import study as studies
 from ..cells import error
 from ..findings import failures
@@ -150,7 +150,7 @@ def memory_figure(study: Study) -> None:
     )
     said = "; ".join(f"{name} {number(xs[-1][1])} MiB at {xs[-1][0]:,} tokens" for name, xs in series.items())
     caption = f"{SYSTEM}: peak memory of a rank over length, both axes logarithmic."
-    fig = figures.lines(series, xlabel="Tokens", ylabel="Peak of a rank (MiB)")
+    fig = curves.lines(series, xlabel="Tokens", ylabel="Peak of a rank (MiB)")
     figures.show(fig, "hybrid-memory", caption, f"{caption} {said}.", data, stamp=study.stamp)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import figures, findings
+from .. import curves, figures, findings
 from .. import study as studies
 from ..answer import RESERVE
 from ..cells import error
@@ -223,7 +223,7 @@ def four_panels(study: Study) -> None:
         return
     said = "; ".join(
         f"{title}: "
-        + ", ".join(f"{name} {number(xs[-1][1])} at {figures.tokens(xs[-1][0])}" for name, xs in lines.items())
+        + ", ".join(f"{name} {number(xs[-1][1])} at {curves.tokens(xs[-1][0])}" for name, xs in lines.items())
         for title, lines in drawn
     )
     data = study.table(
@@ -234,7 +234,7 @@ def four_panels(study: Study) -> None:
     )  # fmt: skip
     caption = f"{SYSTEM}: memory and throughput over length, by ranks; axes are logarithmic."
     figures.show(
-        figures.panels(drawn, xlabel="Tokens"), "scaling-panels", caption, f"{caption} {said}.", data, stamp=study.stamp
+        curves.panels(drawn, xlabel="Tokens"), "scaling-panels", caption, f"{caption} {said}.", data, stamp=study.stamp
     )
 
 
