@@ -8,7 +8,7 @@ import seaborn
 from nbconvert import HTMLExporter, MarkdownExporter
 from reporting import CPU, Page, notebook, run_in_this_process, write_two_rows
 from ringlab import hardware
-from ringlab.report import driver, figures, index, places, render, tables, theme
+from ringlab.report import curves, driver, figures, index, places, render, tables, theme
 
 PASCAL = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
 
