@@ -86,7 +86,7 @@ def test_a_table_names_its_rows_aligns_numbers_and_gives_words_room():
 
 
 CELL = """
-from ringlab.report import curves, figures, tables
+from ringlab.report import figures, tables
 fig = figures.bars([figures.Bar("a", 1.0)], xlabel="x")
 figures.show(fig, "name", "A caption.", "Alt text.", tables.Table("Data", [">a"], [[1]]))
 """

@@ -24,19 +24,17 @@ SHORTEST = 4096  # a rehearsal goes no further
 def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """Document 001: throughput and memory per rank over n and p, of the systems that it tested.
 
-    ``throughput``: on one rank and two; ``four ranks``: four, timed where a core or GPU is there for each;
-    ``simulated``: eight in one process, which has no memory of a rank to show.
+    ``throughput``: on one rank, two and four; ``simulated``: eight in one process, which has no memory of a rank to
+    show. Four are timed where each has a core or GPU of its own; all rows of a group have the same threads a rank.
     """
     first = Point(SDPA, DOCUMENT)
     ns = _lengths(rehearsal, 2048, 4096, 8192, 16384)
-    timed = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2)]
-    timed += [first.but(system=CORRECT, seq_len=ns[1], world_size=p) for p in (1, 2)]
-    timed += [first.but(system=HILBERT, seq_len=ns[1]), first.but(system="dense_sdpa", pattern=Dense(), seq_len=ns[1])]
-    timed += [first.but(seq_len=ns[1], world_size=p, options=TWIN) for p in (1, 2)]
-    wide = [first.but(seq_len=n, world_size=4) for n in ns]
+    points = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2, 4)]
+    points += [first.but(system=CORRECT, seq_len=ns[1], world_size=p) for p in (1, 2)]
+    points += [first.but(system=HILBERT, seq_len=ns[1]), first.but(system="dense_sdpa", pattern=Dense(), seq_len=ns[1])]
+    points += [first.but(seq_len=ns[1], world_size=p, options=TWIN) for p in (1, 2)]
     return [
-        Group("throughput", tuple(timed)),
-        Group("four ranks", tuple(wide), interleave=False),
+        Group("throughput", tuple(points)),
         Group("simulated", (first.but(seq_len=ns[-1], options={"simulated": 8}),), timed=False),
     ]
 
@@ -44,8 +42,8 @@ def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool
 def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """Document 003: gathering against the ring against the plan; time, memory and bytes.
 
-    ``one device``: its tables, where no ring code runs; ``schemes``: two ranks whose segments reach over the border;
-    ``schemes on four``: what a rank of four holds and sends.
+    ``one device``: its tables, where no ring code runs; ``schemes``: two ranks and four whose segments reach over the
+    border.
     """
     first = Point(COLLECTIVE, LONG)
     one = [first.but(system=system, seq_len=n) for n in (1024, 2048, 4096) for system in (COLLECTIVE, ROBUST)]
@@ -56,27 +54,22 @@ def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal:
         point = first.but(seq_len=n, world_size=ranks)
         return [point, point.but(system=ROBUST), point.but(system="ringlab", options={"scheme": "plan"})]
 
-    two = [p for n in (1024, 2048, 4096) for p in schemes(n, 2)]
-    two += [p.but(causal=True) for p in two[-3:]]
-    two += [two[-1].but(options=dict(two[-1].options) | TWIN)]
-    return [
-        Group("one device", tuple(one)),
-        Group("schemes", tuple(two)),
-        Group("schemes on four", tuple(schemes(4096, 4)), timed=False),
-    ]
+    several = [p for n in (1024, 2048, 4096) for p in schemes(n, 2)]
+    several += [p.but(causal=True) for p in several[-3:]]
+    several += [several[-1].but(options=dict(several[-1].options) | TWIN), *schemes(4096, 4)]
+    return [Group("one device", tuple(one)), Group("schemes", tuple(several))]
 
 
 def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """Document 004: the hybrid over n and p.
 
-    ``hybrid``: its table on one rank and two; ``long``: what 32K and 64K hold on several ranks, untimed.
+    ``hybrid``: its table on one rank, two and four; ``long``: what 32K and 64K hold on several ranks, untimed.
     """
     first = Point(HYBRID, DOCUMENT, world_size=2)
     ns = _lengths(rehearsal, 1024, 2048, 4096, 8192, 16384)
-    timed = [first.but(seq_len=n) for n in ns] + [first.but(seq_len=n, world_size=1) for n in (ns[0], ns[-1])]
-    timed += [first.but(seq_len=ns[0], options=TWIN)]
-    groups = [Group("hybrid", tuple(timed)),
-              Group("hybrid on four", (first.but(seq_len=ns[-1], world_size=4),), timed=False)]  # fmt: skip
+    points = [first.but(seq_len=n) for n in ns]
+    points += [first.but(seq_len=n, world_size=p) for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))]
+    groups = [Group("hybrid", (*points, first.but(seq_len=ns[0], options=TWIN)))]
     if not rehearsal:
         long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
         groups.append(Group("long", tuple(long), timed=False))

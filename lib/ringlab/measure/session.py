@@ -96,7 +96,7 @@ class Session:
                 self._step(group, member, "prepare", START_S)
                 if member.row["status"] == "oom" and any(m.handle for m in members):
                     starved.append(member)
-                elif not group.timed:
+                elif not group.timed or _crammed(member):
                     self._close(member)
             last = self._take_rounds(group, run, members, first, others) if group.timed else first
             self._conclude(group, run, [m for m in members if m not in starved], origin, others)
@@ -109,7 +109,7 @@ class Session:
 
     def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: Neighbours) -> int:
         for member in members:
-            if member.alive and not member.row.get("ranks", {}).get("oversubscribed"):
+            if member.alive and not _crammed(member):
                 member.estimate = self._step(group, member, "calibrate", 0.0).get("estimate", 0.0)
         alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
@@ -254,6 +254,11 @@ class Session:
 
     def _append(self, run: str, **row) -> None:
         self.store.append(run=run, rehearsal=self.rehearsal, **row)
+
+
+def _crammed(member: Member) -> bool:
+    """Its ranks have no core each, so that no time is taken."""
+    return member.row.get("ranks", {}).get("oversubscribed", False)
 
 
 def _drawn(point: Point) -> tuple:

@@ -81,4 +81,5 @@ def _spread(values: list, show) -> str | None:
 
 def _samples(study: Study) -> str | None:
     counts = [len(r.seconds) for r in study.good if r.seconds]
-    return f"{min(counts)} to {max(counts)}, warm-up discarded; 95 % intervals by bootstrap" if counts else None
+    said = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
+    return f"{said}, warm-up discarded; 95 % intervals" if counts else None

@@ -25,17 +25,18 @@ def kb_per_token(study: Study, claim: dict, document: str) -> Verdict:
 
 
 def memory_scaling(study: Study, claim: dict, document: str) -> Verdict:
-    """p times a rank's peak, over one rank's: 1 where memory falls as 1/p; shown by three values of p or more."""
+    """p times a rank's peak, over one rank's, at the longest length of all p: 1 where memory falls as 1/p.
+
+    Shown by three values of p or more; short sequences also hold rows of others and buffers of a fixed size.
+    """
     held = held_by(study, SYSTEM[document])
-    found = {(n, p): p * x / held[n, 1] for (n, p), x in held.items() if p > 1 and (n, 1) in held}
-    counts = sorted({p for _, p in found} | {1})
-    n = max((n for n, _ in found), default=0)
-    ours = ", ".join(f"{x:.2f} on {p}" for (length, p), x in found.items() if length == n)
+    counts = {n: {p for m, p in held if m == n} for n, _ in held}
+    n = max((n for n, found in counts.items() if 1 in found), key=lambda n: (len(counts[n]), n), default=None)
+    found = {} if n is None else {p: p * held[n, p] / held[n, 1] for p in sorted(counts[n]) if p > 1}
+    ours = ", ".join(f"{x:.2f} on {p}" for p, x in found.items())
     ours = f"ranks × peak over one rank's at {n:,}: {ours}" if ours else None
-    if len(counts) < 3:
-        return undecided(
-            "fewer than three numbers of ranks show no scaling; the document has " + _counts(document), ours
-        )
+    if len(found) < 2:
+        return undecided(f"fewer than three numbers of ranks show no scaling; the document has {_counts(document)}", ours)
     verdict = within(list(found.values()), claim["low"], claim["high"], ours, "ranks × a rank's peak over one rank's")
     return Verdict(verdict.word, verdict.ours, f"{verdict.why}; the document has {_counts(document)}")
 
