@@ -36,7 +36,8 @@ def memory_scaling(study: Study, claim: dict, document: str) -> Verdict:
     ours = ", ".join(f"{x:.2f} on {p}" for p, x in found.items())
     ours = f"ranks × peak over one rank's at {n:,}: {ours}" if ours else None
     if len(found) < 2:
-        return undecided(f"fewer than three numbers of ranks show no scaling; the document has {_counts(document)}", ours)
+        why = f"fewer than three numbers of ranks show no scaling; the document has {_counts(document)}"
+        return undecided(why, ours)
     verdict = within(list(found.values()), claim["low"], claim["high"], ours, "ranks × a rank's peak over one rank's")
     return Verdict(verdict.word, verdict.ours, f"{verdict.why}; the document has {_counts(document)}")
 
