@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 from .figures import BLUE, GREEN, ORANGE, PURPLE, WIDTH, drawing
 from .tables import number
@@ -28,7 +29,7 @@ def lines(
         raise ValueError(f"{len(series)} lines cannot be told apart, at most {min(len(colors), len(MARKERS))}")
     with drawing(**{"axes.grid": True}):
         fig, ax = plt.subplots(figsize=(WIDTH, 3.3))
-        _draw(ax, series, colors, dashed)
+        _draw(ax, series, list(zip(colors, MARKERS)), dashed)
         ax.set_xlabel(xlabel)
         ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
         return fig
@@ -39,8 +40,10 @@ def panels(items: Sequence[tuple[str, dict]], *, xlabel: str, colors: Sequence[s
     with drawing(**{"axes.grid": True}):
         rows = -(-len(items) // 2)
         fig, axes = plt.subplots(rows, 2, figsize=(WIDTH, 3.0 * rows), squeeze=False)
+        names = list(dict.fromkeys(name for _, series in items for name in series))  # one colour each in all panels
+        looks = dict(zip(names, zip(colors, MARKERS)))
         for ax, (title, series) in zip(axes.flat, items):
-            _draw(ax, series, colors, ())
+            _draw(ax, series, [looks[name] for name in series], ())
             ax.set_title(title, loc="left", fontsize=10)
             ax.margins(x=0.25)
         for ax in list(axes.flat)[len(items) :]:
@@ -50,9 +53,9 @@ def panels(items: Sequence[tuple[str, dict]], *, xlabel: str, colors: Sequence[s
         return fig
 
 
-def _draw(ax, series: dict, colors: Sequence[str], dashed: Sequence[str]) -> None:
+def _draw(ax, series: dict, looks: Sequence[tuple[str, str]], dashed: Sequence[str]) -> None:
     ends = []
-    for (name, points), color, marker in zip(series.items(), colors, MARKERS):
+    for (name, points), (color, marker) in zip(series.items(), looks):
         x, y, low, high = zip(*sorted(points))
         style = {"ls": "--"} if name in dashed else {"marker": marker}
         ax.plot(x, y, color=color, lw=2, ms=5, **style)
@@ -64,6 +67,7 @@ def _draw(ax, series: dict, colors: Sequence[str], dashed: Sequence[str]) -> Non
     ax.set_yscale("log")
     ticks = sorted({p[0] for points in series.values() for p in points})
     ax.set_xticks(ticks, [tokens(t) for t in ticks])
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(lambda y, _: number(y).removesuffix(".0"))
     last = None

@@ -142,12 +142,13 @@ def memory(study: Study) -> Table:
 
 def verdict_on_scaling(study: Study) -> str:
     """O(n/p) is called shown only with three values of p or more."""
-    known = sorted({p for (_, p) in reductions(study)} | {1})
-    if len(known) < 3:
-        return f"O(n/p) is not shown by {len(known)} number{'s' * (len(known) > 1)} of ranks."
-    low = min(x / p for (_, p), x in reductions(study).items())
-    said = f"between {', '.join(map(str, known))} ranks a rank's memory falls to {100 / low:.0f} % of n/p or less"
-    return f"O(n/p): {said}."
+    found = reductions(study)
+    n = max((n for n, _ in found), default=0)
+    at = {p: p / x for (length, p), x in found.items() if length == n}
+    if len(at) < 2:
+        return f"O(n/p) is not shown by {len(at) + 1} number{'s' * (len(at) > 0)} of ranks."
+    said = ", ".join(f"{x:.2f} on {p}" for p, x in at.items())
+    return f"O(n/p), where ranks × peak stay what one rank holds: at {n:,} tokens {said}."
 
 
 def times(study: Study) -> Table:
