@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -214,3 +215,9 @@ def peaks_of_a_shard(cases, n, heads, d):
                 drive(SCHEMES[scheme][0](rank, q, k, v), dist.group.WORLD)
         peaks.append(tracker.peak_bytes)
     return peaks
+
+
+def starts_a_child_and_raises(path: str) -> None:
+    if dist.get_rank() == 1:
+        Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+        raise OSError("on purpose")

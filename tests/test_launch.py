@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ring_cases import fault, late_rank
+from ring_cases import fault, late_rank, starts_a_child_and_raises
 from ringlab.patterns import Dilated
 from ringlab.ring import blame, contiguous, elastic
 from ringlab.ring import launch as forked
@@ -165,3 +165,25 @@ def test_a_function_of_a_cell_is_refused():
     for launch in (forked.launch, elastic.launch):
         with pytest.raises(ValueError, match="put it into a module"):
             launch(lambda: 0, 2)
+
+
+@pytest.mark.parametrize(
+    "function, args, more, why",
+    [
+        (fault, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
+        ("f", (), {}, "there is no function to call in 'f'"),
+        (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
+        (fault, (), {"ranks": 2.5}, "ranks must be a positive integer, got 2.5"),
+        (fault, (), {"timeout_s": 0}, "timeout_s must be positive, got 0"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line(function, args, more, why):
+    for launch in (forked.launch, elastic.launch):
+        with pytest.raises(ValueError, match=why):
+            launch(function, *(more.get("ranks", 2), *args), **{k: v for k, v in more.items() if k != "ranks"})
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 raised"):
+        forked.launch(starts_a_child_and_raises, 2, str(tmp_path / "child"))
+    assert gone([int((tmp_path / "child").read_text())], 5.0)

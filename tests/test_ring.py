@@ -180,6 +180,7 @@ def test_only_planned_rows_are_read_and_all_of_them():
 
 def test_auto_takes_the_scheme_that_moves_least_and_says_why():
     assert choose(Problem(Dilated([16], [1]), contiguous(64, 4), True, 8, 8)).scheme == "plan"
+    assert choose(Problem(Dense(), contiguous(64, 1), True, 8, 8)).why == "one rank has all rows, and nothing moves"
     assert choose(Problem(Dense(), zigzag(64, 4), True, 8, 8)).scheme == "ulysses"
     grouped = choose(Problem(Dense(), zigzag(64, 4), True, 32, 2))
     assert grouped.scheme == "ring" and "exchanging heads would move" in grouped.why

@@ -53,6 +53,7 @@ def attention(
     ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
     "zigzag", "striped", or a ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
     "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device answer; positions are global.
+    Along a Hilbert layout the pattern runs along the curve: that is the answer for the sequence in the curve's order.
 
     Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
     NotImplementedError, with the reason, for a backend that cannot serve the device or dtype. Differentiable once, by

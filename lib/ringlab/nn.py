@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from . import ring
 from .api import DEFAULT, REFUSED, attention
 from .local import Execution
-from .patterns import Pattern
+from .patterns import Dense, Dilated, Pattern
 
 
 class MultiheadAttention(nn.Module):
@@ -56,6 +56,8 @@ class MultiheadAttention(nn.Module):
         for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        if not isinstance(pattern, Dense | Dilated):
+            raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
         if embed_dim % num_heads or num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim and num_kv_heads num_heads, got {', '.join(map(str, sizes.values()))}"
@@ -78,6 +80,8 @@ class MultiheadAttention(nn.Module):
         _refuse(refused)
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}")
+        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x is {x.dtype}, the layer {self.q_proj.weight.dtype}: convert one, or use autocast")
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
             return checkpoint(self._forward, x, use_reentrant=False)
         return self._forward(x)

@@ -48,7 +48,7 @@ def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal:
     first = Point(COLLECTIVE, LONG)
     one = [first.but(system=system, seq_len=n) for n in (1024, 2048, 4096) for system in (COLLECTIVE, ROBUST)]
     one += [p.but(causal=True) for p in one[-2:]]
-    one += [one[-3].but(options=TWIN), first.but(system="dense_sdpa", pattern=Dense(), seq_len=4096)]
+    one += [one[-3].but(options=TWIN)]
 
     def schemes(n: int, ranks: int) -> list[Point]:
         point = first.but(seq_len=n, world_size=ranks)

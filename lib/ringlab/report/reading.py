@@ -8,6 +8,11 @@ from .tables import Text, number
 
 def reading(study: Study) -> Text:
     """One line for each kind of number."""
+    dense = [
+        "**Over dense**: a sparse pattern computes fewer keys than dense attention, so it is another function, not the "
+        "same one faster."
+    ]
+    dense = dense if study.rows(system="dense_sdpa") else []
     return study.text(
         "**Time**: the median of samples of a point in a process of its own, with a 95 % interval. Unstable: the "
         "quartiles, or the two halves of a run, lie over 20 % of the median apart. The lower bound is what this "
@@ -18,8 +23,7 @@ def reading(study: Study) -> Text:
         "allowed; no row without a passed check is quoted.",
         "**Peak memory** counts inputs and results, as a multiple of these: live torch storages, and from 32 MiB of "
         "tensors on the growth of the whole process (on a GPU: the allocator's peak).",
-        "**Over dense**: a sparse pattern computes fewer keys than dense attention, so it is another function, not the "
-        "same one faster.",
+        *dense,
         bullets=True,
     )
 

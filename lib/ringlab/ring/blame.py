@@ -16,6 +16,7 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import mode
 
 import torch.distributed as dist
 
@@ -149,7 +150,7 @@ def blame(ends: dict[int, End], counts: list[int], timeout_s: float) -> None:
     if kind == "silent" and counts[rank] < 0:
         raise RankFailed(rank, f"has not joined within {JOIN_S:g} s")
     if kind == "silent":
-        begun, most = counts[rank], max(counts)
+        begun, most = counts[rank], max(count for other, count in enumerate(counts) if other != rank)
         raise RankFailed(rank, f"hangs: after {timeout_s:g} s it has begun {begun} exchanges, others {most}")
     if kind == "network":
         raise RankFailed(rank, f"lost its peers: {ends[rank].value}")
@@ -164,6 +165,8 @@ def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
 
     >>> culprit({0: End("network"), 2: End("network")}, [4, 3, 4])
     (1, 'silent')
+    >>> culprit({}, [4, 5, 4])
+    (1, 'silent')
     """
     ends = {rank: end for rank, end in sorted(ends.items()) if end.kind != "stopped"}
     first = {end.kind: rank for rank, end in reversed(ends.items())}
@@ -174,7 +177,9 @@ def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
         named = ends[first["error"]].culprit
         return first["error"] if named not in ends else named, "error"
     if silent:
-        return min(silent, key=lambda rank: counts[rank]), "silent"
+        usual = mode(counts)  # one that is ahead of all others differs as much as one that is behind
+        odd = [rank for rank in silent if counts[rank] != usual] if 2 * counts.count(usual) > len(counts) else []
+        return min(odd or silent, key=lambda rank: counts[rank]), "silent"
     return (first["network"], "network") if "network" in first else None
 
 

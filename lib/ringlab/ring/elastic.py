@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from . import blame
 from .blame import End
-from .launch import importable
+from .launch import checked
 
 POLL_S = 0.1
 END_S = 2.0  # for the launcher to end by itself once its ranks are gone
@@ -48,7 +48,7 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
     the rank which raised, died, left early, hangs or never joined. Nothing is left running: ranks end by themselves
     when their launcher, or the process that called this, is killed.
     """
-    importable(function)
+    checked(function, args, ranks, timeout_s)
     with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
         write_job(folder, function, *args, timeout_s=timeout_s, threads=threads)
         with open(Path(folder, "caller"), "w") as alive, open(Path(folder, "stderr"), "w") as stderr:
@@ -80,7 +80,7 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
 
 def write_job(folder: Path | str, function: Callable, *args, timeout_s: float = 60.0, threads: int = 1) -> None:
     """Write what the ranks of ``python -m ringlab.ring.elastic folder`` are to run; the folder holds nothing else."""
-    importable(function)
+    checked(function, args, 1, timeout_s)
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, "settings").write_bytes(pickle.dumps((timeout_s, threads)))
     Path(folder, "job").write_bytes(pickle.dumps((function, args)))

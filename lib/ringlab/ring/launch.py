@@ -9,10 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -29,13 +31,14 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
     """``function(*args)`` on every rank of a gloo group; the results by rank.
 
     ``function`` must be importable by name; ``threads`` per rank; ``timeout_s`` for the whole call and for every
-    exchange. Raises RankFailed that names the rank which raised, died, left early or hangs, and ValueError for a
-    function that other processes cannot import. Nothing is left running.
+    exchange. Raises RankFailed that names the rank which raised, died, left early or hangs, and ValueError for what
+    cannot be run in other processes, as a function of a notebook or script. Nothing is left running, what the ranks
+    have started included.
 
     >>> launch(torch.distributed.get_rank, 2)
     [0, 1]
     """
-    importable(function)
+    checked(function, args, ranks, timeout_s)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", blame.COMPILER, "ringlab.ring.launch"])
     pipes, processes = [], []
@@ -52,15 +55,25 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
             counts = blame.beats(folder, ranks)
         finally:
             for process in processes:
-                process.kill()
+                _kill(process.pid)
             for process in processes:
                 process.join()
     blame.blame(ends, counts, timeout_s)
     return [ends[rank].value for rank in range(ranks)]
 
 
-def importable(function: Callable) -> None:
-    """Raise ValueError unless other processes can import a function by its name."""
+def checked(function: Callable, args: tuple, ranks: int, timeout_s: float) -> None:
+    """Raise ValueError unless other processes can run a function that they import by its name."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks must be a positive integer, got {ranks!r}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    if not callable(function) or not hasattr(function, "__module__"):
+        raise ValueError(f"there is no function to call in {function!r}")
+    try:
+        pickle.dumps(args)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"the arguments cannot be sent to other processes: {error}") from None
     if function.__module__ == "__main__" or "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"{function} cannot be imported by other processes: put it into a module, as a plain function")
 
@@ -86,7 +99,17 @@ def _listen(processes, pipes, folder: str, timeout_s: float) -> dict[int, End]:
     return ends
 
 
+def _kill(pid: int) -> None:
+    """End a rank and all that it has started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it leads no group yet, or all have gone
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _rank(rank, ranks, folder, timeout_s, threads, pipe, function, args) -> None:
+    os.setsid()  # a group of its own, so that what it starts ends with it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = blame.loopback()
     beat = blame.Beat(folder, rank)

@@ -56,6 +56,8 @@ def choose(problem: Problem) -> Choice:
     'plan'
     """
     p, heads, kv_heads = problem.layout.ranks, problem.heads, problem.kv_heads
+    if p == 1:
+        return Choice("ring", "one rank has all rows, and nothing moves")
     if not isinstance(problem.pattern, patterns.Dense):
         if problem.layout.kind == "striped":
             return Choice("ulysses", "a dilated pattern over stripes needs whole sequences")
@@ -128,6 +130,8 @@ def _process_group(group) -> dist.ProcessGroup:
         if group.ndim != 1:
             raise ValueError(f"group must be a 1-D mesh, got one of {group.ndim} dimensions; take one, as mesh['sp']")
         return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not a member of the group: new_group gave it no part")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated, got {group!r}")
     return group

@@ -108,8 +108,13 @@ def one_device(study: Study) -> Table:
         lines or [["not measured", *[None] * 10]],
         note="By the originals' sources the published columns are two functions: attention over the heads of each "
         "position, "
-        "and dense attention with its n × n scores.",
+        f"and dense attention with its n × n scores. {_work(study)}",
     )  # fmt: skip
+
+
+def _work(study: Study) -> str:
+    row = next(iter(rows_of(study, COLLECTIVE).values()), None)
+    return rows.work_of(row) if row else ""
 
 
 def published_memory(study: Study) -> Table:

@@ -90,7 +90,8 @@ def published_table(study: Study) -> Table:
         lines,
         note="The first two published rows divide by twice the tokens, as their batch was 2, which the text does "
         "not say. "
-        "Here batch 1, and inputs and results are counted. MB and KB are decimal, as published.",
+        "Here inputs and results are counted. MB and KB are decimal, as published. "
+        f"{rows.work_of(next(iter(found.values()))) if found else ''}",
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .. import findings
 from ..findings import missing_points
-from ..study import Study, best
+from ..rows import SHORT
+from ..study import Study, best, pattern_of
 from ..tables import Cell, Text, number, size
 from ..trust import objection, status
 
@@ -104,6 +105,18 @@ def peak(row) -> Cell | None:
     return Cell(size(held), f"{held / own:.2f} × shard") if held and own else None
 
 
+def on(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+def work_of(row) -> str:
+    """What a call computes, and with how many threads a rank."""
+    p, threads = row.point, row.ranks.get("threads") or row.provenance.get("threads")
+    shape = f"batch {p.batch}, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}"
+    each = f"; {threads} thread{'s' * (threads != 1)} a rank" if threads else ""
+    return f"Every call here: {shape}, {pattern_of(p)}{each}."
+
+
 def ranks_cell(row) -> Cell:
     """The number of ranks, and where they are no processes."""
     return Cell(str(ranks(row.point)), "simulated" if simulated(row.point) else "")
@@ -116,7 +129,7 @@ def error_line(study: Study) -> str:
         return "**Error**: no row has passed its check."
     share, e, row = max(shares, key=lambda x: x[0])
     return (
-        f"**Error** against the float64 oracle: at worst {e:.1e} ({row.point.system}, {ranks(row.point)} ranks), "
+        f"**Error** against the float64 oracle: at worst {e:.1e} ({row.point.system}, {on(ranks(row.point))}), "
         f"{share * 100:.0f} % of what is allowed, over {len(study.good)} checked points."
     )
 

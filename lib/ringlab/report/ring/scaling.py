@@ -6,6 +6,7 @@ from .. import curves, figures, findings
 from .. import study as studies
 from ..answer import RESERVE
 from ..cells import error
+from ..cells import times as factors
 from ..findings import failures
 from ..origins import provenance
 from ..reading import reading
@@ -68,9 +69,8 @@ def _time_line(study: Study) -> str:
         return "**Time**: no row on several ranks had a core for each of them."
     n, p, ratio = max(known, key=lambda x: x[:2])
     return (
-        f"**Time** at {n:,} tokens on {p} ranks: **{number(ratio.value)}×** as fast as on one "
-        f"({number(ratio.low)} to {number(ratio.high)}), {number(100 * ratio.value / p)} % of {p}×; the same threads a "
-        "rank."
+        f"**Time** at {n:,} tokens on {p} ranks: **{number(ratio.value)}×** as fast as on one ({factors(ratio).sub}), "
+        f"{100 * ratio.value / p:.0f} % of {p}×; {found[n, 1].ranks.get('threads')} thread a rank."
     )
 
 
@@ -80,8 +80,8 @@ def _longest_line(study: Study) -> str:
         return "**Longest sequence**: not known, no memory was measured."
     said = "; ".join(f"{about(tokens)} tokens on {p} rank{'s' * (p > 1)}" for p, (tokens, _) in found.items())
     return (
-        f"**Longest sequence**, computed for {size(study.memory_bytes)} a rank: {said}. Nothing failed at the lengths "
-        "measured."
+        f"**Longest sequence** forward, computed, if every rank had {size(study.memory_bytes)} of its own: {said}. "
+        "Nothing failed at the lengths measured."
     )
 
 
@@ -115,8 +115,14 @@ def published_tables(study: Study) -> Table:
         note=f"Published on {rows.published('001')['device']}, batch 2 by its script, inputs and weights not "
         "counted and "
         "projections included; by its source 38 to 56 % of the published outputs are zero. Here inputs and results are "
-        "counted, and a token is one of the whole sequence. MB and KB are decimal, as published.",
+        f"counted, and a token is one of the whole sequence. MB and KB are decimal, as published. {work(study)}",
     )  # fmt: skip
+
+
+def work(study: Study) -> str:
+    """What every call of this page computes."""
+    row = next(iter(rows_of(study, SYSTEM).values()), None)
+    return rows.work_of(row) if row else ""
 
 
 def memory(study: Study) -> Table:
@@ -178,6 +184,9 @@ def systems(study: Study) -> Table:
         for (n, _), row in rows_of(study, system).items():
             lines.append([system, n, rows.ranks_cell(row), rows.time(row), rows.throughput(row), rows.peak(row),
                           size(rows.sent_bytes(row)), error(row)])  # fmt: skip
+    for row in study.rows(system="dense_sdpa", world_size=1):
+        lines.append(["Dense SDPA", row.point.seq_len, rows.ranks_cell(row), rows.time(row), rows.throughput(row),
+                      rows.peak(row), None, error(row)])  # fmt: skip
     lines.sort(key=lambda x: (x[1], str(x[2].text)))
     return study.table(
         "The document's systems, one function but for the Hilbert curve's",
