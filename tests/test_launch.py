@@ -61,13 +61,9 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
     assert shown.count("Traceback") == ("raise" in FAULTS[kind] or "differs" in FAULTS[kind]), "the culprit's alone"
 
 
-@pytest.mark.parametrize("kind", ["none", "kill", "leave", "hang"])
+@pytest.mark.parametrize("kind", ["kill", "hang"])  # every one takes seconds to import torch
 def test_torchs_launcher_names_the_culprit_too(kind):
     job = fault, 2, kind, PATTERN, contiguous(24, 2)
-    if kind == "none":
-        same = forked.launch(*job)
-        assert all(a.equal(b) for mine, other in zip(elastic.launch(*job), same) for a, b in zip(mine, other))
-        return
     with pytest.raises(RankFailed) as failure:
         elastic.launch(*job, timeout_s=3.0 if kind == "hang" else 60.0)
     assert str(failure.value) == FAULTS[kind] + (": last words" if kind == "kill" else "") and failure.value.rank == 1
@@ -109,7 +105,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("module, who", [("launch", "caller"), ("elastic", "caller"), ("elastic", "launcher")])
+@pytest.mark.parametrize("module, who", [("launch", "caller"), ("elastic", "launcher")])
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path, module, who):
     process, ranks = started(tmp_path, module)
     launcher = parent(ranks[0])
@@ -137,7 +133,7 @@ def test_two_nodes_meet_by_the_same_command_while_a_rank_is_missed(tmp_path, mon
             elastic.launch(late.work, 2)
         failures.append(failure.value)
 
-    monkeypatch.setattr(blame, "JOIN_S", 20.0)
+    monkeypatch.setattr(blame, "JOIN_S", 12.0)
     missing = threading.Thread(target=misses)
     missing.start()
 
@@ -158,7 +154,7 @@ def test_two_nodes_meet_by_the_same_command_while_a_rank_is_missed(tmp_path, mon
     assert all(a.equal(b) for one, other in zip(found, same) for a, b in zip(one, other))
 
     missing.join(60)
-    assert str(failures[0]) == "rank 1 has not joined within 20 s"
+    assert str(failures[0]) == "rank 1 has not joined within 12 s"
 
 
 def test_a_function_of_a_cell_is_refused():
