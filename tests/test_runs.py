@@ -359,19 +359,20 @@ def test_progress_in_a_pipe_says_at_times_what_is_at_work(tmp_path, capsys, monk
 
 
 def test_times_taken_beside_other_work_are_marked(tmp_path, capsys, monkeypatch):
-    """Half a core of two threads' two is missing; without the fake nothing is known to be."""
-    monkeypatch.setattr(neighbours.Neighbours, "busy", staticmethod(lambda: next(clock)))
-    monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 1)
     clock = itertools.count(0, 1000.0)  # others use a thousand seconds of CPU time in each sample
+    monkeypatch.setattr(neighbours.Neighbours, "busy", staticmethod(lambda: next(clock)))
+    monkeypatch.setattr(neighbours, "LEAST_S", 0.0)
     (result,) = measure([Group("g", [TINY])], tmp_path, progress=True)
     assert result.unstable and result.provenance["crowded"] and result.provenance["others_cores"] > 1
     assert "so that these times are too long" in capsys.readouterr().err
 
 
 def test_others_are_the_busy_time_that_is_not_ours(monkeypatch, tmp_path):
-    stat = tmp_path / "stat"
+    stat, wall, own, workers = tmp_path / "stat", [0.0], [0.0], [0.0]
     monkeypatch.setattr(neighbours, "STAT", stat)
     monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(neighbours.time, "monotonic", lambda: wall[0])
+    monkeypatch.setattr(neighbours.time, "process_time", lambda: own[0])
     tick = os.sysconf("SC_CLK_TCK")
 
     def busy(user, idle, stolen=0):
@@ -379,15 +380,21 @@ def test_others_are_the_busy_time_that_is_not_ours(monkeypatch, tmp_path):
 
     others = neighbours.Neighbours(threads=3)
     busy(10, 50)
-    begin = others.busy()
-    busy(15, 90, stolen=1)
-    others.add(begin, wall_s=2.0, ours_s=3.0)  # 6 seconds busy, 3 of them ours
+    with others.watched(lambda: workers[0]):  # 6 seconds busy: 2 of the workers, 1 our own, 1 stolen
+        busy(15, 90, stolen=1)
+        wall[0], own[0], workers[0] = 2.0, 1.0, 2.0
     assert others.cores == 1.5 and others.crowded, "2.5 cores for 3 threads"
-    others.add(others.busy(), wall_s=6.0, ours_s=0.0)
+    with others.watched():
+        wall[0] = 8.0
     assert others.cores == 0.38 and not others.crowded
+    short = neighbours.Neighbours(threads=3)
+    with short.watched():
+        busy(99, 90)
+        wall[0] += 0.5
+    assert short.cores is None and not short.crowded, "too short to tell"
     stat.unlink()
-    alone = neighbours.Neighbours(threads=3)
-    alone.add(alone.busy(), 1.0, 1.0)
+    with (alone := neighbours.Neighbours(threads=3)).watched():
+        wall[0] += 5.0
     assert alone.cores is None and not alone.crowded
 
 
@@ -408,6 +415,7 @@ def test_interrupted_is_a_keyboard_interrupt():
 def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, monkeypatch, capsys):
     group = Group("g", [TINY])
     monkeypatch.setattr(neighbours.Neighbours, "crowded", True)
+    monkeypatch.setattr(neighbours.Neighbours, "cores", 1.5)
     (first,) = measure([group], tmp_path)
     assert first.unstable and first.bound_seconds is None, "rates that others disturb give no bound"
     (kept,) = measure([group], tmp_path, progress=True)

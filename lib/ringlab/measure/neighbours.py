@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CROWDED = 0.1  # cores missing for our threads, as a part of these, from which times are not trusted
 STAT = Path("/proc/stat")
+LEAST_S = 0.9  # the machine counts in hundredths of a second, too coarse for less
 
 
 class Neighbours:
     """Adds up the CPU time of others over the samples of a group.
 
-    ``since(begin)``, ``begin`` being an earlier ``busy()``: others' seconds are the machine's busy time, a hypervisor's
-    stolen time included, less our own. ``threads``: how many of ours must not wait. Without a /proc/stat it knows
-    nothing.
+    Others' seconds are the machine's busy time, a hypervisor's stolen time included, less that of this process and of
+    its workers. ``threads``: how many of ours must not wait. Without a /proc/stat, and over less than a second in all,
+    it knows nothing.
     """
 
     def __init__(self, threads: int):
         self.threads, self.wall_s, self.theirs_s = threads, 0.0, 0.0
+
+    @contextmanager
+    def watched(self, workers: Callable[[], float] = float) -> Iterator[None]:
+        """Watch what runs inside; ``workers``: CPU seconds that the workers have used so far."""
+        before, begin = (self.busy(), time.process_time(), workers()), time.monotonic()
+        yield
+        self.wall_s += time.monotonic() - begin
+        busy, own, theirs = self.busy(), time.process_time(), workers()
+        if busy is not None:
+            self.theirs_s += busy - before[0] - (own - before[1]) - (theirs - before[2])
 
     @staticmethod
     def busy() -> float | None:
@@ -31,25 +44,19 @@ class Neighbours:
         user, nice, system, _, _, irq, softirq, stolen = (int(x) for x in fields[:8])
         return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
 
-    def add(self, begin: float | None, wall_s: float, ours_s: float) -> None:
-        """A sample that began at ``begin``, took ``wall_s`` and used ``ours_s`` of CPU time."""
-        end = self.busy()
-        if begin is not None and end is not None:
-            self.wall_s += wall_s
-            self.theirs_s += end - begin - ours_s
-
     @classmethod
-    def now(cls, threads: int, wall_s: float = 0.5) -> Neighbours:
+    def now(cls, threads: int, wall_s: float = 1.0) -> Neighbours:
         """What others take while this process waits."""
-        found, begin = cls(threads), cls.busy()
-        time.sleep(wall_s)
-        found.add(begin, wall_s, 0.0)
+        found = cls(threads)
+        with found.watched():
+            time.sleep(wall_s)
         return found
 
     @property
     def cores(self) -> float | None:
         """Cores that others used on average."""
-        return round(max(0.0, self.theirs_s / self.wall_s), 2) if self.wall_s else None
+        known = self.wall_s >= LEAST_S and STAT.is_file()
+        return round(max(0.0, self.theirs_s / self.wall_s), 2) if known else None
 
     @property
     def crowded(self) -> bool:

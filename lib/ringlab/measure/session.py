@@ -36,6 +36,7 @@ class Member:
     estimate: float = 0.0
     wanted: int = 0
     spent: float = 0.0
+    cpu_s: float = 0.0  # CPU time of its processes so far
 
     @property
     def alive(self) -> bool:
@@ -121,10 +122,9 @@ class Session:
             for member in waiting[turn:] + waiting[:turn]:
                 done, work = number - first, max(member.estimate, 0.02)
                 text = f"{group.name}: round {done + 1} of {done + max(m.left for m in waiting)}"
-                begin = others.busy()
-                reply = self._step(group, member, "sample", work, text, last=member.left == 1)
+                with others.watched(lambda member=member: member.cpu_s):
+                    reply = self._step(group, member, "sample", work, text, last=member.left == 1)
                 if member.alive:
-                    others.add(begin, reply["wall_s"], reply["cpu_s"])
                     member.samples[number] = reply["seconds"]
                     sample = {"round": number, "seconds": reply["seconds"], "loops": member.row["loops"]}
                     self._append(run, kind="sample", point=member.point.id, **sample)
@@ -148,6 +148,7 @@ class Session:
         except Died as death:
             reply = {"status": death.status, "reason": death.reason, "final": death.final}
         member.spent += time.monotonic() - start
+        member.cpu_s = reply.pop("cpu_s", member.cpu_s)
         known = reply.pop("known", {})
         if "ranks" in reply:
             reply["ranks"] = member.row["ranks"] | reply["ranks"]
@@ -190,9 +191,9 @@ class Session:
         handle, others = None, Neighbours(self.here["threads"])
         try:
             handle = self._start({"memory_bytes": None})
-            begin = others.busy()
-            reply = handle.ask("probe", self.timeout_s, dtypes=names)
-            others.add(begin, reply["wall_s"], reply["cpu_s"])
+            reply = {"cpu_s": 0.0}
+            with others.watched(lambda: reply["cpu_s"]):
+                reply |= handle.ask("probe", self.timeout_s, dtypes=names)
             if others.crowded:
                 raise Died("crashed", f"others used {others.cores:g} cores meanwhile", False)
             return reply["peaks"]
@@ -216,7 +217,7 @@ class Session:
         gemm = [m for m in members if m.point.system == "sgemm" and m.samples and m.alive]
         rate = gemm[0].row["cost"]["flops"] / summary(list(gemm[0].samples.values())).median if gemm else None
         for member in members:
-            row = {k: v for k, v in member.row.items() if k not in ("estimate", "seconds", "wall_s", "cpu_s")}
+            row = {k: v for k, v in member.row.items() if k not in ("estimate", "seconds")}
             if member.alive:
                 row |= self._judged(member, rate, others.crowded)
             self._store(group, run, member, row, origin)

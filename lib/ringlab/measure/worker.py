@@ -87,9 +87,7 @@ class Worker:
 
     def sample(self, last: bool) -> dict:
         self.keep = last
-        wall, cpu = time.perf_counter(), time.process_time()
-        seconds = self.clock.sample(self._call, self.loops)
-        return {"seconds": seconds, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        return {"seconds": self.clock.sample(self._call, self.loops)}
 
     def _call(self) -> None:
         output = self.system.run(self.inputs)
@@ -119,12 +117,10 @@ class Worker:
 
 
 def probe(dtypes: list[str]) -> dict:
-    """The rates of this CPU: dtype -> FLOP/s, bytes/s from memory, bytes/s from cache; and the time that took."""
+    """The rates of this CPU: dtype -> FLOP/s, bytes/s from memory, bytes/s from cache."""
     machine = hardware.detect()
-    wall, cpu = time.perf_counter(), time.process_time()
     found = {name: hardware.measure_cpu_peaks(name, machine) for name in dtypes}
-    spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-    return spent | {"peaks": {n: [p.flops_per_s, p.bytes_per_s_dram, p.bytes_per_s_cache] for n, p in found.items()}}
+    return {"peaks": {n: [p.flops_per_s, p.bytes_per_s_dram, p.bytes_per_s_cache] for n, p in found.items()}}
 
 
 def worker_for(point: Point, settings: dict) -> Worker:
@@ -137,7 +133,10 @@ def worker_for(point: Point, settings: dict) -> Worker:
 
 
 def serve(channel: socket.socket, settings: dict) -> None:
-    """Answer the runner's commands until it hangs up, which ends the process at once, whatever it is doing."""
+    """Answer the runner's commands until it hangs up, which ends the process at once, whatever it is doing.
+
+    Every reply says how much CPU time this process has used (``cpu_s``), so that the rest is known to be others'.
+    """
     requests: queue.Queue = queue.Queue()
     lines = channel.makefile("rb")
 
@@ -159,4 +158,5 @@ def serve(channel: socket.socket, settings: dict) -> None:
             if worker is None:
                 worker = worker_for(Point.from_dict(settings["point"]), settings)
             reply = worker.answer(command, **request)
-        channel.sendall(json.dumps({"status": "ok", "reason": ""} | reply).encode() + b"\n")
+        reply = {"status": "ok", "reason": "", "cpu_s": time.process_time()} | reply
+        channel.sendall(json.dumps(reply).encode() + b"\n")
