@@ -100,7 +100,8 @@ class Fails:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_whichever_call_runs_out_of_memory_the_step_is_the_same(monkeypatch, scheme):
     """Each call of each rank and pass fails once: values stay, and every message is sent once."""
-    q, k, v, dout, _ = tensors(contiguous(48, 3), 4, 2, 8, torch.float64, 2)
+    heads = (3, 3) if scheme == "ulysses" else (2, 1)
+    q, k, v, dout, _ = tensors(contiguous(48, 3), *heads, 8, torch.float64, 2)
     with counting() as right:
         want = step(q, k, v, dout, LADDER, Execution(), Simulated(3), scheme)
     with monkeypatch.context() as patch:
