@@ -111,6 +111,28 @@ def test_scaling_needs_three_numbers_of_ranks():
     assert verdicts["scaling"].word == "undecided" and "not shown by 2 numbers" in scaling.memory(few).note
 
 
+def test_a_length_that_failed_is_named():
+    assert "Nothing failed at the lengths measured" in scaling.answer(page("001")).markdown
+    last = page("001", lambda r: replace(r, status="oom", reason="no") if r.point.seq_len == 16384 else r)
+    for text in (scaling.answer(last).markdown, scaling.longest(last).note):
+        assert "16,384 on 2 ranks (oom)" in text and "Nothing failed" not in text
+
+
+def test_superlinear_is_told_from_one_rank_with_as_many_threads():
+    one, two = (Point("ringlab", patterns.Dense(), seq_len=64, world_size=p) for p in (1, 2))
+    rows_ = [made_up(p, Group("g", [p]), False) for p in (one, two)]
+    base = rows_[0].median
+
+    def status(threads_alone, threads_each, faster):
+        alone = replace(rows_[0], ranks={"threads": threads_alone})
+        both = replace(rows_[1], group="another", ranks={"threads": threads_each}, median=base / faster)
+        found = [alone, replace(both, bound_seconds=None)]
+        return trust.judged(found)[1].status
+
+    assert status(1, 1, 2.3) == status(2, 1, 2.3) == "suspect", "in whichever group it stands"
+    assert status(1, 1, 2.1) == "ok" == status(1, 4, 2.3)
+
+
 def lean(r: Result, factor: float) -> Result:
     return replace(r, memory=r.memory | {"tracked_peak_bytes": int(r.memory["tracked_peak_bytes"] * factor)})
 

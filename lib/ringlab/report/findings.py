@@ -42,7 +42,7 @@ def limits(study: Study, *more: str) -> Text:
     if others := taken_by_others(study):
         lines.append(f"How fast this machine is when left alone: other processes used up to {others:g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
-        lines.append(f"Whether {len(unbound)} times are possible at all: other work ran while their bound was probed.")
+        lines.append(f"Whether {len(unbound)} times are possible at all: no lower bound is known for them.")
     unstable = [point_name(r) for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Small differences of the {len(unstable)} unstable points, as of {_some(unstable)}.")

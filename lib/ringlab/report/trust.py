@@ -42,19 +42,27 @@ def objection(result) -> str:
 def judged(results: Iterable) -> list:
     """The results, those that are superlinear marked as suspect: nobody who reads them can quote one by oversight."""
     results = list(results)
-    alone: dict[tuple, float] = {}
+    alone: dict[str, list] = {}
     for r in results:
         if r.point.world_size == 1 and r.median and not objection(r):
-            key = _on_one(r)
-            alone[key] = min(r.median, alone.get(key, r.median))
-    return [_superlinear(r, alone.get(_on_one(r))) if r.point.world_size > 1 else r for r in results]
+            alone.setdefault(_on_one(r.point), []).append(r)
+    return [_superlinear(r, _fastest_alone(r, alone)) if r.point.world_size > 1 else r for r in results]
 
 
-def _on_one(result) -> tuple:
-    """What the rows of one point on any number of ranks have in common: group, threads of a rank, and work."""
-    point = result.point
-    work = point.but(world_size=1, options={k: v for k, v in point.options if k not in PLACEMENT}).id
-    return result.group, result.ranks.get("threads"), work
+def _on_one(point) -> str:
+    """What the rows of one point on any number of ranks have in common."""
+    return point.but(world_size=1, options={k: v for k, v in point.options if k not in PLACEMENT}).id
+
+
+def _fastest_alone(result, alone: dict[str, list]) -> float | None:
+    """The fastest time of the work on one rank with at least the threads that each of several has."""
+    own = _threads(result)
+    fit = [r for r in alone.get(_on_one(result.point), ()) if None in (own, _threads(r)) or _threads(r) >= own]
+    return min((r.median for r in fit), default=None)
+
+
+def _threads(result) -> int | None:
+    return result.ranks.get("threads") or result.provenance.get("threads")
 
 
 def _superlinear(result, alone: float | None):

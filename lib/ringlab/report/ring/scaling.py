@@ -12,6 +12,7 @@ from ..origins import provenance
 from ..reading import reading
 from ..study import Study
 from ..tables import Cell, Table, Text, about, number, size
+from ..trust import objection, status
 from . import claims, rows
 from .rows import KB, MB, limits, rows_of
 
@@ -70,7 +71,7 @@ def _time_line(study: Study) -> str:
     n, p, ratio = max(known, key=lambda x: x[:2])
     return (
         f"**Time** at {n:,} tokens on {p} ranks: **{number(ratio.value)}×** as fast as on one ({factors(ratio).sub}), "
-        f"{100 * ratio.value / p:.0f} % of {p}×; {found[n, 1].ranks.get('threads')} thread a rank."
+        f"{100 * ratio.value / p:.0f} % of {p}×; threads a rank: {found[n, 1].ranks.get('threads')}."
     )
 
 
@@ -81,8 +82,15 @@ def _longest_line(study: Study) -> str:
     said = "; ".join(f"{about(tokens)} tokens on {p} rank{'s' * (p > 1)}" for p, (tokens, _) in found.items())
     return (
         f"**Longest sequence** forward, computed, if every rank had {size(study.memory_bytes)} of its own: {said}. "
-        "Nothing failed at the lengths measured."
+        f"{failed_lengths(study)}"
     )
+
+
+def failed_lengths(study: Study) -> str:
+    """Whether a length was a limit, or only the longest that was asked for."""
+    failed = [r for r in study.rows(system=SYSTEM) if objection(r)]
+    said = ", ".join(f"{r.point.seq_len:,} on {rows.on(rows.ranks(r.point))} ({status(r)})" for r in failed)
+    return f"Not quoted: {said}." if said else "Nothing failed at the lengths measured."
 
 
 def longest_lengths(study: Study) -> dict[int, tuple[float, object]]:
@@ -206,8 +214,7 @@ def longest(study: Study) -> Table:
         [">Ranks", ">Longest measured", ">KB a token there", ">Budget a rank", ">Tokens that fit"],
         lines or [["not measured", *[None] * 4]],
         note=f"Bytes a token at the longest length that was measured, and {RESERVE * 100:.0f} % of the budget. The "
-        "lengths "
-        "measured are chosen for their time; none is a limit, and none failed.",
+        f"lengths measured are chosen for their time. {failed_lengths(study)}",
     )
 
 
