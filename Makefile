@@ -63,9 +63,10 @@ pdf: $(READY)  ## print the reports that are there to PDF, beside the HTML (need
 	$(call needs,,torch)
 	@$(PY) -m ringlab pdf $(PROFILE_ARG) $(ARGS)
 
+# Tests side by side, a thread each: threads of one process that wait for those of another cost more than they gain.
 test: $(READY)  ## run the tests and the examples in the docstrings
-	$(call needs,[report$(COMMA)test],torch papermill nbconvert pandas pytest)
-	@$(PY) -m pytest $(ARGS)
+	$(call needs,[report$(COMMA)test],torch papermill nbconvert pandas pytest xdist)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(call needs,[report$(COMMA)lab],torch pandas jupyterlab)

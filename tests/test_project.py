@@ -192,7 +192,7 @@ exec {python} -S -E "$@"
         ("report", "torch", "[report]"),
         ("pdf", "torch", ""),
         ("profiles", "torch", ""),
-        ("test", "torch, papermill, nbconvert, pandas, pytest", "[report,test]"),
+        ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"),
         ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
         ("lint", "ruff", "[test]"),
     ],

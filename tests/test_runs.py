@@ -17,7 +17,7 @@ import torch
 from ringlab import patterns
 from ringlab.measure import STATUSES, Busy, Group, Interrupted, Point, load, processes, ratio, run, select, sgemm
 
-from ringlab.measure import neighbours, progress, provenance, session, store  # isort: skip
+from ringlab.measure import neighbours, progress, provenance, session, store, timing  # isort: skip
 
 BROKEN = '''
 import os, signal, time
@@ -71,6 +71,7 @@ def slow(p, d):
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
+QUIET = neighbours.CROWDED
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,6 +81,8 @@ def broken(tmp_path_factory):
     (folder / "broken.py").write_text(BROKEN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
+        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
+        patch.setattr(neighbours, "CROWDED", 99.0)  # other tests run beside these
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         yield folder
 
@@ -362,6 +365,7 @@ def test_times_taken_beside_other_work_are_marked(tmp_path, capsys, monkeypatch)
     clock = itertools.count(0, 1000.0)  # others use a thousand seconds of CPU time in each sample
     monkeypatch.setattr(neighbours.Neighbours, "busy", staticmethod(lambda: next(clock)))
     monkeypatch.setattr(neighbours, "LEAST_S", 0.0)
+    monkeypatch.setattr(neighbours, "CROWDED", QUIET)
     (result,) = measure([Group("g", [TINY])], tmp_path, progress=True)
     assert result.unstable and result.provenance["crowded"] and result.provenance["others_cores"] > 1
     assert "so that these times are too long" in capsys.readouterr().err
@@ -370,6 +374,7 @@ def test_times_taken_beside_other_work_are_marked(tmp_path, capsys, monkeypatch)
 def test_others_are_the_busy_time_that_is_not_ours(monkeypatch, tmp_path):
     stat, wall, own, workers = tmp_path / "stat", [0.0], [0.0], [0.0]
     monkeypatch.setattr(neighbours, "STAT", stat)
+    monkeypatch.setattr(neighbours, "CROWDED", QUIET)
     monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: wall[0])
     monkeypatch.setattr(neighbours.time, "process_time", lambda: own[0])

@@ -1,0 +1,18 @@
+"""How `make test` shares out the tests among processes."""
+
+import pytest
+
+MEASURED_ONCE = ("test_ranks.py", "test_report.py", "test_runs.py")  # a fixture of half a minute serves the whole file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each test where there is room, the long files first and each in one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::", 1)[0]
+            return file if file.endswith(MEASURED_ONCE) else nodeid
+
+    return Scheduling(config, log)
