@@ -238,7 +238,8 @@ FLOORS = {
     3: ["api", "variants", "nn", "advise"],
     2: ["ring"],
     1: ["local", "strided", "gather", "tiles", "block_sparse", "kernels"],
-    0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware"],
+    0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware",
+        "blocks", "tiling"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 SIDEWAYS = {
@@ -247,11 +248,13 @@ SIDEWAYS = {
     "variants": {"api"},
     "nn": {"api", "variants"},
     "advise": {"api", "variants"},
-    "local": {"strided", "gather", "tiles", "kernels"},
+    "local": {"block_sparse", "strided", "gather", "tiles", "kernels"},
     "tiles": {"kernels"},
     "strided": {"kernels"},
     "gather": {"kernels"},
-    "block_sparse": {"kernels", "local"},
+    "block_sparse": {"kernels", "strided"},
+    "patterns": {"blocks"},
+    "tiling": {"plan"},
     "reference": {"patterns", "merge"},
     "cost": {"patterns"},
     "plan": {"patterns"},

@@ -6,10 +6,10 @@
 torch.Size([1, 64, 4, 16])
 """
 
-from . import kernels, nn, reference, ring
+from . import blocks, kernels, nn, reference, ring
 from .api import attention
 from .local import Execution
-from .patterns import Dense, Dilated, Pattern
+from .patterns import BlockSparse, Dense, Dilated, Pattern
 from .ring import Simulated
 from .tiles import Ladder
 from .variants import (
@@ -28,6 +28,7 @@ from .variants import (
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockSparse",
     "Dense",
     "Dilated",
     "DilatedAttention",
@@ -46,6 +47,7 @@ __all__ = [
     "RingDilatedAttentionV2Robust",
     "Simulated",
     "attention",
+    "blocks",
     "kernels",
     "nn",
     "reference",

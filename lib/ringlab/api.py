@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import local, ring
 from .local import Execution
-from .patterns import Dense, Dilated, Pattern
+from .patterns import Pattern
 
 DEFAULT = Execution()
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -60,6 +60,7 @@ def attention(
     ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise NotImplementedError.
     Under ``torch.compile`` it runs as it is, between the graphs.
 
+    >>> from ringlab.patterns import Dilated
     >>> q = torch.randn(1, 100, 4, 16)
     >>> attention(q, q, q, Dilated([32, 64], [1, 2]), causal=True).shape
     torch.Size([1, 100, 4, 16])
@@ -67,7 +68,7 @@ def attention(
     for name in refused:
         raise TypeError(f"attention() cannot honour {name!r}: {REFUSED.get(name, 'unknown argument')}")
     check_tensors(q, k, v, shards=group is not None)
-    if not isinstance(pattern, Dense | Dilated):
+    if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     for name, value in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(value, bool):

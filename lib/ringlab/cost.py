@@ -12,7 +12,7 @@ from math import lcm
 
 import torch
 
-from .patterns import Pattern
+from .patterns import BlockSparse, Pattern
 
 PASSES = {"fwd": 4, "fwd+bwd": 14}  # FLOPs per pair and per head_dim
 
@@ -77,6 +77,9 @@ def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = Non
     >>> count_pairs(Dilated([2048, 4096, 8192], [1, 2, 4]), 8192, 4)
     (117440512, 92274688)
     """
+    if isinstance(pattern, BlockSparse):
+        pairs = heads * pattern.pairs(n, causal)
+        return pairs, pairs
     branches = pattern.branches(n, heads, kv_heads)
     alike: dict[tuple, int] = {}  # heads with the same (branch, offset) sets count alike
     for head in range(heads):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import block_sparse, gather, kernels, memory, strided
 from . import cache as caches
-from . import gather, kernels, memory, strided
-from .patterns import Pattern
+from .patterns import BlockSparse, Pattern
 from .tiles import Ladder, Tiled
 
 
@@ -24,22 +24,26 @@ class Execution:
     pattern cache, False: rebuild them each call, or a ``PatternCache``). ``pool``: borrow large scratch buffers (True:
     the global pool, False: fresh ones, or a ``MemoryPool``). ``tile``: form at most tile x tile scores at a time (None:
     whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that forms none gains
-    nothing by it. Over a group ``gather`` plays no part.
+    nothing by it. ``blocks``: how a block-sparse pattern runs, one of ``block_sparse.WAYS``. Over a group ``gather``
+    plays no part.
 
     >>> Execution(gather=True, cache=False)
-    Execution(gather=True, cache=False, pool=False, tile=None)
+    Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto')
     """
 
     gather: bool = False
     cache: bool | caches.PatternCache = True
     pool: bool | memory.MemoryPool = False
     tile: int | Ladder | None = None
+    blocks: str = "auto"
 
     def __post_init__(self):
         kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": bool | memory.MemoryPool}
         for name, kind in (kinds | {"tile": int | Ladder | None}).items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"Execution: {name} cannot be {getattr(self, name)!r}")
+        if self.blocks not in block_sparse.WAYS:
+            raise ValueError(f"Execution: unknown blocks {self.blocks!r}; known: {', '.join(block_sparse.WAYS)}")
         if isinstance(self.tile, int) and (isinstance(self.tile, bool) or self.tile < 1):
             raise ValueError(f"Execution: tile must be a positive number of rows, got {self.tile!r}")
 
@@ -100,6 +104,9 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
     needs_backward = passes == "backward" or any(t.requires_grad for t in tensors)
     found = kernels.choose(q.device, q.dtype, d, causal=causal, backward=needs_backward, backend=backend)
     kernel = execution.tiled(found.kernel)
+    if isinstance(pattern, BlockSparse):
+        with torch.autocast(q.device.type, enabled=False):
+            return block_sparse.run(passes, tensors, pattern, causal, scale, kernel, execution)
     if execution.gather:
         key = caches.key("gather", pattern, n, heads, kv_heads, q.device)
         steps = execution.cached(key, lambda: gather.gather_indices(pattern, n, heads, kv_heads, q.device))

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from . import ring
 from .api import DEFAULT, REFUSED, attention
 from .local import Execution
-from .patterns import Dense, Dilated, Pattern
+from .patterns import Pattern
 
 
 class MultiheadAttention(nn.Module):
@@ -56,7 +56,7 @@ class MultiheadAttention(nn.Module):
         for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be a positive integer, got {size!r}")
-        if not isinstance(pattern, Dense | Dilated):
+        if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
         if embed_dim % num_heads or num_heads % num_kv_heads:
             raise ValueError(

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from .blocks import BlockSparse
+
 MIXINGS = ("lse", "head_groups")
 OFFSETS = ("head", "block", "branch", "kv_head")
 LARGEST = 2**40  # beyond any sequence, and strides still fit 64 bits
@@ -41,13 +43,19 @@ class Dense:
         """The pattern as dilated branches over a sequence of ``n`` positions: one segment, rate 1."""
         return (Branch(n, 1, tuple(range(heads)), (0,) * heads),)
 
-    def multiplicity(self, queries, keys, *, head: int, heads: int, kv_heads: int | None = None) -> torch.Tensor:
+    def multiplicity(
+        self, queries, keys, *, head: int, heads: int, kv_heads: int | None = None, n: int | None = None
+    ) -> torch.Tensor:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as int64 (q, k)."""
         return torch.ones(len(queries), len(keys), dtype=torch.int64, device=queries.device)
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
         """Key positions [start, stop) outside of which the queries first .. last see nothing."""
         return 0, n
+
+    def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
+        """The fewest keys that a call of a kernel sees, as a rule."""
+        return n
 
     def to_dict(self) -> dict:
         return {"kind": "dense"}
@@ -124,8 +132,10 @@ class Dilated:
                 found.append(Branch(min(length, n), rate, members, offsets))
         return tuple(found)
 
-    def multiplicity(self, queries, keys, *, head: int, heads: int, kv_heads: int | None = None) -> torch.Tensor:
-        """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as int64 (q, k)."""
+    def multiplicity(
+        self, queries, keys, *, head: int, heads: int, kv_heads: int | None = None, n: int | None = None
+    ) -> torch.Tensor:
+        """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as int64 (q, k), whatever n."""
         total = torch.zeros(len(queries), len(keys), dtype=torch.int64, device=queries.device)
         for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
             if head not in self.heads_of(i, heads):
@@ -141,6 +151,10 @@ class Dilated:
         starts = [first // w * w for w in self.segment_lengths]
         return min(starts), min(n, max((last // w + 1) * w for w in self.segment_lengths))
 
+    def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
+        """The fewest keys that a call of a kernel sees, as a rule: the rows that the shortest segments keep."""
+        return min(max(2, b.length // b.rate) for b in self.branches(n, heads, kv_heads))
+
     def to_dict(self) -> dict:
         return {"kind": "dilated"} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
@@ -150,7 +164,7 @@ class Dilated:
         return f"dilated {list(self.segment_lengths)} / {list(self.dilation_rates)}{short}{offsets}"
 
 
-Pattern = Dense | Dilated
+Pattern = Dense | Dilated | BlockSparse
 
 
 def from_dict(data: dict) -> Pattern:
@@ -159,7 +173,7 @@ def from_dict(data: dict) -> Pattern:
     >>> from_dict({"kind": "dilated", "segment_lengths": [4], "dilation_rates": [2]})
     Dilated(segment_lengths=(4,), dilation_rates=(2,), mixing='lse', offsets='head')
     """
-    kinds = {"dense": Dense, "dilated": Dilated}
+    kinds = {"dense": Dense, "dilated": Dilated, "block_sparse": BlockSparse}
     fields = dict(data)
     kind = fields.pop("kind", None)
     if kind not in kinds:
@@ -167,7 +181,7 @@ def from_dict(data: dict) -> Pattern:
     unknown = fields.keys() - kinds[kind].__dataclass_fields__.keys()
     if unknown:
         raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(unknown))}")
-    return kinds[kind](**fields)
+    return BlockSparse.from_dict(fields) if kind == "block_sparse" else kinds[kind](**fields)
 
 
 def _positive_ints(name: str, values) -> tuple[int, ...]:

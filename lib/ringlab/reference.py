@@ -27,7 +27,7 @@ def attention(q, k, v, pattern: Pattern, *, causal: bool = False, scale: float |
     every = torch.arange(n, device=q.device)
     outs, lses = [], []
     for h in range(heads):
-        bias = _log_multiplicity(pattern, every, every, h, heads, kv_heads, causal)  # (n, n)
+        bias = _log_multiplicity(pattern, every, every, n, h, heads, kv_heads, causal)  # (n, n)
         kv = h // (heads // kv_heads)
         q_h, k_h, v_h = q[:, :, h].double(), k[:, :, kv].double(), v[:, :, kv].double()  # (b, n, d)
         scores = scale * q_h @ k_h.mT + bias  # (b, n, n)
@@ -60,7 +60,7 @@ def tolerance(q, k, v, dout=None, *, pattern: Pattern | None = None, causal=Fals
     """The error that each result may have: 1e-12 in fp64, 5e-6 in fp32, else twice that of one dense kernel call.
 
     The dense calls are torch's own ``scaled_dot_product_attention`` in q's dtype, on up to 1024 positions and, given a
-    ``pattern``, on as few rows as its shortest segments keep (few keys cancel more in the gradient); the worst counts.
+    ``pattern``, on as few rows as its queries see keys at least (few keys cancel more in a gradient); the worst counts.
     """
     names = ("out", "lse", "dq", "dk", "dv")
     if q.dtype in EXACT:
@@ -68,7 +68,7 @@ def tolerance(q, k, v, dout=None, *, pattern: Pattern | None = None, causal=Fals
     n, heads = q.shape[1], q.shape[2]
     sizes = {min(n, 1024)}
     if pattern is not None:
-        sizes |= {min(n, max(2, b.length // b.rate)) for b in pattern.branches(n, heads, k.shape[2])}
+        sizes.add(min(n, pattern.fewest_keys(n, heads, k.shape[2])))
     calls = [_dense_call_errors(q, k, v, dout, m, causal, scale) for m in sizes if m <= 1024]
     # A call on a row or two may round nothing at all; storing a result rounds by up to half an epsilon.
     least = torch.finfo(q.dtype).eps / 2
@@ -145,8 +145,8 @@ def sampled_errors(
     return found
 
 
-def _log_multiplicity(pattern, queries, keys, head, heads, kv_heads, causal) -> Tensor:
-    m = pattern.multiplicity(queries, keys, head=head, heads=heads, kv_heads=kv_heads)  # (q, k)
+def _log_multiplicity(pattern, queries, keys, n, head, heads, kv_heads, causal) -> Tensor:
+    m = pattern.multiplicity(queries, keys, n=n, head=head, heads=heads, kv_heads=kv_heads)  # (q, k)
     if causal:
         m = m * (keys[None, :] <= queries[:, None])
     return m.double().log()
@@ -155,9 +155,10 @@ def _log_multiplicity(pattern, queries, keys, head, heads, kv_heads, causal) -> 
 def _query_rows(q, k, v, rows, dout, head):
     """Exact out (s, d), lse (s,), dq (s, d) of one head at query positions ``rows``; q, k, v are (n, d) float64."""
     pattern, h, heads, kv_heads, causal, scale = head
-    start, stop = pattern.reach(int(rows.min()), int(rows.max()), len(k))
+    n = len(k)
+    start, stop = pattern.reach(int(rows.min()), int(rows.max()), n)
     keys, k, v = torch.arange(start, stop, device=k.device), k[start:stop], v[start:stop]
-    scores = scale * q[rows] @ k.T + _log_multiplicity(pattern, rows, keys, h, heads, kv_heads, causal)  # (s, keys)
+    scores = scale * q[rows] @ k.T + _log_multiplicity(pattern, rows, keys, n, h, heads, kv_heads, causal)  # (s, keys)
     lse = scores.logsumexp(-1)  # (s,); -inf for a dead row
     prob = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp()  # (s, keys)
     out = prob @ v
@@ -177,7 +178,7 @@ def _key_columns(q, k, v, cols, dout, head, block: int = 1024):
     dk, dv = torch.zeros_like(k[cols]), torch.zeros_like(k[cols])
     for start in range(0, len(q), block):
         rows = torch.arange(start, min(start + block, len(q)), device=q.device)
-        bias = _log_multiplicity(pattern, rows, cols, h, heads, kv_heads, causal)  # (block, s)
+        bias = _log_multiplicity(pattern, rows, cols, len(q), h, heads, kv_heads, causal)  # (block, s)
         sees = (bias > -torch.inf).any(-1)
         if not sees.any():
             continue

@@ -120,8 +120,8 @@ class _HeadsFrom:
     def __init__(self, pattern, first: int, heads: int, kv_heads: int):
         self.pattern, self.first, self.of = pattern, first, {"heads": heads, "kv_heads": kv_heads}
 
-    def multiplicity(self, queries, keys, *, head: int, **_):
-        return self.pattern.multiplicity(queries, keys, head=self.first + head, **self.of)
+    def multiplicity(self, queries, keys, *, n: int, head: int, **_):
+        return self.pattern.multiplicity(queries, keys, n=n, head=self.first + head, **self.of)
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
         return self.pattern.reach(first, last, n)

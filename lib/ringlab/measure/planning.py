@@ -45,7 +45,7 @@ class PlanBuild(System):
 
     def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
         p, keys = self.point, torch.arange(self.point.seq_len)
-        of = {"heads": p.heads, "kv_heads": p.kv_heads}
+        of = {"n": p.seq_len, "heads": p.heads, "kv_heads": p.kv_heads}
         want = [self.pattern.multiplicity(sampled(p), keys, head=h, **of) for h in range(p.heads)]
         wrong = (output.out != torch.stack(want)).double().mean()
         return {"out": float(wrong)}, {"out": 0.0}

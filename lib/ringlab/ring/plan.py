@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import lcm
 
-from ..patterns import Branch, Dense, Pattern
+from ..patterns import BlockSparse, Branch, Dense, Pattern
 from ..plan import first_and_step, progressions
 from .layout import Layout
 
@@ -64,6 +64,8 @@ class Problem:
 
     def check(self, scheme: str) -> None:
         """Raise ValueError, in one line, for what a scheme cannot serve."""
+        if isinstance(self.pattern, BlockSparse):
+            raise NotImplementedError(f"block-sparse patterns run on one device, not on {self.layout.ranks} ranks")
         if self.layout.grid is not None and self.causal:
             raise ValueError("causal attention along a Hilbert curve has no meaning: its steps are not in time order")
         if scheme == "ulysses":

@@ -1,0 +1,314 @@
+"""Which block of keys each block of queries sees: local, strided, global, random, hierarchical, given, and unions.
+
+The sequence is cut into blocks of ``block_size`` positions, the last one may be short. A block sees another whole;
+with ``causal`` the diagonal block is cut exactly. All heads see the same blocks. Patterns are values, as in
+``patterns``; those that are drawn or given need the sequence length, so every question is asked with ``n``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """The block itself, ``before`` blocks before it and ``after`` behind it (None: as many)."""
+
+    before: int
+    after: int | None = None
+
+    def seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
+        after = self.before if self.after is None else self.after
+        return (cols >= rows - self.before) & (cols <= rows + after)
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Every ``rate``-th block from the block itself on, both ways, ``steps`` of them each way (None: to the ends)."""
+
+    rate: int
+    steps: int | None = None
+
+    def seen(self, rows, cols, count):
+        apart = (rows - cols).abs()
+        return (apart % self.rate == 0) & (apart <= self.rate * (count if self.steps is None else self.steps))
+
+
+@dataclass(frozen=True)
+class Global:
+    """The first ``count`` blocks see all blocks (``rows``) and are seen by all (``columns``)."""
+
+    count: int
+    rows: bool = True
+    columns: bool = True
+
+    def seen(self, rows, cols, count):
+        return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
+
+
+@dataclass(frozen=True)
+class Random:
+    """``count`` different blocks drawn for each block; the same ones for the same seed and number of blocks."""
+
+    count: int
+    seed: int = 0
+
+    def seen(self, rows, cols, count):
+        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
+        found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
+        return found[:, cols.flatten().cpu()].to(rows.device)
+
+
+@lru_cache(maxsize=8)
+def _drawn(some: int, of: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(of, generator=generator)[:some] for _ in range(of)])  # (of, some)
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """Blocks whose number is a multiple of ``stride``, up to ``reach`` blocks away: one level of a hierarchy."""
+
+    stride: int
+    reach: int
+
+    def seen(self, rows, cols, count):
+        return (cols % self.stride == 0) & ((rows - cols).abs() <= self.reach)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A mask of blocks, a hexadecimal bit set per block of queries; made by ``from_mask``."""
+
+    rows: tuple[str, ...]
+
+    def seen(self, rows, cols, count):
+        return self.mask().to(rows.device)[rows.flatten()][:, cols.flatten()]
+
+    def mask(self) -> Tensor:
+        bits = [[c == "1" for c in f"{int(row, 16):0{len(self.rows)}b}"] for row in self.rows]
+        return torch.tensor(bits)  # (count, count)
+
+
+Part = Window | Strided | Global | Random | Coarse | Given
+PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Global, Random, Coarse, Given)}
+NONE = ("before", "after", "reach")  # may be 0
+
+
+@dataclass(frozen=True)
+class BlockSparse:
+    """A query sees a key iff one of the ``parts`` shows its block the key's block: M is 1 or 0, whatever the head.
+
+    ``a | b`` is the union of two patterns of one block size. Raises ValueError for a block size below 1, for no part,
+    for numbers that are not positive; and, once n is known, for a block size above n, more global or random blocks
+    than there are, or a given mask of another length.
+
+    >>> pattern = BlockSparse([Window(1), Global(1)], block_size=64)
+    >>> pattern.blocks(256).int().tolist()
+    [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 1]]
+    >>> pattern.density(256), pattern.density(256, causal=True)
+    (0.875, 0.439453125)
+    """
+
+    parts: tuple[Part, ...]
+    block_size: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
+        _positive("block_size", self.block_size)
+        if not self.parts:
+            raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
+        for part in self.parts:
+            kind = type(part).__name__
+            if kind.lower() not in PARTS:
+                raise ValueError(f"a part must be one of {', '.join(k.__name__ for k in PARTS.values())}, got {part!r}")
+            for name, value in asdict(part).items():
+                if name not in ("seed", "rows", "columns") and value is not None:
+                    _positive(f"{kind} {name}", value, int(name not in NONE))
+
+    def __or__(self, other: BlockSparse) -> BlockSparse:
+        if not isinstance(other, BlockSparse):
+            return NotImplemented
+        if self.block_size != other.block_size:
+            raise ValueError(f"a union needs one block size, got {self.block_size} and {other.block_size}")
+        return BlockSparse(self.parts + other.parts, self.block_size)
+
+    def count(self, n: int) -> int:
+        """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
+        count = -(-n // self.block_size)
+        if self.block_size > n:
+            raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
+        for part in self.parts:
+            if isinstance(part, Global | Random) and part.count > count:
+                raise ValueError(f"{part.count} {type(part).__name__.lower()} blocks exceed the {count} of n = {n}")
+            if isinstance(part, Given) and len(part.rows) != count:
+                raise ValueError(f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}")
+        return count
+
+    def blocks(self, n: int, queries: range | None = None) -> Tensor:
+        """Which blocks the blocks ``queries`` (default: all) see, bool (queries, blocks), whatever is causal."""
+        count = self.count(n)
+        rows = torch.arange(count) if queries is None else torch.arange(queries.start, queries.stop)
+        return self._seen(rows, torch.arange(count), count)
+
+    def _seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
+        found = [part.seen(rows[:, None], cols[None, :], count) for part in self.parts]
+        return torch.stack(found).any(0) if len(found) > 1 else found[0]
+
+    def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
+        """M for global positions ``queries`` (q,) and ``keys`` (k,) of ``n``, as int64 (q, k)."""
+        size, count = self.block_size, self.count(n)
+        seen = self._seen(torch.arange(count, device=queries.device), torch.arange(count, device=queries.device), count)
+        return seen[queries // size][:, keys // size].long()
+
+    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
+        """Key positions [start, stop) outside of which the queries first .. last see nothing."""
+        seen = self.blocks(n, range(first // self.block_size, last // self.block_size + 1)).any(0).nonzero()
+        if not len(seen):
+            return first, first
+        return int(seen[0]) * self.block_size, min(n, (int(seen[-1]) + 1) * self.block_size)
+
+    def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
+        """The fewest keys that a query sees which sees any."""
+        counts = self.blocks(n).sum(1)
+        return min(n, self.block_size * int(counts[counts > 0].min())) if counts.any() else 1
+
+    def pairs(self, n: int, causal: bool = False) -> int:
+        """Visible (query, key) pairs of one head.
+
+        >>> BlockSparse([Window(0)], 4).pairs(10, causal=True)  # blocks of 4, 4 and 2 positions
+        23
+        """
+        count = self.count(n)
+        lengths = torch.full((count,), self.block_size)
+        lengths[-1] = n - (count - 1) * self.block_size
+        total = 0
+        for start in range(0, count, 1024):
+            rows = range(start, min(count, start + 1024))
+            seen, mine = self.blocks(n, rows), lengths[start : rows.stop]
+            if causal:
+                diagonal = seen.diagonal(start)
+                total += int((mine * (mine + 1) // 2)[diagonal].sum())
+                seen = seen.tril(start - 1)
+            total += int((mine * (seen * lengths).sum(1)).sum())
+        return total
+
+    def density(self, n: int, causal: bool = False) -> float:
+        """Visible pairs over n^2."""
+        return self.pairs(n, causal) / n**2
+
+    def with_density(self, density: float, n: int, causal: bool = False) -> BlockSparse:
+        """The pattern with its window, or else its random blocks, grown or shrunk to come nearest to ``density``.
+
+        Raises ValueError for a density outside (0, 1] or a pattern that has neither.
+
+        >>> found = local_global(1, 4, block_size=128).with_density(0.1, 16384)
+        >>> found.parts[0], round(found.density(16384), 3)
+        (Window(before=2, after=None), 0.099)
+        """
+        if isinstance(density, bool) or not isinstance(density, float | int) or not 0 < density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {density!r}")
+        kinds = {"before": Window, "count": Random}
+        found = [(i, field) for field, kind in kinds.items() for i, p in enumerate(self.parts) if isinstance(p, kind)]
+        if not found:
+            raise ValueError(f"{self} has no window and no random blocks whose number could be solved for")
+        index, field = found[0]
+        symmetric = {"after": None} if field == "before" else {}
+
+        def sized(size: int) -> BlockSparse:
+            part = replace(self.parts[index], **{field: size}, **symmetric)
+            return replace(self, parts=(*self.parts[:index], part, *self.parts[index + 1 :]))
+
+        least = int(field not in NONE)
+        low, high = least, self.count(n)
+        while low < high:  # the least size that reaches the density
+            middle = (low + high) // 2
+            low, high = (low, middle) if sized(middle).density(n, causal) >= density else (middle + 1, high)
+        near = [sized(size) for size in (low - 1, low) if size >= least]
+        return min(near, key=lambda p: abs(p.density(n, causal) - density))
+
+    def to_dict(self) -> dict:
+        parts = [{"part": type(p).__name__.lower()} | asdict(p) for p in self.parts]
+        parts = [{k: list(v) if isinstance(v, tuple) else v for k, v in part.items()} for part in parts]
+        return {"kind": "block_sparse", "parts": parts, "block_size": self.block_size}
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> BlockSparse:
+        """What ``to_dict`` wrote, without its kind."""
+        parts = []
+        for given in fields.get("parts", ()):
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "part"}
+            kind = PARTS.get(given.get("part"))
+            if kind is None or values.keys() - kind.__dataclass_fields__.keys():
+                raise ValueError(f"unknown part of a block-sparse pattern: {given!r}")
+            parts.append(kind(**values))
+        return cls(**fields | {"parts": tuple(parts)})
+
+    def __str__(self) -> str:
+        return f"blocks of {self.block_size}: {', '.join(map(_described, self.parts))}"
+
+
+def _described(part: Part) -> str:
+    match part:
+        case Window(before, after):
+            return f"window {before}" + ("" if after in (None, before) else f" + {after}")
+        case Strided(rate, steps):
+            return f"stride {rate}" + ("" if steps is None else f" x {steps}")
+        case Global(count, rows, columns):
+            return f"{count} global" + ("" if rows and columns else " rows" if rows else " columns")
+        case Random(count, seed):
+            return f"{count} random" + (f" (seed {seed})" if seed else "")
+        case Coarse(stride, reach):
+            return f"every {stride} within {reach}"
+    return "a given mask"
+
+
+def sliding_window(before: int, *, block_size: int = 128) -> BlockSparse:
+    """``before`` blocks either way: a sliding window of (2 before + 1) * block_size positions."""
+    return BlockSparse([Window(before)], block_size)
+
+
+def local_global(before: int, count: int, *, block_size: int = 128) -> BlockSparse:
+    """A sliding window and global blocks: Longformer (Beltagy et al. 2020, arXiv 2004.05150) in blocks."""
+    return BlockSparse([Window(before), Global(count)], block_size)
+
+
+longformer = local_global
+
+
+def bigbird(before: int, count: int, random: int, *, seed: int = 0, block_size: int = 64) -> BlockSparse:
+    """Window, global and random blocks (Zaheer et al. 2020, arXiv 2007.14062)."""
+    return BlockSparse([Window(before), Global(count), Random(random, seed)], block_size)
+
+
+def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> BlockSparse:
+    """Fine near and coarse far: for each (stride, reach) the blocks at multiples of stride within reach, and itself.
+
+    >>> hierarchical([(1, 1), (4, 8)], block_size=16).blocks(256)[9].nonzero().flatten().tolist()
+    [4, 8, 9, 10, 12]
+    """
+    return BlockSparse([Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size)
+
+
+def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
+    """The pattern of a bool mask of blocks (blocks, blocks), queries by keys."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
+        raise ValueError("a mask of blocks must be a square bool tensor (blocks, blocks)")
+    rows = tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist())
+    return BlockSparse([Given(rows)], block_size)
+
+
+PRESETS: dict[str, Callable[..., BlockSparse]] = {
+    f.__name__: f for f in (sliding_window, local_global, bigbird, hierarchical)
+}
+
+
+def _positive(name: str, value, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        wanted = "a positive integer" if least else "an integer of at least 0"
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")

@@ -1,0 +1,183 @@
+"""Block-sparse patterns: what they show, the calls they become, and one softmax per row in every way of running them."""
+
+import pytest
+import torch
+from helpers import Case, engine_results, errors, oracle_results
+from ringlab import Execution, attention, block_sparse, blocks, patterns, reference
+from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Strided, Window
+from ringlab.cost import count_pairs
+from ringlab.tiling import Cuts, Run
+
+SIZE = 8
+PATTERNS = [
+    blocks.local_global(1, 1, block_size=SIZE),
+    blocks.bigbird(1, 1, 2, block_size=SIZE),
+    blocks.sliding_window(3, block_size=SIZE),
+    BlockSparse([Window(2, 0)], SIZE),
+    blocks.hierarchical([(1, 1), (4, 8)], block_size=SIZE),
+    BlockSparse([Window(0), Strided(4, 2)], SIZE),
+    BlockSparse([Strided(3)], SIZE),
+    BlockSparse([Random(2, seed=1)], SIZE),
+    BlockSparse([Global(2, rows=False)], SIZE),
+    blocks.sliding_window(1, block_size=SIZE) | BlockSparse([Random(1)], SIZE),
+    blocks.from_mask(torch.rand(13, 13, generator=torch.Generator().manual_seed(0)) < 0.3, block_size=SIZE),
+]
+WAYS = [way for way in block_sparse.WAYS if way != "auto"]
+SHAPES = [(1, 2, 2, 101), (3, 4, 2, 97)]  # (batch, heads, K/V heads, n): odd lengths, a short last block
+
+
+def tensors(shape, dtype, seed=0):
+    b, h, kv, n = shape
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(b, n, heads, 16, generator=generator, dtype=torch.float64).to(dtype) for heads in (h, kv, kv)]
+
+
+def case(pattern, shape, dtype, causal, way):
+    b, h, kv, n = shape
+    return Case(pattern, b, n, h, kv, 16, causal, dtype, None, Execution(blocks=way), "auto", True, False)
+
+
+def brute(pattern, n, causal):
+    x = torch.arange(n)
+    m = pattern.multiplicity(x, x, n=n, head=0, heads=1)
+    return m.tril() if causal else m
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_every_way_is_the_oracle(pattern, way, causal):
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        for dtype in (torch.float64, torch.float32):
+            one = case(pattern, shape, dtype, causal, way)
+            given = one.tensors()
+            found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
+            assert max(found.values()) <= reference.EXACT[dtype], (shape, dtype, found)
+
+
+def test_calls_show_each_pair_once():
+    for pattern in PATTERNS:
+        for way in WAYS:
+            for causal in (False, True):
+                tiling = block_sparse.tiling_for(pattern, 101, causal, way)
+                seen, written = torch.zeros(101, 101, dtype=torch.long), torch.zeros(101, dtype=torch.bool)
+                for run in tiling.runs:
+                    for i in range(run.nodes):
+                        q, k = (at[0] + i * at[1] for at in (run.query, run.key))
+                        whole = torch.ones(run.rows, run.keys, dtype=torch.long)
+                        seen[q : q + run.rows, k : k + run.keys] += whole.tril() if run.causal else whole
+                        assert not (run.first and written[q : q + run.rows].any())
+                        assert run.first or not tiling.covered or written[q : q + run.rows].all()
+                        written[q : q + run.rows] = True
+                for call in tiling.picked:
+                    for q, keys in zip(call.queries.tolist(), call.keys):
+                        seen[q : q + call.rows, keys] += 1
+                assert torch.equal(seen, brute(pattern, 101, causal)), (str(pattern), way, causal)
+
+
+def test_a_window_is_few_calls_whatever_its_length():
+    few = [len(block_sparse.tiling_for(blocks.local_global(2, 4), n).runs) for n in (1 << 13, 1 << 15)]
+    assert few[0] <= 30 and few[1] <= 50 and not block_sparse.tiling_for(blocks.local_global(2, 4), 1 << 13).picked
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_counts_are_brute_force(causal):
+    for pattern in PATTERNS:
+        pairs = int(brute(pattern, 101, causal).sum())
+        assert pattern.pairs(101, causal) == pairs and pattern.density(101, causal) == pairs / 101**2
+        assert count_pairs(pattern, 101, 4, 2, causal) == (4 * pairs, 4 * pairs)
+        shown = brute(pattern, 101, False)
+        for first, last in ((0, 0), (40, 55), (96, 100)):
+            start, stop = pattern.reach(first, last, 101)
+            assert not shown[first : last + 1, :start].any() and not shown[first : last + 1, stop:].any()
+        assert patterns.from_dict(pattern.to_dict()) == pattern and "\n" not in str(pattern)
+
+
+def test_ones_stay_ones_and_a_row_that_sees_nothing_is_zero():
+    q, k, _ = tensors((1, 2, 2, 101), torch.float64)
+    ones = torch.ones_like(k)
+    mask = torch.ones(13, 13, dtype=torch.bool)
+    mask[5] = False
+    for way in WAYS:
+        how = {"execution": Execution(blocks=way), "return_lse": True}
+        out, _ = attention(q, k, ones, PATTERNS[1], **how)
+        assert (out - 1).abs().max() <= 1e-12
+        out, lse = attention(q, k, ones, blocks.from_mask(mask, block_size=SIZE), **how)
+        assert not out[:, 40:48].any() and (lse[..., 40:48] == -torch.inf).all() and torch.isfinite(lse[..., 48:]).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bfloat16_stays_within_twice_a_dense_call(way):
+    torch.manual_seed(0)
+    for pattern in PATTERNS[:2]:
+        one = case(pattern, (1, 4, 2, 200), torch.bfloat16, False, way)
+        given = one.tensors()
+        found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
+        allowed = reference.tolerance(*given[:4], pattern=pattern)
+        assert all(found[name] <= allowed[name] for name in found), (str(pattern), found, allowed)
+
+
+def test_density_is_solved_for():
+    pattern = blocks.local_global(1, 4)
+    for causal, target in ((False, 0.1), (True, 0.1), (False, 0.5), (False, 1.0)):
+        found = pattern.with_density(target, 16384, causal)
+        step = abs(found.density(16384, causal) - target)
+        for change in (-1, 1):
+            window = Window(max(0, found.parts[0].before + change))
+            other = BlockSparse([window, *found.parts[1:]], 128)
+            assert step <= abs(other.density(16384, causal) - target)
+    assert BlockSparse([Random(1)], 64).with_density(0.25, 1024).parts == (Random(4),)
+
+
+@pytest.mark.parametrize(
+    "make, why",
+    [
+        (lambda: BlockSparse([Window(1)], 0), "block_size must be a positive integer, got 0"),
+        (lambda: BlockSparse([], 8), "needs at least one part"),
+        (lambda: BlockSparse([3], 8), "a part must be one of Window"),
+        (lambda: BlockSparse([Window(-1)], 8), "Window before must be an integer of at least 0, got -1"),
+        (lambda: BlockSparse([Random(0)], 8), "Random count must be a positive integer, got 0"),
+        (lambda: BlockSparse([Coarse(-1, 1)], 8), "Coarse stride must be a positive integer, got -1"),
+        (lambda: BlockSparse([Window(1)], 64).blocks(63), "block_size 64 exceeds the sequence length 63"),
+        (lambda: BlockSparse([Global(9)], 8).blocks(64), "9 global blocks exceed the 8 of n = 64"),
+        (lambda: blocks.from_mask(torch.ones(7, 7, dtype=torch.bool), block_size=8).blocks(64),
+         "the mask given is of 7 blocks, n = 64 has 8"),
+        (lambda: blocks.from_mask(torch.ones(7, 8, dtype=torch.bool)), "a square bool tensor"),
+        (lambda: blocks.local_global(1, 1).with_density(0.0, 1024), r"density must be in \(0, 1\], got 0.0"),
+        (lambda: blocks.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
+        (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "no window and no random blocks"),
+        (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
+        (lambda: Execution(blocks="fast"), "unknown blocks 'fast'; known: auto, views"),
+        (lambda: patterns.from_dict({"kind": "block_sparse", "parts": [{"part": "ring"}], "block_size": 8}),
+         "unknown part of a block-sparse pattern"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(make, why):
+    with pytest.raises(ValueError, match=why) as failure:
+        make()
+    assert "\n" not in str(failure.value)
+
+
+def test_mutants_fail():
+    """What the originals did: a softmax per block summed, a causal mask of blocks alone, a stale pattern."""
+    pattern, (q, k, v) = PATTERNS[0], tensors((1, 2, 2, 64), torch.float64)
+    want, _ = reference.attention(q, k, v, pattern)
+    seen, parts = pattern.blocks(64), 0
+    for i, j in seen.nonzero().tolist():
+        rows, cols = slice(i * SIZE, i * SIZE + SIZE), slice(j * SIZE, j * SIZE + SIZE)
+        part = torch.zeros_like(q)
+        part[:, rows] = reference.attention(q[:, rows], k[:, cols], v[:, cols], patterns.Dense())[0]
+        parts = parts + part
+    assert reference.error(parts, want, 1.0) > 1.0
+    causal, _ = reference.attention(q, k, v, pattern, causal=True)
+    by_block, _ = reference.attention(q, k, v, BlockSparse([Given(blocks.from_mask(seen.tril()).parts[0].rows)], SIZE))
+    assert reference.error(by_block, causal, 1.0) > 0.1
+    assert reference.error(attention(q, k, v, PATTERNS[2]), want, 1.0) > 0.1
+
+
+def test_cuts_and_runs_of_a_short_last_block():
+    cuts = Cuts.of(20, 8)
+    assert cuts.starts.tolist() == [0, 8, 16] and cuts.lengths.tolist() == [8, 8, 4]
+    runs = block_sparse.tiling_for(blocks.sliding_window(0, block_size=8), 20, True).runs
+    assert set(runs) == {Run(8, 8, 2, (0, 8), (0, 8), True, True), Run(4, 4, 1, (16, 0), (16, 0), True, True)}
