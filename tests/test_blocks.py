@@ -1,4 +1,4 @@
-"""Block-sparse patterns: what they show, the calls they become, and one softmax per row in every way of running them."""
+"""Block-sparse patterns: what they show, the calls they become, and one softmax per row in every way of running."""
 
 import pytest
 import torch
