@@ -3,9 +3,19 @@
 import pytest
 import torch
 from helpers import Case, engine_results, errors, oracle_results
-from ringlab import Execution, attention, block_sparse, blocks, patterns, reference
-from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Strided, Window
+from ringlab import (
+    BlockSparseOptimized,
+    BlockSparseRingDilatedAttention,
+    Execution,
+    attention,
+    block_sparse,
+    blocks,
+    patterns,
+    reference,
+)
+from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
 from ringlab.cost import count_pairs
+from ringlab.measure import Point, systems
 from ringlab.tiling import Cuts, Run
 
 SIZE = 8
@@ -17,6 +27,7 @@ PATTERNS = [
     blocks.hierarchical([(1, 1), (4, 8)], block_size=SIZE),
     BlockSparse([Window(0), Strided(4, 2)], SIZE),
     BlockSparse([Strided(3)], SIZE),
+    BlockSparse([Segment(4), Segment(8, 2)], SIZE),
     BlockSparse([Random(2, seed=1)], SIZE),
     BlockSparse([Global(2, rows=False)], SIZE),
     blocks.sliding_window(1, block_size=SIZE) | BlockSparse([Random(1)], SIZE),
@@ -174,6 +185,60 @@ def test_mutants_fail():
     by_block, _ = reference.attention(q, k, v, BlockSparse([Given(blocks.from_mask(seen.tril()).parts[0].rows)], SIZE))
     assert reference.error(by_block, causal, 1.0) > 0.1
     assert reference.error(attention(q, k, v, PATTERNS[2]), want, 1.0) > 0.1
+
+
+SYSTEMS = (BlockSparseRingDilatedAttention, BlockSparseOptimized)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_published_systems_compute_one_function(system):
+    q, k, v = tensors((1, 2, 2, 101), torch.float64)
+    dilated = BlockSparse([Segment(4), Segment(8, 2)], SIZE)
+    for causal in (False, True):
+        by_lengths = system([32, 64], [1, 2], block_size=SIZE)(q, k, v, is_causal=causal)
+        given = system(pattern=dilated, use_gradient_checkpointing=True)(q, k, v, is_causal=causal)
+        want, _ = reference.attention(q, k, v, dilated, causal=causal)
+        assert reference.error(by_lengths, want, 1.0) <= 1e-12 and reference.error(given, want, 1.0) <= 1e-12
+        asked = system(density=0.3, block_size=SIZE)
+        solved = asked.pattern_for(101, causal)
+        assert abs(solved.density(101, causal) - 0.3) < 0.08 and isinstance(solved.parts[0], Window)
+        want, _ = reference.attention(q, k, v, solved, causal=causal)
+        assert reference.error(asked(q, k, v, is_causal=causal), want, 1.0) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        ({}, "takes segment_lengths and dilation_rates, or density, or pattern: one of them"),
+        ({"density": 0.1, "pattern": PATTERNS[0]}, "one of them"),
+        ({"density": 0}, r"density must be in \(0, 1\], got 0"),
+        ({"segment_lengths": [32], "dilation_rates": [1, 2]}, "differ in length: 1 and 2"),
+        ({"segment_lengths": [100], "dilation_rates": [1], "block_size": 64}, "100 is no multiple of the block size"),
+        ({"pattern": patterns.Dense()}, "pattern must be a BlockSparse"),
+        ({"density": 0.1, "block_size": 0}, "block_size must be a positive integer, got 0"),
+    ],
+)
+def test_published_systems_refuse_in_one_line(arguments, why):
+    with pytest.raises(ValueError, match=why) as failure:
+        BlockSparseOptimized(**arguments)
+    assert "\n" not in str(failure.value)
+    with pytest.raises(TypeError, match="cannot honour 'sparsity_ratio': it changed nothing in the original"):
+        BlockSparseOptimized(density=0.1, sparsity_ratio=0.9)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_plans_show_just_the_patterns_pairs(causal):
+    for options in ({}, {"warm": False}, {"blocks": "rows"}, {"blocks": "batched"}):
+        point = Point("plan_build", PATTERNS[1], seq_len=500, heads=2, causal=causal, options=options)
+        system = systems.build(point, "cpu")
+        assert system.check([], system.run([])) == ({"out": 0.0}, {"out": 0.0})
+
+
+def test_patterns_are_drawn():
+    assert patterns.show(patterns.Dilated([2, 4], [1, 2]), 4) == "███ \n██  \n█ ██\n  ██"
+    assert patterns.show(patterns.Dense(), 3, causal=True) == "█  \n██ \n███"
+    lines = patterns.show(blocks.local_global(1, 1), 1 << 14, width=32).split("\n")
+    assert [len(line) for line in lines] == [32] * 32 and lines[20][20] in "▒▓█" and lines[20][5] == " "
 
 
 def test_cuts_and_runs_of_a_short_last_block():

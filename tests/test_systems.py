@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from ringlab import patterns
+from ringlab import blocks, patterns
 from ringlab.measure import Point, sgemm
-from ringlab.measure.systems import SYSTEMS, build
+from ringlab.measure.systems import BLOCK_SPARSE, SYSTEMS, build
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
@@ -35,8 +35,14 @@ def test_copying_form_is_the_same_function(changes, causal, passes):
 @pytest.mark.parametrize("passes", ["fwd", "fwd+bwd"])
 def test_every_system_passes_its_own_check(name, passes):
     pattern = patterns.Dilated([16, 32], [1, 2], "head_groups", "branch")
-    point = TINY.but(system=name, passes=passes, pattern=patterns.Dense() if name == "dense_sdpa" else pattern)
-    point = sgemm(64) if name == "sgemm" else point
+    pattern = {"dense_sdpa": patterns.Dense()}.get(name, pattern)
+    if name in (*BLOCK_SPARSE, "flex"):
+        pattern = blocks.local_global(1, 1, block_size=16)
+    point = sgemm(64) if name == "sgemm" else TINY.but(system=name, passes=passes, pattern=pattern)
+    if (name, passes) == ("flex", "fwd+bwd"):
+        with pytest.raises(NotImplementedError, match="forward alone"):
+            build(point, "cpu")
+        return
     system = build(point, "cpu")
     inputs = system.inputs()
     output = system.run(inputs)
@@ -57,10 +63,12 @@ def test_inputs_come_from_the_points_own_seed():
     "changes, said",
     [
         ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
-        ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, cache, pool"),
+        ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, blocks, cache, pool"),
         ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
         ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
         ({"system": "RingDilatedAttentionV2Flash"}, "head groups with offsets by branch"),
+        ({"system": "BlockSparseOptimized"}, "BlockSparseOptimized computes block-sparse patterns, not dilated"),
+        ({"system": "flex"}, "flex computes block-sparse patterns, not dilated"),
     ],
 )
 def test_a_point_that_makes_no_sense_is_refused_in_one_line(changes, said):

@@ -8,6 +8,7 @@ torch.Size([1, 64, 4, 16])
 
 from . import blocks, kernels, nn, reference, ring
 from .api import attention
+from .block_variants import BlockSparseOptimized, BlockSparseRingDilatedAttention, BlockSparseTorchSparse
 from .local import Execution
 from .patterns import BlockSparse, Dense, Dilated, Pattern
 from .ring import Simulated
@@ -29,6 +30,9 @@ from .variants import (
 __version__ = "0.1.0"
 __all__ = [
     "BlockSparse",
+    "BlockSparseOptimized",
+    "BlockSparseRingDilatedAttention",
+    "BlockSparseTorchSparse",
     "Dense",
     "Dilated",
     "DilatedAttention",

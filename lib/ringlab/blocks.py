@@ -40,6 +40,17 @@ class Strided:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Segments of ``length`` blocks, in each of which a block sees every ``rate``-th from itself on: dilated blocks."""
+
+    length: int
+    rate: int = 1
+
+    def seen(self, rows, cols, count):
+        return (rows // self.length == cols // self.length) & ((rows - cols) % self.rate == 0)
+
+
+@dataclass(frozen=True)
 class Global:
     """The first ``count`` blocks see all blocks (``rows``) and are seen by all (``columns``)."""
 
@@ -95,8 +106,8 @@ class Given:
         return torch.tensor(bits)  # (count, count)
 
 
-Part = Window | Strided | Global | Random | Coarse | Given
-PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Global, Random, Coarse, Given)}
+Part = Window | Strided | Segment | Global | Random | Coarse | Given
+PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
 NONE = ("before", "after", "reach")  # may be 0
 
 
@@ -259,6 +270,8 @@ def _described(part: Part) -> str:
             return f"window {before}" + ("" if after in (None, before) else f" + {after}")
         case Strided(rate, steps):
             return f"stride {rate}" + ("" if steps is None else f" x {steps}")
+        case Segment(length, rate):
+            return f"segments of {length}" + ("" if rate == 1 else f" / {rate}")
         case Global(count, rows, columns):
             return f"{count} global" + ("" if rows and columns else " rows" if rows else " columns")
         case Random(count, seed):

@@ -15,6 +15,7 @@ from .blocks import BlockSparse
 
 MIXINGS = ("lse", "head_groups")
 OFFSETS = ("head", "block", "branch", "kv_head")
+SHADES, CELL = " ░▒▓█", 24  # from nothing to all of a cell; positions looked at in one
 LARGEST = 2**40  # beyond any sequence, and strides still fit 64 bits
 
 
@@ -182,6 +183,35 @@ def from_dict(data: dict) -> Pattern:
     if unknown:
         raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(unknown))}")
     return BlockSparse.from_dict(fields) if kind == "block_sparse" else kinds[kind](**fields)
+
+
+def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, head: int = 0, heads: int = 1) -> str:
+    """Draw what one head of ``heads`` sees of ``n`` positions: queries down, keys across, darker where more is seen.
+
+    At most ``width`` cells either way; of a cell that holds many positions some are looked at.
+
+    >>> print(show(Dilated([2, 4], [1, 2]), 4))
+    ███
+    ██
+    █ ██
+      ██
+    """
+    cells = min(n, width)
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.linspace(0, n, cells + 1).long()
+    picked = [
+        torch.arange(a, b) if b - a <= CELL else a + torch.randperm(b - a, generator=generator)[:CELL].sort().values
+        for a, b in zip(edges[:-1].tolist(), edges[1:].tolist())
+    ]
+    keys, sizes = torch.cat(picked), [len(p) for p in picked]
+    lines = []
+    for queries in picked:
+        seen = pattern.multiplicity(queries, keys, n=n, head=head, heads=heads) > 0  # (q, k)
+        if causal:
+            seen &= keys[None, :] <= queries[:, None]
+        shares = [float(part.double().mean()) for part in seen.split(sizes, 1)]
+        lines.append("".join(SHADES[-int(-share * 4 // 1)] for share in shares))
+    return "\n".join(lines)
 
 
 def _positive_ints(name: str, values) -> tuple[int, ...]:

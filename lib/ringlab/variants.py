@@ -76,9 +76,6 @@ class PublishedAttention(nn.Module):
         for argument, value in refused.items():
             if REFUSED.get(argument) is not NO_DROPOUT or value != 0:  # no dropout is what there is
                 raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
-        for argument, value in (("block_size", block_size), ("density", density)):
-            if value is not None:
-                raise TypeError(f"{name} cannot honour {argument!r}: it belongs to the block-sparse systems")
         if ring_size is not None and (isinstance(ring_size, bool) or not isinstance(ring_size, int) or ring_size < 1):
             raise ValueError(f"ring_size must be a positive integer, got {ring_size!r}")
         if self.scheme is None and (group is not None or ring_size not in (None, 1)):
@@ -99,7 +96,7 @@ class PublishedAttention(nn.Module):
         for argument, value in switches.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{argument} must be True or False, got {value!r}")
-        self.pattern = Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
+        self.pattern = self._made_pattern(segment_lengths, dilation_rates, block_size, density)
         self.device = None if device is None else kernels.device_of(device)
         if dtype is None and self.auto_dtype:
             dtype = self._policy_dtype()
@@ -109,6 +106,13 @@ class PublishedAttention(nn.Module):
         self.use_gradient_checkpointing = use_gradient_checkpointing
         pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
         self.execution = Execution(gather=self.gather, cache=use_pattern_cache, pool=pool)
+
+    def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
+        for argument, value in (("block_size", block_size), ("density", density)):
+            if value is not None:
+                name = type(self).__name__
+                raise TypeError(f"{name} cannot honour {argument!r}: it belongs to the block-sparse systems")
+        return Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
 
     def _policy_dtype(self) -> torch.dtype:
         on_gpu = torch.cuda.is_available() if self.device is None else self.device.type == "cuda"

@@ -46,7 +46,7 @@ class CpuFlash:
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
-        if max(q.shape[1], k.shape[1]) <= (SHORT if q.dtype in HALF else FEW):
+        if k.shape[1] <= FEW or (q.dtype in HALF and max(q.shape[1], k.shape[1]) <= SHORT):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dout, q, k, v, out = _computable(dout, q, k, v, out)

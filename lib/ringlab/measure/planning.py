@@ -9,25 +9,29 @@ import torch
 from torch import Tensor
 
 from .. import cache, gather, patterns
+from ..block_sparse import tiling_for
 from ..cost import Cost
 from ..plan import Plan, make_plan
+from ..tiling import Tiling
 from .contract import SAMPLED, Output, System, only
 from .points import Point
 
 
 class PlanBuild(System):
-    """The steps of one attention call through a cache, without the attention; options ``gather`` and ``warm``.
+    """The steps of one attention call through a cache, without the attention; options ``gather``, ``blocks``, ``warm``.
 
-    ``gather``: index tensors instead of the plan of strided views. ``warm=False`` clears the cache before every call,
+    ``gather``: index tensors instead of the plan of strided views; ``blocks``: the way of a block-sparse pattern.
+    ``warm=False`` clears the cache before every call,
     so that each builds anew. It has no tensors and no FLOPs, so no bound; its check is that the steps show just the
     pattern's pairs.
     """
 
     def __init__(self, point: Point, device):
-        options = only(point, "gather", "warm")
+        options = only(point, "gather", "blocks", "warm")
         self.point, self.device, self.dtype = point, torch.device(device), getattr(torch, point.dtype)
         self.pattern = patterns.from_dict(point.pattern)
         self.gather, self.warm = options.get("gather", False), options.get("warm", True)
+        self.way = options.get("blocks", "views")
         self.cache, self.cost = cache.PatternCache(), Cost(0, 0, 0, 0, 0)
 
     def inputs(self) -> list[Tensor]:
@@ -37,7 +41,10 @@ class PlanBuild(System):
         if not self.warm:
             self.cache.clear()
         shape = self.pattern, self.point.seq_len, self.point.heads, self.point.kv_heads
-        if self.gather:
+        if isinstance(self.pattern, patterns.BlockSparse):
+            shape = self.pattern, self.point.seq_len, self.point.causal, self.way
+            key, build = cache.key("tiling", *shape), lambda: tiling_for(*shape)
+        elif self.gather:
             key, build = cache.key("gather", *shape, self.device), lambda: gather.gather_indices(*shape, self.device)
         else:
             key, build = cache.key("plan", *shape), lambda: make_plan(*shape)
@@ -47,6 +54,8 @@ class PlanBuild(System):
         p, keys = self.point, torch.arange(self.point.seq_len)
         of = {"n": p.seq_len, "heads": p.heads, "kv_heads": p.kv_heads}
         want = [self.pattern.multiplicity(sampled(p), keys, head=h, **of) for h in range(p.heads)]
+        if p.causal:
+            want = [m * (keys <= sampled(p)[:, None]) for m in want]
         wrong = (output.out != torch.stack(want)).double().mean()
         return {"out": float(wrong)}, {"out": 0.0}
 
@@ -71,6 +80,7 @@ class Steps(Output):
             right = kv_head == head // (p.heads // p.kv_heads)
             for i, query in enumerate(queries):
                 for keys in kv_rows[(rows == query).any(-1)]:  # (m,)
+                    keys = keys[keys <= query] if p.causal else keys
                     found[head, i, keys] += 1.0 if right else torch.inf
         return found
 
@@ -78,6 +88,12 @@ class Steps(Output):
 def shown(steps, point: Point) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """(head, K/V head, query positions (segments, m), key positions) that attend to each other, segment by segment."""
     n = point.seq_len
+    if isinstance(steps, Tiling):  # the same for all heads
+        runs = [[at[0] + torch.arange(r.nodes)[:, None] * at[1] + torch.arange(size) for at, size in
+                 ((r.query, r.rows), (r.key, r.keys))] for r in steps.runs]  # fmt: skip
+        runs += [[c.queries[:, None] + torch.arange(c.rows), c.keys] for c in steps.picked]
+        yield from ((h, h // (point.heads // point.kv_heads), *run) for h in range(point.heads) for run in runs)
+        return
     if not isinstance(steps, Plan):  # gather's indices
         for members, kv_members, rows in (s for sets in steps for s in sets):
             yield from ((int(h), int(kv), rows.cpu(), rows.cpu()) for h, kv in zip(members, kv_members))

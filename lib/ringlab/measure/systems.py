@@ -16,17 +16,19 @@ from .. import Execution, Simulated, attention, kernels, memory, patterns, refer
 from ..cost import Cost
 from .baselines import copying_attention
 from .contract import SAMPLED, Output, System, only
+from .flex import flex
 from .planning import PlanBuild
 from .points import Point
 from .sharded import Sharded
 
 
 def ringlab(point: Point, device) -> System:
-    """This library; options backend, gather, cache, pool, and pool_threshold_mb for a pool of its own.
+    """This library; options backend, gather, blocks, cache, pool, and pool_threshold_mb for a pool of its own.
 
     On several ranks, or ``simulated`` ones in this process: scheme and layout.
     """
-    options = only(point, "backend", "gather", "cache", "pool", "pool_threshold_mb", "simulated", "scheme", "layout")
+    switches = ("backend", "gather", "blocks", "cache", "pool", "pool_threshold_mb")
+    options = only(point, *switches, "simulated", "scheme", "layout")
     across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
     group = ranks_of(point, options.pop("simulated", None))
     if group is not None:
@@ -136,19 +138,25 @@ def _published(name: str) -> Callable[[Point, torch.device], System]:
     """A published module by its own constructor and forward; options go to the constructor."""
 
     def builder(point: Point, device) -> System:
-        from .. import variants
+        from .. import block_variants, variants
 
         pattern = patterns.from_dict(point.pattern)
-        if pattern != patterns.Dilated(pattern.segment_lengths, pattern.dilation_rates, "head_groups", "branch"):
-            raise ValueError(f"{name} computes head groups with offsets by branch, not {pattern}")
+        if name in BLOCK_SPARSE:
+            if not isinstance(pattern, patterns.BlockSparse):
+                raise ValueError(f"{name} computes block-sparse patterns, not {pattern}")
+            shape = {"pattern": pattern}
+        else:
+            dilated = isinstance(pattern, patterns.Dilated)
+            if not dilated or (pattern.mixing, pattern.offsets) != ("head_groups", "branch"):
+                raise ValueError(f"{name} computes head groups with offsets by branch, not {pattern}")
+            lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
+            shape = {"segment_lengths": lengths, "dilation_rates": rates}
         options = dict(point.options)
         group = ranks_of(point, options.pop("simulated", None))
         if group is not None:
             options |= {"group": group} if point.world_size > 1 else {"ring_size": group.ranks}
-        module = getattr(variants, name)(
-            segment_lengths=list(pattern.segment_lengths), dilation_rates=list(pattern.dilation_rates),
-            device=device, dtype=getattr(torch, point.dtype), **options,
-        )  # fmt: skip
+        home = block_variants if name in BLOCK_SPARSE else variants
+        module = getattr(home, name)(**shape, device=device, dtype=getattr(torch, point.dtype), **options)
         system = System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
         system.scheme = module.scheme if point.world_size > 1 else None
         layout = module._ranks(point.seq_len).get("layout")
@@ -165,7 +173,8 @@ PUBLISHED = (
     "RingDilatedAttentionV2Robust", "RingDilatedAttentionV2Flash", "RingDilatedAttentionHybrid",
     "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect", "RingDilatedAttentionHilbertGPUOptimized",
 )  # fmt: skip
-ONE_DEVICE = ("dense_sdpa", "copying", "contiguous_segments", "sgemm", "plan_build")
+BLOCK_SPARSE = ("BlockSparseRingDilatedAttention", "BlockSparseOptimized", "BlockSparseTorchSparse")
+ONE_DEVICE = ("flex", "dense_sdpa", "copying", "contiguous_segments", "sgemm", "plan_build")
 SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
     "ringlab": ringlab,
     "dense_sdpa": dense_sdpa,
@@ -173,7 +182,8 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
     "contiguous_segments": ContiguousSegments,
     "sgemm": Sgemm,
     "plan_build": PlanBuild,
-    **{name: _published(name) for name in PUBLISHED},
+    "flex": flex,
+    **{name: _published(name) for name in (*PUBLISHED, *BLOCK_SPARSE)},
 }
 
 
