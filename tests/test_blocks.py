@@ -1,15 +1,21 @@
 """Block-sparse patterns: what they show, the calls they become, and one softmax per row in every way of running."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import Case, engine_results, errors, oracle_results
 from ringlab import (
     BlockSparseOptimized,
     BlockSparseRingDilatedAttention,
+    BlockSparseTorchSparse,
     Execution,
     attention,
     block_sparse,
     blocks,
+    bsr,
     patterns,
     reference,
 )
@@ -17,6 +23,7 @@ from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, 
 from ringlab.cost import count_pairs
 from ringlab.measure import Point, systems
 from ringlab.tiling import Cuts, Run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = 8
 PATTERNS = [
@@ -34,6 +41,7 @@ PATTERNS = [
     blocks.from_mask(torch.rand(13, 13, generator=torch.Generator().manual_seed(0)) < 0.3, block_size=SIZE),
 ]
 WAYS = [way for way in block_sparse.WAYS if way != "auto"]
+TILED = [way for way in WAYS if way != "bsr"]  # ways that are calls of kernels
 SHAPES = [(1, 2, 2, 101), (3, 4, 2, 97)]  # (batch, heads, K/V heads, n): odd lengths, a short last block
 
 
@@ -69,7 +77,7 @@ def test_every_way_is_the_oracle(pattern, way, causal):
 
 def test_calls_show_each_pair_once():
     for pattern in PATTERNS:
-        for way in WAYS:
+        for way in TILED:
             for causal in (False, True):
                 tiling = block_sparse.tiling_for(pattern, 101, causal, way)
                 seen, written = torch.zeros(101, 101, dtype=torch.long), torch.zeros(101, dtype=torch.bool)
@@ -118,7 +126,7 @@ def test_ones_stay_ones_and_a_row_that_sees_nothing_is_zero():
         assert not out[:, 40:48].any() and (lse[..., 40:48] == -torch.inf).all() and torch.isfinite(lse[..., 48:]).all()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TILED)
 def test_bfloat16_stays_within_twice_a_dense_call(way):
     torch.manual_seed(0)
     for pattern in PATTERNS[:2]:
@@ -127,6 +135,67 @@ def test_bfloat16_stays_within_twice_a_dense_call(way):
         found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
         allowed = reference.tolerance(*given[:4], pattern=pattern)
         assert all(found[name] <= allowed[name] for name in found), (str(pattern), found, allowed)
+
+
+def test_bsr_refuses_half_precision_in_one_line():
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(NotImplementedError, match=f"^blocks='bsr' takes float32, float64, not {name}$"):
+            attention(*tensors((1, 2, 2, 64), dtype), PATTERNS[0], execution=Execution(blocks="bsr"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_index_of_bsr_is_the_pattern(causal):
+    for pattern in PATTERNS:
+        index = bsr.prepare(pattern, 101, causal)
+        seen = pattern.blocks(101).tril() if causal else pattern.blocks(101)
+        ones = torch.ones(len(index.cols), 1, 1)
+        for starts, cols, want in (
+            (index.starts, index.cols, seen),
+            (index.starts_by_column, index.rows[index.order], seen.T),
+        ):
+            made = torch.sparse_bsr_tensor(starts, cols, ones, seen.shape, check_invariants=True)
+            assert torch.equal(made.to_dense(), want.float())
+
+
+class Products(TorchDispatchMode):
+    """Counts what is multiplied with a BSR tensor, and keeps the size of the largest dense result."""
+
+    def __init__(self):
+        super().__init__()
+        self.sparse, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and args[0].layout == torch.sparse_bsr:
+            self.sparse += 1
+        if isinstance(found, torch.Tensor) and found.layout == torch.strided:
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+def test_bsr_multiplies_by_torch_sparse_and_forms_seen_blocks_alone():
+    pattern, shape = PATTERNS[0], (2, 4, 2, 1021)
+    b, h, _, n = shape
+    q, k, v = (t.requires_grad_() for t in tensors(shape, torch.float32))
+    with Products() as forward:
+        out = attention(q, k, v, pattern, execution=Execution(blocks="bsr", cache=False))
+    with Products() as backward:
+        out.backward(torch.ones_like(out))
+    assert (forward.sparse, backward.sparse) == (b * h, 3 * b * h)
+    formed = max(int(pattern.blocks(n).sum()) * SIZE**2, q.numel())  # the scores of a head, or a result
+    assert max(forward.largest, backward.largest) <= formed < n**2 / 4
+
+
+def test_bsr_prints_no_warning():
+    code = (
+        "import torch, ringlab; from ringlab.blocks import sliding_window as window\n"
+        "q = torch.ones(1, 20, 2, 8, requires_grad=True); way = ringlab.Execution(blocks='bsr')\n"
+        "ringlab.attention(q, q, q, window(1, block_size=8), execution=way).sum().backward()"
+    )
+    env = {"PYTHONPATH": str(Path(block_sparse.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_density_is_solved_for():
@@ -187,7 +256,7 @@ def test_mutants_fail():
     assert reference.error(attention(q, k, v, PATTERNS[2]), want, 1.0) > 0.1
 
 
-SYSTEMS = (BlockSparseRingDilatedAttention, BlockSparseOptimized)
+SYSTEMS = (BlockSparseRingDilatedAttention, BlockSparseOptimized, BlockSparseTorchSparse)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

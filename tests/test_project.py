@@ -239,7 +239,7 @@ FLOORS = {
     4: ["report", "measure"],
     3: ["api", "variants", "block_variants", "nn", "advise"],
     2: ["ring"],
-    1: ["local", "strided", "gather", "tiles", "block_sparse", "kernels"],
+    1: ["local", "strided", "gather", "tiles", "block_sparse", "bsr", "kernels"],
     0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware",
         "blocks", "tiling"],
 }
@@ -255,7 +255,8 @@ SIDEWAYS = {
     "tiles": {"kernels"},
     "strided": {"kernels"},
     "gather": {"kernels"},
-    "block_sparse": {"kernels", "strided"},
+    "block_sparse": {"bsr", "kernels", "strided"},
+    "bsr": {"kernels"},
     "patterns": {"blocks"},
     "tiling": {"plan"},
     "reference": {"patterns", "merge"},

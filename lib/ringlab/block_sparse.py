@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import bsr
 from . import cache as caches
 from .blocks import BlockSparse, Random
 from .kernels.base import HALF, Kernel, wide
@@ -23,6 +24,7 @@ WAYS = {
     "views": "few dense calls on overlapping strided views, of neighbouring blocks joined in a tree",
     "batched": "the keys of each block of queries copied together, blocks with equally many in one call",
     "rows": "the same, one call for each block of queries",
+    "bsr": "probabilities as a torch.sparse BSR tensor, one batch entry and head at a time",
 }
 
 
@@ -43,6 +45,10 @@ def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, 
     q = tensors[passes == "backward"]
     n, way = q.shape[1], execution.blocks
     way = choose(pattern, q.device)[0] if way == "auto" else way
+    if way == "bsr":
+        key = caches.key("bsr", pattern, n, causal, q.device)
+        index = execution.cached(key, lambda: bsr.prepare(pattern, n, causal, q.device))
+        return getattr(bsr, passes)(*tensors, index, causal, scale)
     key = caches.key("tiling", pattern, n, causal, way)
     tiling = execution.cached(key, lambda: tiling_for(pattern, n, causal, way))
     return (forward if passes == "forward" else backward)(*tensors, tiling, scale, kernel)
