@@ -58,11 +58,7 @@ def tiling_for(pattern: BlockSparse, n: int, causal: bool = False, way: str = "v
     """The calls of one device: ``n`` positions of queries and of keys."""
     cuts = Cuts.of(n, pattern.block_size)
     whole = pattern.blocks(n)
-    layers = [whole]
-    regular = tuple(p for p in pattern.parts if not isinstance(p, Random))
-    if way == "views" and 0 < len(regular) < len(pattern.parts):
-        first = BlockSparse(regular, pattern.block_size).blocks(n)
-        layers = [first, whole & ~first]
+    layers = layers_of(pattern, n) if way == "views" else [whole]
     diagonal = None
     if causal:
         layers = [layer.tril(-1) for layer in layers]
@@ -72,23 +68,44 @@ def tiling_for(pattern: BlockSparse, n: int, causal: bool = False, way: str = "v
     return copied(layers[0], cuts, cuts, diagonal, alone=way == "rows")
 
 
-def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) in q's dtype and lse (b, h, n); q (b, n, h, d), k and v (b, m, h_kv, d)."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(*q.shape[:3], 1, dtype=wide(q.dtype), device=q.device)  # (b, n, h, 1)
-    if not tiling.covered:
+def layers_of(pattern: BlockSparse, n: int, queries: Tensor | None = None, keys: Tensor | None = None) -> list[Tensor]:
+    """``pattern.blocks`` in disjoint layers: the parts that have an order, then what random blocks add to them."""
+    whole = pattern.blocks(n, queries, keys)
+    regular = tuple(p for p in pattern.parts if not isinstance(p, Random))
+    if not 0 < len(regular) < len(pattern.parts):
+        return [whole]
+    first = BlockSparse(regular, pattern.block_size).blocks(n, queries, keys)
+    return [first, whole & ~first]
+
+
+def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) in q's dtype and lse (b, h, n); q (b, n, h, d), k and v (b, m, h_kv, d).
+
+    ``into``: out and lse (b, n, h, 1) of other keys, into which these are merged.
+    """
+    fresh = into is None
+    if fresh:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(*q.shape[:3], 1, dtype=wide(q.dtype), device=q.device)  # (b, n, h, 1)
+    else:
+        out, lse = into
+    empty = fresh and not tiling.covered
+    if empty:
         lse.fill_(-torch.inf)
-    several = len(tiling.runs) + len(tiling.picked) > 1
+    several = not fresh or len(tiling.runs) + len(tiling.picked) > 1
     for mine, theirs in _head_blocks(q, k, several):
         q_, k_, v_, l_ = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], lse[:, :, mine]
-        acc = torch.empty(q_.shape, dtype=wide(q.dtype), device=q.device) if _narrow(q, several) else out[:, :, mine]
-        if not tiling.covered:
+        acc = out[:, :, mine]
+        if _narrow(q, several):
+            acc = torch.empty(q_.shape, dtype=wide(q.dtype), device=q.device) if fresh else acc.to(wide(q.dtype))
+        if empty:
             acc.zero_()
         for g in range(group := q_.shape[2] // k_.shape[2]):
             some = slice(g, None, group)
             tensors = q_[:, :, some], k_, v_, l_[:, :, some], acc[:, :, some]
             for run in tiling.runs:
-                add_forward(_views(run, tensors, kv=(1, 2)), piece_limit(q), run.first, run.causal, scale, kernel)
+                alone = fresh and run.first
+                add_forward(_views(run, tensors, kv=(1, 2)), piece_limit(q), alone, run.causal, scale, kernel)
             for call in tiling.picked:
                 for part in _parts(call, q):
                     _picked_forward(part, tensors, scale, kernel)
@@ -97,15 +114,21 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel) -> tuple[Tens
     return out, lse.squeeze(-1).transpose(1, 2)
 
 
-def backward(dout, q, k, v, out, lse, tiling: Tiling, scale: float, kernel: Kernel):
-    """dq (b, n, h, d), dk, dv (b, m, h_kv, d) with the final out and lse (b, h, n)."""
+def backward(dout, q, k, v, out, lse, tiling: Tiling, scale: float, kernel: Kernel, into=None):
+    """dq (b, n, h, d), dk, dv (b, m, h_kv, d) with the final out and lse (b, h, n).
+
+    ``into``: dq, dk, dv in fp32 or wider, to which these are added.
+    """
     lse = lse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
-    grads = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    for mine, theirs in _head_blocks(q, k, True):
+    fresh = into is None
+    grads = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)) if fresh else into
+    for mine, theirs in _head_blocks(q, k, fresh):
         reads = [t[:, :, mine] for t in (dout, q)] + [t[:, :, theirs] for t in (k, v)] + [
             t[:, :, mine] for t in (out, lse)]  # fmt: skip
-        into = [g[:, :, where] for g, where in zip(grads, (mine, theirs, theirs))]
-        accs = [torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in into] if _narrow(q, True) else into
+        parts = [g[:, :, where] for g, where in zip(grads, (mine, theirs, theirs))]
+        accs = parts
+        if _narrow(q, fresh):
+            accs = [torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in parts]
         group = reads[1].shape[2] // reads[2].shape[2]
         for g in range(group):
             some = slice(g, None, group)
@@ -116,8 +139,8 @@ def backward(dout, q, k, v, out, lse, tiling: Tiling, scale: float, kernel: Kern
             for call in tiling.picked:
                 for part in _parts(call, q):
                     _picked_backward(part, tensors, targets, scale, kernel)
-        if accs is not into:
-            for g, acc in zip(into, accs):
+        if accs is not parts:
+            for g, acc in zip(parts, accs):
                 g.copy_(acc)
     return grads
 

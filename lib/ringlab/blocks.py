@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -99,11 +100,12 @@ class Given:
     rows: tuple[str, ...]
 
     def seen(self, rows, cols, count):
-        return self.mask().to(rows.device)[rows.flatten()][:, cols.flatten()]
+        return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
 
-    def mask(self) -> Tensor:
-        bits = [[c == "1" for c in f"{int(row, 16):0{len(self.rows)}b}"] for row in self.rows]
-        return torch.tensor(bits)  # (count, count)
+
+@lru_cache(maxsize=8)
+def _bits(rows: tuple[str, ...]) -> Tensor:
+    return torch.tensor([[c == "1" for c in f"{int(row, 16):0{len(rows)}b}"] for row in rows])  # (count, count)
 
 
 Part = Window | Strided | Segment | Global | Random | Coarse | Given
@@ -161,11 +163,15 @@ class BlockSparse:
                 raise ValueError(f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}")
         return count
 
-    def blocks(self, n: int, queries: range | None = None) -> Tensor:
-        """Which blocks the blocks ``queries`` (default: all) see, bool (queries, blocks), whatever is causal."""
+    def blocks(self, n: int, queries: range | Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Which blocks ``keys`` the blocks ``queries`` see, bool (queries, keys), whatever is causal.
+
+        Blocks by number, any of them in any order (default: all).
+        """
         count = self.count(n)
-        rows = torch.arange(count) if queries is None else torch.arange(queries.start, queries.stop)
-        return self._seen(rows, torch.arange(count), count)
+        rows = torch.arange(queries.start, queries.stop) if isinstance(queries, range) else queries
+        rows, cols = (torch.arange(count) if some is None else some for some in (rows, keys))
+        return self._seen(rows, cols, count)
 
     def _seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
         found = [part.seen(rows[:, None], cols[None, :], count) for part in self.parts]
@@ -278,7 +284,8 @@ def _described(part: Part) -> str:
             return f"{count} random" + (f" (seed {seed})" if seed else "")
         case Coarse(stride, reach):
             return f"every {stride} within {reach}"
-    return "a given mask"
+        case Given(rows):  # two masks must not read alike: ranks compare patterns by what they say
+            return f"a given mask ({crc32(' '.join(rows).encode()):08x})"
 
 
 def sliding_window(before: int, *, block_size: int = 128) -> BlockSparse:

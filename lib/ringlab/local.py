@@ -25,7 +25,7 @@ class Execution:
     the global pool, False: fresh ones, or a ``MemoryPool``). ``tile``: form at most tile x tile scores at a time (None:
     whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that forms none gains
     nothing by it. ``blocks``: how a block-sparse pattern runs, one of ``block_sparse.WAYS``; "bsr" calls no
-    kernel, so there is nothing to tile. Over a group ``gather`` plays no part.
+    kernel, so there is nothing to tile. Over a group ``gather`` plays no part, and ``blocks`` under ulysses alone.
 
     >>> Execution(gather=True, cache=False)
     Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto')

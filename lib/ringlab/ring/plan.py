@@ -15,6 +15,7 @@ from math import lcm
 
 from ..patterns import BlockSparse, Branch, Dense, Pattern
 from ..plan import first_and_step, progressions
+from .block_rows import needed
 from .layout import Layout
 
 
@@ -65,7 +66,9 @@ class Problem:
     def check(self, scheme: str) -> None:
         """Raise ValueError, in one line, for what a scheme cannot serve."""
         if isinstance(self.pattern, BlockSparse):
-            raise NotImplementedError(f"block-sparse patterns run on one device, not on {self.layout.ranks} ranks")
+            self.pattern.count(self.layout.n)  # raises where the pattern does not fit
+            if scheme in ("ring", "all_gather"):
+                raise ValueError(f"scheme {scheme!r} does not serve block-sparse patterns; 'plan' and 'ulysses' do")
         if self.layout.grid is not None and self.causal:
             raise ValueError("causal attention along a Hilbert curve has no meaning: its steps are not in time order")
         if scheme == "ulysses":
@@ -105,6 +108,9 @@ class Problem:
         """The rows that ``rank`` needs from ``source``, each once, in the order in which they travel."""
         if rank == source:
             return ()
+        if isinstance(self.pattern, BlockSparse):
+            found = needed(self.pattern, self.layout, self.causal, rank, source)
+            return tuple(Block(1, len(keys), self.kv_heads, (0, 1), (keys.start, 0)) for keys in found)
         if self.layout.kind == "striped":
             return self._striped(rank, source)
         found = []

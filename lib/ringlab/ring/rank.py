@@ -9,23 +9,28 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .. import block_sparse, strided
 from .. import cache as caches
-from .. import strided
 from ..kernels.base import HALF, Kernel, wide
+from ..local import Execution
+from ..tiling import Tiling
+from . import block_rows
 from .meet import Meeting, chunks, meetings, received_meetings
 from .plan import Problem, RankPlan, plan_rank
 
 
 @dataclass
 class Rank:
-    """One rank of a problem: how it computes, and what it has planned; ``cached(key, build)`` keeps plans."""
+    """One rank of a problem: how it computes, and what it has planned."""
 
     problem: Problem
     rank: int
     kernel: Kernel
     scale: float
-    cached: Callable
-    pool: object = None
+    execution: Execution
+
+    def cached(self, key, build: Callable):
+        return self.execution.cached(key, build)
 
     @property
     def others(self) -> list[int]:
@@ -82,7 +87,15 @@ class Rank:
         q, k = tensors[:2] if passes == "forward" else tensors[1:3]
         plan = strided.plan_for(q, k, self.problem.pattern, self.cached, self.problem.layout.n, positions)
         run = getattr(strided, passes)
-        return run(*tensors, plan, self.problem.causal, self.scale, self.kernel, self.pool)
+        return run(*tensors, plan, self.problem.causal, self.scale, self.kernel, self.execution.scratch())
+
+    def received_forward(self, q, rows, out, lse) -> None:
+        """Merge what the rows received under the plan show into out and lse (b, s, h, 1)."""
+        self.add_forward(self.meetings(None), q, rows, out, lse)
+
+    def received_backward(self, reads, rows, dq, d_rows) -> None:
+        """Add the gradients of what the received rows show to dq and ``d_rows``, fp32 or wider."""
+        self.add_backward(self.meetings(None), reads, rows, dq, d_rows)
 
     def add_forward(self, calls: list[Meeting], q, source, out, lse) -> None:
         """Merge calls on ``source`` (a pair k, v or received rows) into out and lse (b, s, h, 1)."""
@@ -118,6 +131,44 @@ class Rank:
             if indexed:
                 both = torch.stack(grads, 0)[:, :, 0].permute(2, 3, 0, 1, 4)  # (keys, heads, 2, b, d)
                 into.index_add_(0, call.keys.to(into.device).flatten(), both.flatten(0, 1))
+
+
+class BlockRank(Rank):
+    """A rank of a block-sparse pattern under the plan: dense calls on the parts of blocks that are at hand."""
+
+    def _calls(self, received: bool) -> Tiling:
+        """The calls on the rows received, or on the own shard."""
+
+        def build() -> Tiling:
+            problem, ranges = self.problem, None
+            if received:  # every block that moves is a range of positions of all K/V heads
+                ranges = [next(block.members())[1] for blocks in self.plan.receive for block in blocks]
+            return block_rows.calls(problem.pattern, problem.layout, problem.causal, self.rank, ranges)
+
+        return self.cached(caches.key("block calls", self.problem, self.rank, received), build)
+
+    def _keys(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v (b, positions, h_kv, d) as views of all received rows (R, 2, b, d)."""
+        heads = self.problem.kv_heads
+        return shard_of(rows, 0, len(rows) // heads, heads)
+
+    def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
+        out, lse = block_sparse.forward(q, k, v, self._calls(False), self.scale, self.kernel)
+        return out, lse.transpose(1, 2).unsqueeze(-1)
+
+    def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
+        grads = tuple(torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (q, k, v))
+        return block_sparse.backward(dout, q, k, v, out, lse, self._calls(False), self.scale, self.kernel, grads)
+
+    def received_forward(self, q, rows, out, lse) -> None:
+        if len(rows):
+            block_sparse.forward(q, *self._keys(rows), self._calls(True), self.scale, self.kernel, (out, lse))
+
+    def received_backward(self, reads, rows, dq, d_rows) -> None:
+        dout, q, out, lse = reads
+        if len(rows):
+            tensors, grads = (dout, q, *self._keys(rows), out, lse), (dq, *self._keys(d_rows))
+            block_sparse.backward(*tensors, self._calls(True), self.scale, self.kernel, grads)
 
 
 def empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from .agree import agree
 from .comm import drive, simulate
 from .layout import Layout, named, parse
 from .plan import Problem, plan_rank
-from .rank import Rank
+from .rank import BlockRank, Rank
 
 SCHEMES = {
     "plan": (schemes.plan_forward, schemes.plan_backward),
@@ -56,12 +56,13 @@ def choose(problem: Problem) -> Choice:
     'plan'
     """
     p, heads, kv_heads = problem.layout.ranks, problem.heads, problem.kv_heads
+    kind = "block-sparse" if isinstance(problem.pattern, patterns.BlockSparse) else "dilated"
     if p == 1:
-        return Choice("ring", "one rank has all rows, and nothing moves")
+        return Choice("plan" if kind == "block-sparse" else "ring", "one rank has all rows, and nothing moves")
     if not isinstance(problem.pattern, patterns.Dense):
         if problem.layout.kind == "striped":
-            return Choice("ulysses", "a dilated pattern over stripes needs whole sequences")
-        return Choice("plan", "a dilated pattern shows few foreign rows, and the plan moves just these")
+            return Choice("ulysses", f"a {kind} pattern over stripes needs whole sequences")
+        return Choice("plan", f"a {kind} pattern shows few foreign rows, and the plan moves just these")
     ring, heads_moved = 2 * kv_heads * (p - 1), (2 * heads + 2 * kv_heads) * (p - 1) / p
     if p <= heads and heads_moved < ring:
         return Choice("ulysses", f"exchanging heads moves {heads_moved / ring:.2f} of what passing K and V on does")
@@ -70,6 +71,7 @@ def choose(problem: Problem) -> Choice:
 
 def attend(q, k, v, pattern, *, causal, scale, backend, execution, group, scheme, layout):
     """out and lse for checked tensors: local shards over a group or 1-D mesh, whole ones over Simulated ranks."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels take no other
     if isinstance(group, Simulated):
         return _simulated(q, k, v, pattern, causal, scale, backend, execution, group.ranks, scheme, layout)
     group = _process_group(group)
@@ -139,7 +141,8 @@ def _process_group(group) -> dist.ProcessGroup:
 
 def _rank(problem: Problem, rank: int, q: Tensor, scale: float, backend, backward: bool, execution) -> Rank:
     found = kernels.choose(q.device, q.dtype, q.shape[3], causal=problem.causal, backward=backward, backend=backend)
-    return Rank(problem, rank, execution.tiled(found.kernel), scale, execution.cached, execution.scratch())
+    kind = BlockRank if isinstance(problem.pattern, patterns.BlockSparse) else Rank
+    return kind(problem, rank, execution.tiled(found.kernel), scale, execution)
 
 
 class _Simulation(torch.autograd.Function):

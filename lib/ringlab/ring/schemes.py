@@ -29,7 +29,7 @@ def plan_forward(rank: Rank, q, k, v) -> Steps:
     out, lse = rank.local_forward(q, k, v)
     yield Wait(ticket)
     del ticket  # it holds the rows sent
-    rank.add_forward(rank.meetings(None), q, rows, out, lse)
+    rank.received_forward(q, rows, out, lse)
     return out, lse.squeeze(-1).transpose(1, 2), rows
 
 
@@ -40,7 +40,7 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
         rows = F.pad(rows, (0, q.shape[3] - d))
     dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     d_rows = torch.zeros(rows.shape, dtype=wide(rows.dtype), device=rows.device)
-    rank.add_backward(rank.meetings(None), (dout, q, out, lse), rows, dq, d_rows)
+    rank.received_backward((dout, q, out, lse), rows, dq, d_rows)
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
     ticket = yield Post(AllToAll(d_rows, plan.received, home, plan.sent))
     local = widened(rank.local_backward(dout, q, k, v, out, lse))

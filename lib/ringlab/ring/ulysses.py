@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import strided
+from .. import block_sparse, strided
 from ..kernels.base import wide
 from ..local import fold_lse_gradient
-from ..patterns import Branch, Pattern
+from ..patterns import BlockSparse, Branch, Pattern
 from .comm import AllToAll, Post, Steps, Wait
 from .rank import Rank
 
@@ -126,11 +126,13 @@ def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) 
 
 def _engine(rank: Rank, passes: str, share: Share, tensors):
     """The one-device engine on whole sequences of this rank's heads."""
-    problem = rank.problem
+    problem, run = rank.problem, (rank.problem.causal, rank.scale, rank.kernel)
+    if isinstance(problem.pattern, BlockSparse):  # all heads see the same blocks
+        return block_sparse.run(passes, tensors, problem.pattern, *run, rank.execution)
     pattern = HeadRange(problem.pattern, share.queries.start, len(share.queries), problem.heads, problem.kv_heads)
     q, k = tensors[:2] if passes == "forward" else tensors[1:3]
     plan = strided.plan_for(q, k, pattern, rank.cached)
-    return getattr(strided, passes)(*tensors, plan, problem.causal, rank.scale, rank.kernel, rank.pool)
+    return getattr(strided, passes)(*tensors, plan, *run, rank.execution.scratch())
 
 
 def _aligned(share: Share, group: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
