@@ -237,11 +237,11 @@ def test_gpu_names_the_profile_and_nothing_else_does():
 FLOORS = {
     5: ["cli", "__main__"],
     4: ["report", "measure"],
-    3: ["api", "variants", "block_variants", "nn", "advise"],
+    3: ["api", "variants", "block_variants", "nn", "advise", "adaptive"],
     2: ["ring"],
-    1: ["local", "strided", "gather", "tiles", "block_sparse", "bsr", "kernels"],
+    1: ["local", "strided", "gather", "tiles", "block_sparse", "bsr", "chosen", "kernels"],
     0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware",
-        "blocks", "tiling"],
+        "blocks", "block_parts", "tiling"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 SIDEWAYS = {
@@ -251,13 +251,16 @@ SIDEWAYS = {
     "block_variants": {"api", "variants"},
     "nn": {"api", "variants"},
     "advise": {"api", "variants"},
+    "adaptive": {"api"},
     "local": {"block_sparse", "strided", "gather", "tiles", "kernels"},
     "tiles": {"kernels"},
     "strided": {"kernels"},
     "gather": {"kernels"},
     "block_sparse": {"bsr", "kernels", "strided"},
     "bsr": {"kernels"},
+    "chosen": {"block_sparse", "local", "strided", "kernels"},
     "patterns": {"blocks"},
+    "blocks": {"block_parts"},
     "tiling": {"plan"},
     "reference": {"patterns", "merge"},
     "cost": {"patterns"},

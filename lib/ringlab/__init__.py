@@ -7,6 +7,7 @@ torch.Size([1, 64, 4, 16])
 """
 
 from . import blocks, kernels, nn, reference, ring
+from .adaptive import Adaptive, AdaptiveBlockSparse, adaptive_attention
 from .api import attention
 from .block_variants import BlockSparseOptimized, BlockSparseRingDilatedAttention, BlockSparseTorchSparse
 from .local import Execution
@@ -29,6 +30,8 @@ from .variants import (
 
 __version__ = "0.1.0"
 __all__ = [
+    "Adaptive",
+    "AdaptiveBlockSparse",
     "BlockSparse",
     "BlockSparseOptimized",
     "BlockSparseRingDilatedAttention",
@@ -50,6 +53,7 @@ __all__ = [
     "RingDilatedAttentionV2Flash",
     "RingDilatedAttentionV2Robust",
     "Simulated",
+    "adaptive_attention",
     "attention",
     "blocks",
     "kernels",

@@ -7,110 +7,25 @@ with ``causal`` the diagonal block is cut exactly. All heads see the same blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Window:
-    """The block itself, ``before`` blocks before it and ``after`` behind it (None: as many)."""
-
-    before: int
-    after: int | None = None
-
-    def seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
-        after = self.before if self.after is None else self.after
-        return (cols >= rows - self.before) & (cols <= rows + after)
-
-
-@dataclass(frozen=True)
-class Strided:
-    """Every ``rate``-th block from the block itself on, both ways, ``steps`` of them each way (None: to the ends)."""
-
-    rate: int
-    steps: int | None = None
-
-    def seen(self, rows, cols, count):
-        apart = (rows - cols).abs()
-        return (apart % self.rate == 0) & (apart <= self.rate * (count if self.steps is None else self.steps))
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Segments of ``length`` blocks, in each of which a block sees every ``rate``-th from itself on: dilated blocks."""
-
-    length: int
-    rate: int = 1
-
-    def seen(self, rows, cols, count):
-        return (rows // self.length == cols // self.length) & ((rows - cols) % self.rate == 0)
-
-
-@dataclass(frozen=True)
-class Global:
-    """The first ``count`` blocks see all blocks (``rows``) and are seen by all (``columns``)."""
-
-    count: int
-    rows: bool = True
-    columns: bool = True
-
-    def seen(self, rows, cols, count):
-        return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
-
-
-@dataclass(frozen=True)
-class Random:
-    """``count`` different blocks drawn for each block; the same ones for the same seed and number of blocks."""
-
-    count: int
-    seed: int = 0
-
-    def seen(self, rows, cols, count):
-        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
-        found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
-        return found[:, cols.flatten().cpu()].to(rows.device)
-
-
-@lru_cache(maxsize=8)
-def _drawn(some: int, of: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(of, generator=generator)[:some] for _ in range(of)])  # (of, some)
-
-
-@dataclass(frozen=True)
-class Coarse:
-    """Blocks whose number is a multiple of ``stride``, up to ``reach`` blocks away: one level of a hierarchy."""
-
-    stride: int
-    reach: int
-
-    def seen(self, rows, cols, count):
-        return (cols % self.stride == 0) & ((rows - cols).abs() <= self.reach)
-
-
-@dataclass(frozen=True)
-class Given:
-    """A mask of blocks, a hexadecimal bit set per block of queries; made by ``from_mask``."""
-
-    rows: tuple[str, ...]
-
-    def seen(self, rows, cols, count):
-        return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
-
-
-@lru_cache(maxsize=8)
-def _bits(rows: tuple[str, ...]) -> Tensor:
-    return torch.tensor([[c == "1" for c in f"{int(row, 16):0{len(rows)}b}"] for row in rows])  # (count, count)
-
-
-Part = Window | Strided | Segment | Global | Random | Coarse | Given
-PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
-NONE = ("before", "after", "reach")  # may be 0
+from .block_parts import (
+    NONE,
+    PARTS,
+    Coarse,
+    Given,
+    Global,
+    Part,
+    Random,
+    Segment,
+    Strided,
+    Window,
+    described,
+    positive,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,7 +48,7 @@ class BlockSparse:
 
     def __post_init__(self):
         object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
-        _positive("block_size", self.block_size)
+        positive("block_size", self.block_size)
         if not self.parts:
             raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
         for part in self.parts:
@@ -142,7 +57,7 @@ class BlockSparse:
                 raise ValueError(f"a part must be one of {', '.join(k.__name__ for k in PARTS.values())}, got {part!r}")
             for name, value in asdict(part).items():
                 if name not in ("seed", "rows", "columns") and value is not None:
-                    _positive(f"{kind} {name}", value, int(name not in NONE))
+                    positive(f"{kind} {name}", value, int(name not in NONE))
 
     def __or__(self, other: BlockSparse) -> BlockSparse:
         if not isinstance(other, BlockSparse):
@@ -267,25 +182,7 @@ class BlockSparse:
         return cls(**fields | {"parts": tuple(parts)})
 
     def __str__(self) -> str:
-        return f"blocks of {self.block_size}: {', '.join(map(_described, self.parts))}"
-
-
-def _described(part: Part) -> str:
-    match part:
-        case Window(before, after):
-            return f"window {before}" + ("" if after in (None, before) else f" + {after}")
-        case Strided(rate, steps):
-            return f"stride {rate}" + ("" if steps is None else f" x {steps}")
-        case Segment(length, rate):
-            return f"segments of {length}" + ("" if rate == 1 else f" / {rate}")
-        case Global(count, rows, columns):
-            return f"{count} global" + ("" if rows and columns else " rows" if rows else " columns")
-        case Random(count, seed):
-            return f"{count} random" + (f" (seed {seed})" if seed else "")
-        case Coarse(stride, reach):
-            return f"every {stride} within {reach}"
-        case Given(rows):  # two masks must not read alike: ranks compare patterns by what they say
-            return f"a given mask ({crc32(' '.join(rows).encode()):08x})"
+        return f"blocks of {self.block_size}: {', '.join(map(described, self.parts))}"
 
 
 def sliding_window(before: int, *, block_size: int = 128) -> BlockSparse:
@@ -323,12 +220,7 @@ def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
     return BlockSparse([Given(rows)], block_size)
 
 
-PRESETS: dict[str, Callable[..., BlockSparse]] = {
-    f.__name__: f for f in (sliding_window, local_global, bigbird, hierarchical)
-}
-
-
-def _positive(name: str, value, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        wanted = "a positive integer" if least else "an integer of at least 0"
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+__all__ = [
+    "BlockSparse", "Coarse", "Given", "Global", "Part", "Random", "Segment", "Strided", "Window",
+    "bigbird", "from_mask", "hierarchical", "local_global", "longformer", "sliding_window",
+]  # fmt: skip

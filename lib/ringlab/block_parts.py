@@ -1,0 +1,136 @@
+"""The parts that block-sparse patterns are unions of; each says which blocks of keys a block of queries sees.
+
+``seen(rows, cols, count)``: for numbers of blocks ``rows`` (r, 1) and ``cols`` (1, c) of ``count``, a bool (r, c).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """The block itself, ``before`` blocks before it and ``after`` behind it (None: as many)."""
+
+    before: int
+    after: int | None = None
+
+    def seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
+        after = self.before if self.after is None else self.after
+        return (cols >= rows - self.before) & (cols <= rows + after)
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Every ``rate``-th block from the block itself on, both ways, ``steps`` of them each way (None: to the ends)."""
+
+    rate: int
+    steps: int | None = None
+
+    def seen(self, rows, cols, count):
+        apart = (rows - cols).abs()
+        return (apart % self.rate == 0) & (apart <= self.rate * (count if self.steps is None else self.steps))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Segments of ``length`` blocks, in each of which a block sees every ``rate``-th from itself on: dilated blocks."""
+
+    length: int
+    rate: int = 1
+
+    def seen(self, rows, cols, count):
+        return (rows // self.length == cols // self.length) & ((rows - cols) % self.rate == 0)
+
+
+@dataclass(frozen=True)
+class Global:
+    """The first ``count`` blocks see all blocks (``rows``) and are seen by all (``columns``)."""
+
+    count: int
+    rows: bool = True
+    columns: bool = True
+
+    def seen(self, rows, cols, count):
+        return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
+
+
+@dataclass(frozen=True)
+class Random:
+    """``count`` different blocks drawn for each block; the same ones for the same seed and number of blocks."""
+
+    count: int
+    seed: int = 0
+
+    def seen(self, rows, cols, count):
+        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
+        found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
+        return found[:, cols.flatten().cpu()].to(rows.device)
+
+
+@lru_cache(maxsize=8)
+def _drawn(some: int, of: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(of, generator=generator)[:some] for _ in range(of)])  # (of, some)
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """Blocks whose number is a multiple of ``stride``, up to ``reach`` blocks away: one level of a hierarchy."""
+
+    stride: int
+    reach: int
+
+    def seen(self, rows, cols, count):
+        return (cols % self.stride == 0) & ((rows - cols).abs() <= self.reach)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A mask of blocks, a hexadecimal bit set per block of queries; made by ``from_mask``."""
+
+    rows: tuple[str, ...]
+
+    def seen(self, rows, cols, count):
+        return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
+
+
+@lru_cache(maxsize=8)
+def _bits(rows: tuple[str, ...]) -> Tensor:
+    return torch.tensor([[c == "1" for c in f"{int(row, 16):0{len(rows)}b}"] for row in rows])  # (count, count)
+
+
+Part = Window | Strided | Segment | Global | Random | Coarse | Given
+PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
+NONE = ("before", "after", "reach")  # may be 0
+
+
+def described(part: Part) -> str:
+    """A part in a few words."""
+    match part:
+        case Window(before, after):
+            return f"window {before}" + ("" if after in (None, before) else f" + {after}")
+        case Strided(rate, steps):
+            return f"stride {rate}" + ("" if steps is None else f" x {steps}")
+        case Segment(length, rate):
+            return f"segments of {length}" + ("" if rate == 1 else f" / {rate}")
+        case Global(count, rows, columns):
+            return f"{count} global" + ("" if rows and columns else " rows" if rows else " columns")
+        case Random(count, seed):
+            return f"{count} random" + (f" (seed {seed})" if seed else "")
+        case Coarse(stride, reach):
+            return f"every {stride} within {reach}"
+        case Given(rows):  # two masks must not read alike: ranks compare patterns by what they say
+            return f"a given mask ({crc32(' '.join(rows).encode()):08x})"
+
+
+def positive(name: str, value, least: int = 1) -> None:
+    """Raise ValueError unless ``value`` is an integer of at least ``least``, 0 or 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        wanted = "a positive integer" if least else "an integer of at least 0"
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
