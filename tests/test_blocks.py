@@ -129,7 +129,7 @@ def test_ones_stay_ones_and_a_row_that_sees_nothing_is_zero():
 @pytest.mark.parametrize("way", TILED)
 def test_bfloat16_stays_within_twice_a_dense_call(way):
     torch.manual_seed(0)
-    for pattern in PATTERNS[:2]:
+    for pattern in (*PATTERNS[:2], BlockSparse([Random(2)], SIZE)):
         one = case(pattern, (1, 4, 2, 200), torch.bfloat16, False, way)
         given = one.tensors()
         found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])

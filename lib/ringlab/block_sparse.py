@@ -92,7 +92,7 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
     empty = fresh and not tiling.covered
     if empty:
         lse.fill_(-torch.inf)
-    several = not fresh or len(tiling.runs) + len(tiling.picked) > 1
+    several = not fresh or bool(tiling.picked) or len(tiling.runs) > 1
     for mine, theirs in _head_blocks(q, k, several):
         q_, k_, v_, l_ = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], lse[:, :, mine]
         acc = out[:, :, mine]

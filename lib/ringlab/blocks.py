@@ -94,9 +94,8 @@ class BlockSparse:
 
     def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of ``n``, as int64 (q, k)."""
-        size, count = self.block_size, self.count(n)
-        seen = self._seen(torch.arange(count, device=queries.device), torch.arange(count, device=queries.device), count)
-        return seen[queries // size][:, keys // size].long()
+        (rows, row), (cols, col) = ((x // self.block_size).unique(return_inverse=True) for x in (queries, keys))
+        return self.blocks(n, rows, cols)[row][:, col].long()
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
         """Key positions [start, stop) outside of which the queries first .. last see nothing."""

@@ -11,7 +11,7 @@ from .eager import Eager
 # The kernel's backward in half precision takes up to three times as long as batched products for so few rows.
 SHORT = 128
 FEW = 16  # keys, whose gradients cancel: the products sum in the same order and leave less
-_MATMUL = Eager(tile_bytes=4 << 20)
+_MATMUL = Eager(tile_bytes=1 << 20)
 
 
 def has_half_units(dtype: torch.dtype) -> bool:
