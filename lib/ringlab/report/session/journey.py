@@ -51,12 +51,12 @@ def journey(study: Study) -> Table:
 
 
 def shares(study: Study) -> dict[str, float]:
-    """Way -> building its calls anew, as a part of the time of a call that finds them."""
+    """Way -> building its calls, as a part of the time of a first call, which builds and then computes."""
     found = {}
     for name in suite.WAYS:
         cold, call = rows.built(study, name, False), rows.way(study, name)
         if cold and call and not objection(cold) and not objection(call) and cold.median and call.median:
-            found[name] = cold.median / call.median
+            found[name] = cold.median / (cold.median + call.median)
     return found
 
 
@@ -71,7 +71,7 @@ def building(study: Study) -> Table:
     j = rows.document()
     return study.table(
         "Pattern and calls, built and found",
-        ["Way", ">Built (µs)", ">Found (µs)", ">The call (ms)", ">Built, of a call", ">Error"],
+        ["Way", ">Built (µs)", ">Found (µs)", ">The call (ms)", ">Built, of a first call", ">Error"],
         lines or [["not measured", *[None] * 5]],
         note=f"Published: {j['journey']['pattern_share']} % of the time, {j['journey']['hit_rate']} % hits. By the "
         "original's source a pattern is made once for each instance, so that this is the first call's share, and "

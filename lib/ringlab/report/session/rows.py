@@ -9,8 +9,9 @@ import torch
 from ... import cost, hardware, patterns
 from ...measure import session_suites as suite
 from ..ring.rows import MB, published
+from ..rows import SHORT
 from ..study import Study, best, cost_of
-from ..tables import Cell, number, size
+from ..tables import Cell, number
 from ..trust import objection
 
 OURS = "ringlab"
@@ -62,8 +63,11 @@ def saved(ratio) -> Cell | None:
     """The part of the time that the second of two rows saves."""
     if ratio is None:
         return None
-    value, low, high = (f"{100 * (1 - 1 / x):.0f} %" for x in (ratio.value, ratio.low, ratio.high))
     doubt = "" if ratio.longer or ratio.shorter else "; not told apart"
+    if ratio.value < 1:
+        value, low, high = (number(1 / x) for x in (ratio.value, ratio.high, ratio.low))
+        return Cell(f"none, {value}× as long", f"{low} to {high}{doubt}")
+    value, low, high = (f"{100 * (1 - 1 / x):.0f} %" for x in (ratio.value, ratio.low, ratio.high))
     return Cell(value, f"{low} to {high}{doubt}")
 
 
@@ -150,9 +154,19 @@ def extreme(study: Study) -> dict[int, object]:
     return {n: row for n in suite.EXTREME_TOKENS if (row := one(study, suite.EXTREME, seq_len=n)) is not None}
 
 
+def held_there(row) -> float | None:
+    """Bytes at the document's heads and dtype: a row's peak as a multiple of q, k, v and out, times theirs there."""
+    found, floor = peak_bytes(row), floor_bytes(row)
+    return found / floor * work(seq_len=row.point.seq_len).floor_bytes if found and floor else None
+
+
 def held(row) -> str | None:
     """What a row holds, in words."""
-    found, floor = peak_bytes(row), floor_bytes(row)
-    if not found or not floor:
+    there = held_there(row)
+    if there is None:
         return None
-    return f"{number(found / MB)} MB held, {size(floor)} of them q, k, v and out in {row.point.dtype}"
+    shape, p = document()["shape"], row.point
+    return (
+        f"{number(peak_bytes(row) / MB)} MB with {p.heads} heads in {SHORT[p.dtype]}, in proportion "
+        f"{number(there / MB)} MB with {shape['heads']} in {SHORT[shape['dtype']]}"
+    )
