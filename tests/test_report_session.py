@@ -242,12 +242,17 @@ def test_the_share_of_dense_is_by_density_and_pass():
     assert {line[5].sub for line in document.efficiency(slow).rows if line[5]} == {"missed"}
 
 
+def test_every_row_that_a_verdict_rests_on_stands_in_a_table():
+    lines = [line for line in document.lengths(page()).rows if line[0] == 16384]
+    assert [line[1] for line in lines] == ["This library", "Original", "Optimized"]
+
+
 def test_a_refused_kernel_says_why():
     why = "no C++ compiler"
     found = shown(lambda r: replace(r, status="unsupported", reason=why) if r.point.system == "flex" else r)
     table = next(t for t in found.tables if "tenth" in t.caption)
     assert {line[6].text for line in table.rows if line[6]} == {"unsupported"}
-    assert why in found.text and "FlexAttention, compiled" in found.text
+    assert why in found.text and "FlexAttention, blocks of 64" in found.text
 
 
 def test_operators_of_a_call_are_counted_and_those_built_once_are_not():

@@ -65,7 +65,7 @@ def label(result) -> str:
         "contiguous_segments": "torch's kernel, contiguous segments",
         "sgemm": "Matrix product",
         "plan_build": f"{steps_of(point)}, {'found' if dict(point.options).get('warm') else 'built'}",
-        "flex": "FlexAttention, compiled",
+        "flex": f"FlexAttention, {patterns.from_dict(point.pattern)}",
     }
     if point.system in names:
         return names[point.system]

@@ -1,4 +1,4 @@
-"""The optimisation journey of document 002, step by step: what building costs, and what each step is worth."""
+"""The optimization journey of document 002, step by step: what building costs, and what each step is worth."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def journey(study: Study) -> Table:
         for name, printed, before, row in found
     ]  # fmt: skip
     return study.table(
-        "The optimisation journey, one function at every step",
+        "The optimization journey, one function at every step",
         ["Step", "Published", ">Time (ms)", ">Saves over the step before", ">Operator calls", ">Error",
          ">Lower bound (ms)", ">Peak (MB)"],
         lines if any(row for *_, row in found) else [["not measured", *[None] * 7]],

@@ -13,6 +13,7 @@ from ..trust import objection
 from . import rows
 
 BACKWARD = 3.5  # dense forward and backward over dense forward where it is not timed: 14 FLOPs a pair for 4
+SYSTEMS = {rows.OURS: "This library", suite.ORIGINAL: "Original", suite.OPTIMIZED: "Optimized"}
 TARGETS = {"fwd": {128: 1.2, 64: 1.35}, "causal": 1.5, "fwd+bwd": 1.4}  # of dense time times density, set beforehand
 
 
@@ -83,17 +84,23 @@ def over_dense(study: Study) -> list[tuple]:
 
 
 def lengths(study: Study) -> Table:
-    """A fixed window over growing n beside dense attention."""
+    """A fixed window over growing n beside dense attention, and the document's two rows at the longest n."""
     found = over_dense(study)
+    also = [(r.point.seq_len, None, None, r) for system in (suite.ORIGINAL, suite.OPTIMIZED)
+            for r in study.rows(group=suite.LENGTHS, system=system)]  # fmt: skip
+    lines = [
+        [n, SYSTEMS[r.point.system], rows.percent(rows.density(r.point)), ms(r), ms(d) if d else None, times(x),
+         error(r), bound(r), rows.peak(r), rows.calls(r)]
+        for n, x, d, r in (*found, *also)
+    ]  # fmt: skip
     first = begins([x for x in found if x[2] is not None])
     said = f"The window pays from {first:,} tokens on." if first else "No length is shown from which on it pays."
     named = f"{pattern_of(found[0][3].point)}, {SHORT[found[0][3].point.dtype]}" if found else "a fixed window"
     return study.table(
         f"Time over length, {named}, forward",
-        [">Tokens", ">Density", ">Window (ms)", ">Dense SDPA (ms)", ">Faster than dense", ">Error",
+        [">Tokens", "System", ">Density", ">Time (ms)", ">Dense SDPA (ms)", ">Faster than dense", ">Error",
          ">Lower bound (ms)", ">Peak (MB)", ">Operator calls"],
-        [[n, rows.percent(rows.density(r.point)), ms(r), ms(d) if d else None, times(x), error(r), bound(r),
-          rows.peak(r), rows.calls(r)] for n, x, d, r in found] or [["not measured", *[None] * 8]],
+        lines or [["not measured", *[None] * 9]],
         note=f"{said} Dense attention computes another function.",
     )  # fmt: skip
 
