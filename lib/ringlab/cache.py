@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .tracking import storages
+from .tracking import not_counted, storages
 
 T = TypeVar("T")
 _DEVICE_NAME = re.compile(r"(cpu|cuda)(:\d+)?")
@@ -180,7 +180,7 @@ class PatternCache:
     def _build(self, key: Hashable, build: Callable[[], T], work: _Build) -> T:
         freed, entry = [], None
         try:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), not_counted():
                 entry = _entry(build())
         finally:  # whatever happened, KeyboardInterrupt included: no debris, and the waiters go on
             with self._lock:

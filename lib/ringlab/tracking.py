@@ -66,6 +66,7 @@ class LiveStorageTracker(TorchDispatchMode):
     views, saved tensors of a graph. Views and in-place ops add nothing. Memory that existed before and was not
     registered does not count, unless `count_arguments=True`, which counts every storage an op reads or writes.
     The backward pass is seen too. Nesting is fine: each tracker sees all ops inside it. Units: bytes.
+    `operators` counts the aten ops themselves, those of a pattern that is built and kept aside (`not_counted`).
 
     Blind spots: scratch inside a kernel and temporaries inside one fused or compiled op; the old copy while `resize_`
     moves a storage; memory that C++ libraries hold outside torch storages; ops of other Python threads; tensor
@@ -76,8 +77,8 @@ class LiveStorageTracker(TorchDispatchMode):
     >>> with LiveStorageTracker() as tracker:
     ...     tracker.register(x)
     ...     y = (x + 1).mul_(2)[::2]
-    >>> tracker.peak_bytes
-    8192
+    >>> tracker.peak_bytes, tracker.operators, tracker.views
+    (8192, 3, 1)
     """
 
     def __init__(self, *, count_arguments: bool = False) -> None:
@@ -89,6 +90,17 @@ class LiveStorageTracker(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._current = 0
         self._peak = 0
+        self._operators = self._views = self._aside = 0
+
+    @property
+    def operators(self) -> int:
+        """Aten operators that were dispatched, views included."""
+        return self._operators
+
+    @property
+    def views(self) -> int:
+        """Those of `operators` that only make another view of a tensor, and so start no kernel."""
+        return self._views
 
     @property
     def current_bytes(self) -> int:
@@ -134,6 +146,9 @@ class LiveStorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         with self._lock:
+            if func.namespace == "aten" and not self._aside:
+                self._operators += 1
+                self._views += func.is_view
             # Between two ops memory only shrinks, so the peak is exact if the freed bytes go before the new ones come.
             self._drop_freed()
             given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf)}
@@ -170,6 +185,19 @@ def seen_inside() -> Iterator[None]:
         for tracker in _at_work.get():
             stack.enter_context(tracker)
         yield
+
+
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """Let the trackers at work count no operators: what is built once and kept is no part of every call."""
+    trackers = _at_work.get()
+    for tracker in trackers:
+        tracker._aside += 1
+    try:
+        yield
+    finally:
+        for tracker in trackers:
+            tracker._aside -= 1
 
 
 def reset_high_water() -> bool:

@@ -19,6 +19,7 @@ HILBERT = "RingDilatedAttentionHilbertGPUOptimized"
 COLLECTIVE, ROBUST, HYBRID = (f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid"))
 TWIN = {"twin": True}  # the same work once more
 SHORTEST = 4096  # a rehearsal goes no further
+LARGE_MEMORY = 16e9  # bytes; from here on a GPU takes longer sequences
 
 
 def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
@@ -74,6 +75,11 @@ def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = 
         long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
         groups.append(Group("long", tuple(long), timed=False))
     return groups
+
+
+def own_dtype(profile: hardware.Profile) -> str:
+    """What the profile's policy chooses."""
+    return str(profile.default_dtype()).removeprefix("torch.")
 
 
 def _lengths(rehearsal: bool, *lengths: int) -> list[int]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from .. import hardware, kernels
 from ..patterns import Dense, Dilated
-from . import ring_suites
+from . import ring_suites, session_suites
 from .points import Group, Point, sgemm
-from .ring_suites import TWIN
+from .ring_suites import LARGE_MEMORY, TWIN, own_dtype
 
 # Document 000: b = 1, h = 8, d = 64; head groups with offsets by branch is what its classes compute.
 DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
@@ -21,7 +21,6 @@ COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_poo
 LONG = Dilated([2048, 4096], [1, 2])
 SHORT = Dilated([512, 1024], [1, 2])
 LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
-LARGE_MEMORY = 16e9  # bytes; from here on a GPU takes longer sequences
 POOLED = Dilated([512, 4096], [1, 8])  # few products, and of 16 such sequences one head's accumulator is 16 MiB
 
 
@@ -72,11 +71,6 @@ def implementations(profile: hardware.Profile, device: str, rehearsal: bool = Fa
     if device == "cuda" and chosen != "float32":  # fp32 is refused by most GPU kernels
         points += [document.but(options=FULL | {"backend": name}, dtype=chosen) for name in kernels.KERNELS]
     return Group("implementations", tuple(dict.fromkeys(points)))
-
-
-def own_dtype(profile: hardware.Profile) -> str:
-    """What the profile's policy chooses."""
-    return str(profile.default_dtype()).removeprefix("torch.")
 
 
 def long_length(profile: hardware.Profile, device: str) -> int:
@@ -154,4 +148,8 @@ def engine(profile: hardware.Profile, device: str) -> list[Group]:
     ]
 
 
-SUITES: dict[str, Callable[..., list[Group]]] = {"optimization": optimization, **ring_suites.SUITES}
+SUITES: dict[str, Callable[..., list[Group]]] = {
+    "optimization": optimization,
+    **ring_suites.SUITES,
+    **session_suites.SUITES,
+}

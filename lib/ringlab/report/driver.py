@@ -18,6 +18,7 @@ from .study import Study
 REPORTS = {
     "optimization_results": ("optimization", "optimization"),
     "benchmark_summary": ("ring.scaling", "benchmark_summary"),
+    "session_summary": ("session.document", "session_summary"),
     "performance_comparison": ("ring.comparison", "performance_comparison"),
     "hybrid_summary": ("ring.hybrid", "hybrid_summary"),
 }

@@ -65,6 +65,7 @@ def label(result) -> str:
         "contiguous_segments": "torch's kernel, contiguous segments",
         "sgemm": "Matrix product",
         "plan_build": f"{steps_of(point)}, {'found' if dict(point.options).get('warm') else 'built'}",
+        "flex": f"FlexAttention, {patterns.from_dict(point.pattern)}",
     }
     if point.system in names:
         return names[point.system]
@@ -79,6 +80,8 @@ def label(result) -> str:
         return f"{label(replace(result, point=point.first))}, once more"
     if s == DEFAULTS:
         return "ringlab.attention as called"
+    if "blocks" in s:
+        return f"ringlab.attention, blocks={s['blocks']}" + ("" if s["cache"] else ", cache off")
     if "pool_threshold_mb" in s:
         return f"strided, pool from {s['pool_threshold_mb']:g} MiB"
     if s == FULL | {"backend": s["backend"]}:
@@ -90,7 +93,10 @@ def label(result) -> str:
 
 def steps_of(point) -> str:
     """What a ``plan_build`` builds."""
-    return "Index tensors, gathered" if dict(point.options).get("gather") else "Plan of strided views"
+    options = dict(point.options)
+    if "blocks" in options:
+        return f"Calls of blocks, {options['blocks']}"
+    return "Index tensors, gathered" if options.get("gather") else "Plan of strided views"
 
 
 def dtypes(results) -> list[str]:

@@ -19,7 +19,7 @@ MB = 1e6
 
 @cache
 def published(number: str) -> dict:
-    """A document as data, by its number: "001", "003", "004"."""
+    """A document as data, by its number: "001" to "004"."""
     path = Path(__file__).parents[1] / "published" / f"{number}.toml"
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
@@ -128,8 +128,9 @@ def error_line(study: Study) -> str:
     if not shares:
         return "**Error**: no row has passed its check."
     share, e, row = max(shares, key=lambda x: x[0])
+    where = f", {on(ranks(row.point))}" if any(r.point.world_size > 1 for r in study.results) else ""
     return (
-        f"**Error** against the float64 oracle: at worst {e:.1e} ({row.point.system}, {on(ranks(row.point))}), "
+        f"**Error** against the float64 oracle: at worst {e:.1e} ({row.point.system}{where}), "
         f"{share * 100:.0f} % of what is allowed, over {len(study.good)} checked points."
     )
 
