@@ -16,7 +16,8 @@ from .points import Point
 def flex(point: Point, device) -> System:
     """FlexAttention (Dong et al. 2024, arXiv 2412.05496) on the blocks of a block-sparse pattern; forward alone.
 
-    Compiled, and the mask built, before anything is timed; its tracked memory lacks what it holds inside. Raises NotImplementedError without a compiler.
+    Compiled, and the mask built, before anything is timed; its tracked memory lacks what it holds inside. Raises
+    NotImplementedError without a compiler.
     """
     only(point)
     pattern = patterns.from_dict(point.pattern)
