@@ -217,6 +217,35 @@ def peaks_of_a_shard(cases, n, heads, d):
     return peaks
 
 
+def content(cases):
+    """Blocks chosen by content: each case's results and S on this rank, and the bytes that it sent."""
+    from test_ring_adaptive import shard_of, step, tensors
+
+    rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
+    for shape, kind, causal, dtype in cases:
+        shards = shard_of(tensors(shape, kind, dtype), rank, ranks)
+        with counting() as traffic:
+            results, picks = step(shards, kind, causal, dist.group.WORLD)
+        found.append((results, picks, traffic.total))
+    return found
+
+
+def content_disagreed(cases):
+    """What this rank is told in each case; every rank passes its own number of blocks and top_k, and z or none."""
+    from ringlab import Adaptive, adaptive_attention
+    from ringlab.ring import PlanMismatch
+
+    rank, ranks, told = dist.get_rank(), dist.get_world_size(), []
+    for blocks, top_k, weighed in (each[rank] for each in cases):
+        q, z = torch.randn(1, 8 * blocks, 2, 8), torch.zeros(1, 2, blocks, blocks * ranks)
+        try:
+            adaptive_attention(q, q, q, Adaptive(8, top_k), z if weighed else None, group=dist.group.WORLD)
+            told.append("nothing")
+        except PlanMismatch as error:
+            told.append(str(error))
+    return told
+
+
 def starts_a_child_and_raises(path: str) -> None:
     if dist.get_rank() == 1:
         Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))

@@ -306,8 +306,8 @@ Q = torch.zeros(1, 20, 2, 8)
         (lambda: adaptive_attention(Q, Q, Q, patterns.Dense()), TypeError, "must be a ringlab.Adaptive, got Dense"),
         (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), causal=1), TypeError, "causal must be True or False"),
         (lambda: adaptive_attention(Q, Q, Q[:, :8], Adaptive(8, 2)), ValueError, "k and v must have one shape"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), group=object()), NotImplementedError, "not supported yet"),
-        (lambda: AdaptiveBlockSparse(8, group=object()), NotImplementedError, "a group of ranks is not supported yet"),
+        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), group=object()), TypeError, "must be a ProcessGroup"),
+        (lambda: AdaptiveBlockSparse(8, group=object()), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(make, kind, why):

@@ -249,7 +249,7 @@ def test_ranks_with_different_masks_are_told():
     problems = [Problem(pattern, contiguous(64, 3), False, 2, 2) for pattern in patterns]
     ranks = [Rank(problem, i, kernel, 1.0, Execution()) for i, problem in enumerate(problems)]
     with pytest.raises(PlanMismatch, match="pattern is blocks of 8: a given mask .* on rank 1, .* on the others"):
-        comm.simulate([agree(rank) for rank in ranks])
+        comm.simulate([agree(rank.plan) for rank in ranks])
 
 
 def test_gloo_ranks_are_the_simulated_ones():

@@ -11,10 +11,14 @@ S is constant for the gradient, M is differentiable, so a scorer learns which of
 Causal: S is the block itself, always, and the best of those wholly before it, so the first rows choose fewer. Inside
 the block itself the mask is exact. Logits of block i may then use blocks 0 .. i-1 alone: :func:`block_logits` asks with
 the mean q of block i-1, and a block's logit for itself is 0.
+
+Across ranks shards are contiguous, equal and of whole blocks. Every rank gets the means of all blocks, chooses for its
+own rows, and receives what these chose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -25,6 +29,8 @@ from . import chosen
 from .api import FLOATS, check_tensors
 from .block_parts import positive
 from .kernels.base import wide
+from .ring import content
+from .ring.content import World
 
 
 @dataclass(frozen=True)
@@ -92,14 +98,17 @@ def adaptive_attention(
     queries by keys, may have another float dtype; causal reads it on and below its diagonal alone. Returns out and,
     with ``return_lse``, lse (batch, heads, seq) as ``ringlab.attention`` does. Differentiable once, in q, k, v and z.
 
-    Raises ValueError or TypeError for arguments that do not fit, NotImplementedError for a group.
+    ``group``: a ProcessGroup or 1-D DeviceMesh, and q, k, v are this rank's shards, contiguous and equal, of whole
+    blocks, and z its rows (batch, heads, own blocks, all blocks); or ``ringlab.Simulated(p)``, and all are whole.
+
+    Raises ValueError or TypeError for arguments that do not fit.
 
     >>> q, z = torch.randn(1, 100, 4, 16), torch.zeros(1, 4, 7, 7, requires_grad=True)
     >>> adaptive_attention(q, q, q, Adaptive(16, 2), z, causal=True).square().sum().backward()
     >>> z.grad.shape
     torch.Size([1, 4, 7, 7])
     """
-    _one_device(group)
+    world = World.of(group)
     check_tensors(q, k, v)
     if not isinstance(pattern, Adaptive):
         raise TypeError(f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}")
@@ -111,19 +120,23 @@ def adaptive_attention(
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     if not backend or not isinstance(backend, str | tuple):
         raise ValueError(f"backend must be a name or a tuple of names, got {backend!r}")
-    (b, _, heads, _), count, log_m = q.shape, pattern.count(q.shape[1]), None
+    (b, _, heads, _), (count, rows, first), log_m = q.shape, _blocks(q, pattern, world), None
     if z is None:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            means = (block_means(t, pattern.block_size) for t in (q, k))
-            picks = _choose(block_logits(*means, scale, causal), pattern.top_k, causal)
+            z = _logits(q, k, pattern.block_size, world, lambda *means: block_logits(*means, scale, causal))
+            picks = _choose(z, pattern.top_k, causal, first)
     else:
-        wanted = (b, heads, count, count)
+        wanted = (b, heads, rows, count)
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
             got = f"{tuple(z.shape)}, {z.dtype} on {z.device}" if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}")
-        picks = _choose(z.detach(), pattern.top_k, causal)
-        log_m = _log_multiplicity(z.to(torch.promote_types(z.dtype, wide(q.dtype))), picks, causal).to(wide(q.dtype))
-    out, lse = chosen.attend(q, k, v, log_m, picks, pattern.block_size, causal, float(scale), backend)
+        picks = _choose(z.detach(), pattern.top_k, causal, first)
+        z = z.to(torch.promote_types(z.dtype, wide(q.dtype)))
+        log_m = _log_multiplicity(z, picks, causal, first).to(wide(q.dtype))
+    if world is None:
+        out, lse = chosen.attend(q, k, v, log_m, picks, pattern.block_size, causal, float(scale), backend)
+    else:
+        out, lse = content.attend(world, q, k, v, log_m, picks, pattern, causal, float(scale), backend)
     return (out, lse) if return_lse else out
 
 
@@ -132,9 +145,10 @@ class AdaptiveBlockSparse(nn.Module):
 
     ``forward(q, k, v, is_causal=False)`` on (batch, seq, heads, head_dim) tensors; all heads share the scorer, whose
     weights ``q_score`` and ``k_score`` (head_dim, head_dim) start as the identity: a new module chooses the blocks that
-    ``adaptive_attention`` chooses without z.
+    ``adaptive_attention`` chooses without z. ``group`` is that of ``adaptive_attention``: the weights are replicated
+    then, and over a ProcessGroup their gradients are this rank's part: sum them over the ranks.
 
-    Raises ValueError for sizes that do not fit, NotImplementedError for a group.
+    Raises ValueError for sizes that do not fit, TypeError for a group that is none.
 
     >>> layer = AdaptiveBlockSparse(16, block_size=8, top_k=3)
     >>> q = torch.randn(2, 100, 4, 16)
@@ -154,25 +168,30 @@ class AdaptiveBlockSparse(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        _one_device(group)
+        World.of(group)  # raises what is wrong with it now, not at the first call
         positive("head_dim", head_dim)
-        self.pattern, self.backend = Adaptive(block_size, top_k), backend
+        self.pattern, self.backend, self.group = Adaptive(block_size, top_k), backend, group
         self.q_score, self.k_score = (nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype)) for _ in range(2))
 
     def logits(self, q: Tensor, k: Tensor, causal: bool = False) -> Tensor:
-        """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b, n, h_kv, d)."""
-        means = (block_means(t, self.pattern.block_size) for t in (q, k))
-        with torch.autocast(q.device.type, enabled=False):
-            scored = (m @ w.to(m.dtype) for m, w in zip(means, (self.q_score, self.k_score)))  # (b, h, blocks, d)
+        """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b, n, h_kv, d); a rank's rows."""
+        weights = self.q_score, self.k_score
+
+        def score(*means: Tensor) -> Tensor:
+            scored = (m @ w.to(m.dtype) for m, w in zip(means, weights))  # (b, h, blocks, d)
             return block_logits(*scored, q.shape[3] ** -0.5, causal)
+
+        with torch.autocast(q.device.type, enabled=False):
+            return _logits(q, k, self.pattern.block_size, World.of(self.group), score)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         check_tensors(q, k, v)
         if q.shape[3] != len(self.q_score):
             raise ValueError(f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}")
-        self.pattern.count(q.shape[1])
+        _blocks(q, self.pattern, World.of(self.group))
         z = self.logits(q, k, is_causal)
-        return adaptive_attention(q, k, v, self.pattern, z, causal=is_causal, backend=self.backend)
+        options = {"causal": is_causal, "backend": self.backend, "group": self.group}
+        return adaptive_attention(q, k, v, self.pattern, z, **options)
 
     def extra_repr(self) -> str:
         return f"head_dim={len(self.q_score)}, {self.pattern}"
@@ -184,7 +203,7 @@ def block_means(t: Tensor, size: int) -> Tensor:
     means = t[:, :whole].unflatten(1, (-1, size)).mean(2, dtype=wide(t.dtype))  # (b, n // size, h, d)
     if whole < t.shape[1]:
         means = torch.cat([means, t[:, whole:].mean(1, keepdim=True, dtype=wide(t.dtype))], 1)
-    return means.transpose(1, 2)
+    return means.transpose(1, 2).contiguous()  # one layout, so that products round alike on one device and on many
 
 
 def block_logits(q: Tensor, k: Tensor, scale: float, causal: bool = False) -> Tensor:
@@ -199,27 +218,46 @@ def block_logits(q: Tensor, k: Tensor, scale: float, causal: bool = False) -> Te
     return z.tril(-1) if causal else z
 
 
-def _choose(z: Tensor, top_k: int, causal: bool) -> Tensor:
-    """S as indices (b, h, blocks, top_k); causal: the block itself, then the best before it, i of them in row i."""
+def _blocks(q: Tensor, pattern: Adaptive, world: World | None) -> tuple[int, int, int]:
+    """The numbers of all blocks, of the rows of blocks here, and of those before them; ValueError for a bad fit."""
+    if world is None:
+        count = pattern.count(q.shape[1])
+        return count, count, 0
+    count = pattern.count(world.positions(q.shape[1], pattern.block_size))
+    return count, count // world.ranks * len(world.here), count // world.ranks * world.here[0]
+
+
+def _logits(q: Tensor, k: Tensor, size: int, world: World | None, score: Callable[..., Tensor]) -> Tensor:
+    """The rows here of z (b, h, blocks, blocks), which ``score`` makes of the means of all blocks of q and k.
+
+    Every rank scores all rows and takes its own: a product of fewer rows may round otherwise, and choose otherwise.
+    """
+    if world is None:
+        return score(*(block_means(t, size) for t in (q, k)))
+    means = [torch.cat([block_means(part, size) for part in world.shards(t)], 2) for t in (q, k)]
+    each = zip(world.here, content.gather(world, *means, size))
+    return torch.cat([score(*whole).chunk(world.ranks, 2)[rank] for rank, whole in each], 2)
+
+
+def _choose(z: Tensor, top_k: int, causal: bool, first: int = 0) -> Tensor:
+    """S as indices (b, h, rows, top_k) for rows ``first``, ... of z (b, h, rows, blocks).
+
+    Causal: the block itself, then the best before it, i of them in row i.
+    """
     if not causal:
         return z.topk(top_k, -1).indices.sort(-1).values  # in order: a short last block comes last
-    count = z.shape[-1]
-    itself = torch.arange(count, device=z.device).expand(z.shape[:3]).unsqueeze(-1)
-    hidden = torch.ones(count, count, dtype=torch.bool, device=z.device).triu()
+    rows, count = z.shape[2:]
+    itself = torch.arange(first, first + rows, device=z.device).expand(z.shape[:3]).unsqueeze(-1)
+    hidden = torch.ones(rows, count, dtype=torch.bool, device=z.device).triu(first)
     before = z.clamp(min=torch.finfo(z.dtype).min).masked_fill(hidden, -torch.inf)  # the hidden come after all others
     return torch.cat([itself, before.topk(top_k - 1, -1).indices], -1)
 
 
-def _log_multiplicity(z: Tensor, picks: Tensor, causal: bool) -> Tensor:
-    """log M (b, h, blocks, top_k) on S; -inf where a causal row has fewer blocks."""
-    logits, (count, top_k) = z.gather(-1, picks), picks.shape[2:]
-    number = torch.full((count, 1), top_k, device=z.device)
+def _log_multiplicity(z: Tensor, picks: Tensor, causal: bool, first: int) -> Tensor:
+    """log M (b, h, rows, top_k) on S; -inf where a causal row has fewer blocks."""
+    logits, (rows, top_k) = z.gather(-1, picks), picks.shape[2:]
+    number = torch.full((rows, 1), top_k, device=z.device)
     if causal:
-        number = torch.arange(1, count + 1, device=z.device)[:, None].clamp(max=top_k)  # (blocks, 1)
+        number = torch.arange(first + 1, first + rows + 1, device=z.device)[:, None].clamp(max=top_k)  # (rows, 1)
         logits = logits.masked_fill(torch.arange(top_k, device=z.device) >= number, -torch.inf)
     return logits.log_softmax(-1) + number.to(z.dtype).log()
-
-
-def _one_device(group) -> None:
-    if group is not None:
-        raise NotImplementedError("adaptive block sparsity runs on one device: a group of ranks is not supported yet")

@@ -5,6 +5,9 @@ shape their log M, or None for M = 1. Not causal: all slots are used, in ascendi
 itself and row i uses the slots up to i, of blocks before it. Several (batch, head, query block) are one kernel call of
 one head. No kernel takes log M: the head is widened by 8 columns, in which q holds a constant and k the log M that the
 product with it and the scale is; dk there gives the gradient of log M.
+
+One of several ranks has a part of the queries, ``first`` blocks before them, and of the keys what it holds, its own in
+front: picks count along these.
 """
 
 from __future__ import annotations
@@ -46,11 +49,8 @@ def _outside_graphs():
 class _Attention(_Once):
     @staticmethod
     def forward(q, k, v, log_m, picks, size, causal, scale, backend):
-        flip, positive = positive_scale(scale)
         needs_backward = any(t is not None and t.requires_grad for t in (q, k, v, log_m))
-        kernel = _kernel(q, log_m, causal, needs_backward, backend)
-        with torch.autocast(q.device.type, enabled=False):
-            return _forward(flip(q), k, v, log_m, picks, size, causal, positive, kernel)
+        return forward(q, k, v, log_m, picks, size, causal, scale, backend, needs_backward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -72,16 +72,8 @@ class _Gradients(_Once):
     """dq, dk, dv, dlog_m; a node of its own, as in ``local``, so that no second derivative is silently zero."""
 
     @staticmethod
-    def forward(dout, dlse, q, k, v, out, lse, log_m, picks, size, causal, scale, backend):
-        flip, positive = positive_scale(scale)
-        d, tensors = q.shape[3], (dout, flip(q), k, v, out, lse)
-        if dlse is not None:
-            tensors = fold_lse_gradient(*tensors, dlse)
-        kernel = _kernel(tensors[1], log_m, causal, True, backend)
-        with torch.autocast(q.device.type, enabled=False):
-            *grads, dlog_m = _backward(*tensors, log_m, picks, size, causal, positive, kernel)
-        dq, dk, dv = (g[..., :d] for g in grads)
-        return flip(dq), dk, dv, dlog_m
+    def forward(*args):
+        return backward(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -92,17 +84,38 @@ class _Gradients(_Once):
         raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
 
+def forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, backend, needs_backward: bool, first=0):
+    """out (b, n, h, d) and lse (b, h, n)."""
+    flip, positive = positive_scale(scale)
+    kernel = _kernel(q, log_m, causal, needs_backward, backend)
+    with torch.autocast(q.device.type, enabled=False):
+        return _forward(flip(q), k, v, log_m, picks, size, causal, positive, kernel, first)
+
+
+def backward(dout, dlse, q, k, v, out, lse, log_m, picks, size, causal, scale, backend, first=0, unrounded=False):
+    """dq, dk, dv and dlog_m or None; ``unrounded``: dk and dv in fp32 or wider, for others to add to."""
+    flip, positive = positive_scale(scale)
+    d, tensors = q.shape[3], (dout, flip(q), k, v, out, lse)
+    if dlse is not None:
+        tensors = fold_lse_gradient(*tensors, dlse)
+    kernel = _kernel(tensors[1], log_m, causal, True, backend)
+    with torch.autocast(q.device.type, enabled=False):
+        *grads, dlog_m = _backward(*tensors, log_m, picks, size, causal, positive, kernel, first, unrounded)
+    dq, dk, dv = (g[..., :d] for g in grads)
+    return flip(dq), dk, dv, dlog_m
+
+
 def _kernel(q: Tensor, log_m: Tensor | None, causal: bool, backward: bool, backend) -> Kernel:
     d = q.shape[3] + (0 if log_m is None else 8)
     return kernels.choose(q.device, q.dtype, d, causal=causal, backward=backward, backend=backend).kernel
 
 
-def _forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, kernel: Kernel, first: int):
     """out (b, n, h, d) in q's dtype and lse (b, h, n); a row's partial results are joined before they are rounded."""
     b, n, heads, d = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, heads, dtype=wide(q.dtype), device=q.device)
-    for piece in _pieces(q, k, picks, size, causal):
+    for piece in _pieces(q, k, picks, size, causal, first):
         rows = piece.queries(q)
         joined = None
         for part in piece.parts:
@@ -116,24 +129,26 @@ def _forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, kerne
     return out, lse.transpose(1, 2)
 
 
-def _backward(dout, q, k, v, out, lse, log_m, picks, size: int, causal: bool, scale: float, kernel: Kernel):
+def _backward(dout, q, k, v, out, lse, log_m, picks, size, causal, scale, kernel: Kernel, first: int, unrounded: bool):
     """dq (b, n, h, d), dk, dv (b, n, h_kv, d) and dlog_m or None, with the final out and lse (b, h, n)."""
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dtypes = (q.dtype, *[wide(k.dtype) if unrounded else k.dtype] * 2)
+    grads = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t, dtype in zip((q, k, v), dtypes))
     dlog_m = None if log_m is None else torch.zeros_like(log_m)
     for mine, theirs in _head_blocks(q, k, True):
         reads = *(t[:, :, mine] for t in (dout, q)), *(t[:, :, theirs] for t in (k, v)), out[:, :, mine], lse[:, mine]
         weights = (None, None) if log_m is None else (t[:, mine] for t in (log_m, dlog_m))
         into = [g[:, :, where] for g, where in zip(grads, (mine, theirs, theirs))]
-        _heads_backward(reads, into, *weights, picks[:, mine], size, causal, scale, kernel)
+        _heads_backward(reads, into, *weights, picks[:, mine], size, causal, scale, kernel, first)
     return *grads, dlog_m
 
 
-def _heads_backward(reads, grads, log_m, dlog_m, picks, size, causal, scale, kernel) -> None:
+def _heads_backward(reads, grads, log_m, dlog_m, picks, size, causal, scale, kernel, first) -> None:
     """The backward of some heads into ``grads``; what query blocks add to one key block is summed in fp32 or wider."""
     dout, q, k, v, out, lse = reads
-    (b, n, kv_heads, d), count = k.shape, picks.shape[2]
+    b, n, kv_heads, d = k.shape
+    count = -(-n // size)
     accs = [torch.zeros(b * kv_heads * count, size * d, dtype=lse.dtype, device=q.device) for _ in range(2)]
-    for piece in _pieces(q, k, picks, size, causal):
+    for piece in _pieces(q, k, picks, size, causal, first):
         d_out, rows, o = (piece.queries(t) for t in (dout, q, out))  # (m, r, 1, d)
         final = lse[piece.batch, piece.head, piece.rows].unsqueeze(1)  # (m, 1, r)
         if log_m is not None:
@@ -200,14 +215,14 @@ class _Piece:
         return q, k, v
 
 
-def _pieces(q: Tensor, k: Tensor, picks: Tensor, size: int, causal: bool) -> Iterator[_Piece]:
+def _pieces(q: Tensor, k: Tensor, picks: Tensor, size: int, causal: bool, first: int) -> Iterator[_Piece]:
     """Every (batch, head, query block) once, so many at a time that copies stay small."""
     (b, n, heads, d), (count, top_k) = q.shape, picks.shape[2:]
     short, group = n - (count - 1) * size, heads // k.shape[2]  # positions of the last block, heads of q for one of k
     slot, inside = (torch.arange(m, device=q.device) for m in (top_k, size))
 
     def alike(i: int) -> tuple[int, int]:  # rows of block i, other blocks that it sees
-        return short if i == count - 1 else size, min(i, top_k - 1) if causal else top_k
+        return short if i == count - 1 else size, min(first + i, top_k - 1) if causal else top_k
 
     for (rows, others), members in groupby(range(count), alike):
         blocks = torch.tensor(list(members), device=q.device)

@@ -8,8 +8,7 @@ from collections import Counter
 import torch
 
 from .comm import AllToAll, Post, Steps, Wait
-from .plan import digest, text_digest
-from .rank import Rank
+from .plan import RankPlan, digest, text_digest
 
 BYTES = 24  # to each other rank where all agree: two digests and a verdict
 
@@ -22,14 +21,14 @@ class PlanMismatch(RuntimeError):
         self.rank = rank
 
 
-def agree(rank: Rank, same: dict | None = None, device=None) -> Steps:
+def agree(plan: RankPlan, same: dict | None = None, device=None) -> Steps:
     """Compare, for every pair of ranks, digests of the problem and of the rows to be sent and expected.
 
     ``same``: what else must be equal on all ranks, by name. All ranks raise PlanMismatch together, so that none waits
     in vain; it says which field differs and on which rank.
     """
-    plan, p = rank.plan, rank.problem.layout.ranks
-    fields = _fields(rank.problem) | {name: str(value) for name, value in (same or {}).items()}
+    p = plan.problem.layout.ranks
+    fields = _fields(plan.problem) | {name: str(value) for name, value in (same or {}).items()}
     problem = text_digest(json.dumps(fields))
     mine = torch.tensor([[problem, digest(blocks)] for blocks in plan.send], device=device)  # (p, 2)
     theirs = yield from _to_all(mine)

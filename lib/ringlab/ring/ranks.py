@@ -213,7 +213,7 @@ def ranks_forward(
             "backend": backend}  # fmt: skip
     known, key = _agreed.setdefault(pg, set()), (problem, *same.values())
     if key not in known:
-        drive(agree(rank, same, q.device), pg)
+        drive(agree(rank.plan, same, q.device), pg)
         known.add(key)
     with torch.autocast(q.device.type, enabled=False), seen_inside():
         out, lse, *kept = drive(SCHEMES[scheme][0](rank, flip(q), k, v), pg)
