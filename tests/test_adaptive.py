@@ -289,10 +289,10 @@ Q = torch.zeros(1, 20, 2, 8)
 @pytest.mark.parametrize(
     "make, kind, why",
     [
-        (lambda: Adaptive(8, 0), ValueError, "top_k must be a positive integer, got 0"),
-        (lambda: Adaptive(0, 1), ValueError, "block_size must be a positive integer, got 0"),
-        (lambda: Adaptive(8.0, 1), ValueError, "block_size must be a positive integer, got 8.0"),
-        (lambda: AdaptiveBlockSparse(0), ValueError, "head_dim must be a positive integer, got 0"),
+        (lambda: Adaptive(8, 0), ValueError, "top_k must be a positive integer up to 2..40, got 0"),
+        (lambda: Adaptive(0, 1), ValueError, "block_size must be a positive integer up to 2..40, got 0"),
+        (lambda: Adaptive(8.0, 1), ValueError, "block_size must be a positive integer up to 2..40, got 8.0"),
+        (lambda: AdaptiveBlockSparse(0), ValueError, "head_dim must be a positive integer up to 2..40, got 0"),
         (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 4)), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
         (lambda: AdaptiveBlockSparse(8, 8, 4)(Q, Q, Q), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
         (lambda: adaptive_attention(Q, Q, Q, Adaptive(21, 1)), ValueError, "block_size 21 exceeds the sequence length"),

@@ -208,17 +208,30 @@ def test_density_is_solved_for():
             other = BlockSparse([window, *found.parts[1:]], 128)
             assert step <= abs(other.density(16384, causal) - target)
     assert BlockSparse([Random(1)], 64).with_density(0.25, 1024).parts == (Random(4),)
+    for window in (Window(3, 0), Window(0, 3)):  # one side stays one side
+        one = BlockSparse([window], 16)
+        assert one.with_density(one.density(640), 640) == one
+    assert BlockSparse([Window(2**40, 0), Strided(2**33, 2**33)], 16).blocks(64).equal(torch.ones(4, 4).bool().tril())
 
 
 @pytest.mark.parametrize(
     "make, why",
     [
-        (lambda: BlockSparse([Window(1)], 0), "block_size must be a positive integer, got 0"),
+        (lambda: BlockSparse([Window(1)], 0), "block_size must be a positive integer up to 2..40, got 0"),
         (lambda: BlockSparse([], 8), "needs at least one part"),
         (lambda: BlockSparse([3], 8), "a part must be one of Window"),
-        (lambda: BlockSparse([Window(-1)], 8), "Window before must be an integer of at least 0, got -1"),
-        (lambda: BlockSparse([Random(0)], 8), "Random count must be a positive integer, got 0"),
-        (lambda: BlockSparse([Coarse(-1, 1)], 8), "Coarse stride must be a positive integer, got -1"),
+        (lambda: BlockSparse(Window(1), 8), r"parts must be a list of parts, as \[Window\(1\)\], got Window"),
+        (lambda: BlockSparse([Window(10**30)], 8), "Window before must be an integer of at least 0 up to 2"),
+        (lambda: Random(1, 1.5), "Random seed must be an integer of at least 0"),
+        (lambda: Global(1, False, False), "rows, columns or both must be True"),
+        (lambda: Given(("ff", "1")), "rows must be hexadecimal bit sets, one for each block"),
+        (lambda: Given(["1"]), "rows must be hexadecimal bit sets"),
+        (lambda: blocks.sliding_window(1).density(64.5), "the sequence length must be an integer, got 64.5"),
+        (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "several parts of a kind"),
+        (lambda: patterns.show(patterns.Dense(), 64, width=0), "width must be a positive integer up to"),
+        (lambda: BlockSparse([Window(-1)], 8), "Window before must be an integer of at least 0 up to 2..40, got -1"),
+        (lambda: BlockSparse([Random(0)], 8), "Random count must be a positive integer up to 2..40, got 0"),
+        (lambda: BlockSparse([Coarse(-1, 1)], 8), "Coarse stride must be a positive integer up to 2..40, got -1"),
         (lambda: BlockSparse([Window(1)], 64).blocks(63), "block_size 64 exceeds the sequence length 63"),
         (lambda: BlockSparse([Global(9)], 8).blocks(64), "9 global blocks exceed the 8 of n = 64"),
         (lambda: blocks.from_mask(torch.ones(7, 7, dtype=torch.bool), block_size=8).blocks(64),
@@ -284,7 +297,7 @@ def test_published_systems_compute_one_function(system):
         ({"segment_lengths": [32], "dilation_rates": [1, 2]}, "differ in length: 1 and 2"),
         ({"segment_lengths": [100], "dilation_rates": [1], "block_size": 64}, "100 is no multiple of the block size"),
         ({"pattern": patterns.Dense()}, "pattern must be a BlockSparse"),
-        ({"density": 0.1, "block_size": 0}, "block_size must be a positive integer, got 0"),
+        ({"density": 0.1, "block_size": 0}, "block_size must be a positive integer up to 2..40, got 0"),
     ],
 )
 def test_published_systems_refuse_in_one_line(arguments, why):

@@ -22,7 +22,7 @@ class Window:
 
     def seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
         after = self.before if self.after is None else self.after
-        return (cols >= rows - self.before) & (cols <= rows + after)
+        return (rows - cols <= self.before) & (cols - rows <= after)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Strided:
 
     def seen(self, rows, cols, count):
         apart = (rows - cols).abs()
-        return (apart % self.rate == 0) & (apart <= self.rate * (count if self.steps is None else self.steps))
+        return (apart % self.rate == 0) & (apart // self.rate <= (count if self.steps is None else self.steps))
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class Global:
     rows: bool = True
     columns: bool = True
 
+    def __post_init__(self):
+        if not (self.rows is True or self.columns is True) or not {self.rows, self.columns} <= {True, False}:
+            raise ValueError(f"Global: rows, columns or both must be True, got {self.rows!r} and {self.columns!r}")
+
     def seen(self, rows, cols, count):
         return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
 
@@ -66,6 +70,9 @@ class Random:
 
     count: int
     seed: int = 0
+
+    def __post_init__(self):
+        positive("Random seed", self.seed, 0)
 
     def seen(self, rows, cols, count):
         drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
@@ -96,8 +103,17 @@ class Given:
 
     rows: tuple[str, ...]
 
+    def __post_init__(self):
+        if not isinstance(self.rows, tuple) or not all(_is_row(row, len(self.rows)) for row in self.rows):
+            raise ValueError("Given: rows must be hexadecimal bit sets, one for each block; see blocks.from_mask")
+
     def seen(self, rows, cols, count):
         return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
+
+
+def _is_row(row, count: int) -> bool:
+    digits = isinstance(row, str) and row != "" and set(row) <= set("0123456789abcdef")
+    return digits and int(row, 16).bit_length() <= count
 
 
 @lru_cache(maxsize=8)
@@ -107,6 +123,7 @@ def _bits(rows: tuple[str, ...]) -> Tensor:
 
 Part = Window | Strided | Segment | Global | Random | Coarse | Given
 PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
+LARGEST = 2**40  # beyond any sequence
 NONE = ("before", "after", "reach")  # may be 0
 
 
@@ -130,7 +147,7 @@ def described(part: Part) -> str:
 
 
 def positive(name: str, value, least: int = 1) -> None:
-    """Raise ValueError unless ``value`` is an integer of at least ``least``, 0 or 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """Raise ValueError unless ``value`` is an integer from ``least``, 0 or 1, to the largest there may be."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
         wanted = "a positive integer" if least else "an integer of at least 0"
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        raise ValueError(f"{name} must be {wanted} up to 2**40, got {value!r}")

@@ -40,8 +40,10 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
             raise ValueError(f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them")
         self.density, size = density, 128 if block_size is None else block_size
         if self.given is not None:
-            if not isinstance(self.given, BlockSparse) or block_size is not None:
-                raise ValueError(f"{name}: pattern must be a BlockSparse, which has a block size, got {self.given!r}")
+            if not isinstance(self.given, BlockSparse):
+                raise ValueError(f"{name}: pattern must be a BlockSparse, got {self.given!r}")
+            if block_size is not None:
+                raise ValueError(f"{name}: the pattern has its own block size, {self.given.block_size}")
             return self.given
         if density is not None:
             window = sliding_window(0, block_size=size)
@@ -58,6 +60,9 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     def pattern_for(self, n: int, causal: bool = False) -> BlockSparse:
         """The pattern over ``n`` positions: the one given, or the window whose density is nearest to that asked for."""
         return self.pattern if self.density is None else _solved(self.pattern, self.density, n, causal)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.density is None else f", density={self.density}")
 
     def _attend(self, q, k, v, is_causal):
         options = {"causal": is_causal, "backend": self.chain, "execution": self.execution}

@@ -47,6 +47,8 @@ class BlockSparse:
     block_size: int = 128
 
     def __post_init__(self):
+        if not isinstance(self.parts, list | tuple):
+            raise ValueError(f"parts must be a list of parts, as [Window(1)], got {self.parts!r}")
         object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
         positive("block_size", self.block_size)
         if not self.parts:
@@ -68,6 +70,8 @@ class BlockSparse:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise ValueError(f"the sequence length must be an integer, got {n!r}")
         count = -(-n // self.block_size)
         if self.block_size > n:
             raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
@@ -118,7 +122,7 @@ class BlockSparse:
         count = self.count(n)
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
-        total = 0
+        total, missing = 0, self.block_size - int(lengths[-1])
         for start in range(0, count, 1024):
             rows = range(start, min(count, start + 1024))
             seen, mine = self.blocks(n, rows), lengths[start : rows.stop]
@@ -126,7 +130,7 @@ class BlockSparse:
                 diagonal = seen.diagonal(start)
                 total += int((mine * (mine + 1) // 2)[diagonal].sum())
                 seen = seen.tril(start - 1)
-            total += int((mine * (seen * lengths).sum(1)).sum())
+            total += int((mine * (seen.sum(1) * self.block_size - seen[:, -1] * missing)).sum())
         return total
 
     def density(self, n: int, causal: bool = False) -> float:
@@ -136,7 +140,8 @@ class BlockSparse:
     def with_density(self, density: float, n: int, causal: bool = False) -> BlockSparse:
         """The pattern with its window, or else its random blocks, grown or shrunk to come nearest to ``density``.
 
-        Raises ValueError for a density outside (0, 1] or a pattern that has neither.
+        What the other parts show remains, so look at the ``density`` of what is returned. Raises ValueError for a
+        density outside (0, 1] or a pattern that has neither, or several of them.
 
         >>> found = local_global(1, 4, block_size=128).with_density(0.1, 16384)
         >>> found.parts[0], round(found.density(16384), 3)
@@ -144,18 +149,22 @@ class BlockSparse:
         """
         if isinstance(density, bool) or not isinstance(density, float | int) or not 0 < density <= 1:
             raise ValueError(f"density must be in (0, 1], got {density!r}")
-        kinds = {"before": Window, "count": Random}
-        found = [(i, field) for field, kind in kinds.items() for i, p in enumerate(self.parts) if isinstance(p, kind)]
+        kinds = (Window, Random)
+        found = [i for kind in kinds for i, part in enumerate(self.parts) if isinstance(part, kind)]
         if not found:
             raise ValueError(f"{self} has no window and no random blocks whose number could be solved for")
-        index, field = found[0]
-        symmetric = {"after": None} if field == "before" else {}
+        index, part = found[0], self.parts[found[0]]
+        if sum(isinstance(p, type(part)) for p in self.parts) > 1:
+            raise ValueError(f"{self} has several parts of a kind, of which one would be solved for: leave one")
+        fields = ("count",) if isinstance(part, Random) else ("before", "after") if part.after else ("before",)
+        if fields == ("before", "after") and part.before == 0:
+            fields = ("after",)  # a window on one side stays there
 
         def sized(size: int) -> BlockSparse:
-            part = replace(self.parts[index], **{field: size}, **symmetric)
-            return replace(self, parts=(*self.parts[:index], part, *self.parts[index + 1 :]))
+            grown = replace(part, **dict.fromkeys(fields, size))
+            return replace(self, parts=(*self.parts[:index], grown, *self.parts[index + 1 :]))
 
-        least = int(field not in NONE)
+        least = int(isinstance(part, Random))
         low, high = least, self.count(n)
         while low < high:  # the least size that reaches the density
             middle = (low + high) // 2

@@ -196,6 +196,11 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
     █ ██
       ██
     """
+    for name, value in (("n", n), ("width", width)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+            raise ValueError(f"{name} must be a positive integer up to 2**40, got {value!r}")
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     cells = min(n, width)
     generator = torch.Generator().manual_seed(0)
     edges = torch.linspace(0, n, cells + 1).long()

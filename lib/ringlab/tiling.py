@@ -31,6 +31,7 @@ JOIN = 48  # merging a row of a result costs about as much as so many pairs
 COPY = 1.25  # copying scattered keys together, against reading them in place
 LONG, SHORT = 1024, 768  # fewer queries than SHORT take their keys LONG at a time, while these are in the cache
 MOST_LEVELS = 6
+SAMPLE = 512  # blocks of queries by which the levels are chosen
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,11 @@ def _nodes(seen: Tensor, rows: range, levels: int, queries: Cuts, keys: Cuts) ->
         common.append(below[0::2] & below[1::2])
     size = int(queries.lengths[rows.start])
     used: tuple[int, ...] = (0,)
-    best = _cost(_taken(common, used), size, keys)
+    middle = (len(seen) // 2 - SAMPLE // 2) >> levels << levels  # of many blocks some are enough to tell
+    some = [c[max(0, middle) >> i :][: SAMPLE >> i] for i, c in enumerate(common)]
+    best = _cost(_taken(some, used), size, keys)
     for level in range(levels, 0, -1):
-        cost = _cost(_taken(common, with_it := (*used, level)), size, keys)
+        cost = _cost(_taken(some, with_it := (*used, level)), size, keys)
         if cost < best:
             used, best = with_it, cost
     runs, picked = [], []
