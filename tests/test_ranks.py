@@ -191,8 +191,9 @@ def test_a_rank_that_hangs_is_named(tmp_path):
 
 
 RUN = """
-import sys
+import signal, sys
 from ringlab.measure import Group, Interrupted, Point, provenance, run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 provenance.threads = lambda: 2
 if __name__ == "__main__":
     try:

@@ -238,8 +238,9 @@ def test_only_the_points_that_were_killed_are_tried_again(measured, monkeypatch)
 
 SLOW = [TINY.but(system="broken:slow", options={"x": x}) for x in range(3)]
 RUN_SLOW = """
-import sys
+import signal, sys
 from ringlab.measure import Group, Interrupted, Point, provenance, run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 provenance.threads = lambda: 1
 points = [Point("broken:slow", {pattern!r}, seq_len=64, heads=2, head_dim=8, options={{"x": x}}) for x in range(3)]
 if __name__ == "__main__":
