@@ -8,7 +8,7 @@ from ..measure import suites
 from .engine import pass_of
 from .rows import SHORT, label
 from .study import Study
-from .tables import Cell, Table, Text
+from .tables import Cell, Table, Text, number
 from .trust import reason, status
 from .verdicts import Verdict
 
@@ -43,6 +43,12 @@ def limits(study: Study, *more: str) -> Text:
         lines.append(f"How fast this machine is when left alone: other processes used up to {others:g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
         lines.append(f"Whether {len(unbound)} times are possible at all: no lower bound is known for them.")
+    if study.pace:
+        lines.append(
+            f"Times of different groups of points to better than {number(100 * study.pace, 1)} %: by so much (one "
+            "standard deviation) did the same call differ between them, as this machine's pace does. It is in the "
+            "intervals of times; ratios of rows that took turns do not have it."
+        )
     unstable = [point_name(r) for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Small differences of the {len(unstable)} unstable points, as of {_some(unstable)}.")

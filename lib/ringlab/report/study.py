@@ -13,6 +13,7 @@ import torch
 
 from .. import cost, hardware, measure, patterns
 from ..measure import suites
+from .pace import apart, spread, widened
 from .places import EXPECTED_PREFIX, data_folder
 from .plan import REHEARSAL
 from .tables import Table, Text
@@ -47,7 +48,8 @@ def read_study(profile, folder: Path) -> Study:
 
     newest = max(results, key=lambda r: r.provenance.get("utc", ""))
     kept = [r for r in results if origin(r) == origin(newest)]
-    return Study(profile, kept, folder, left_out=len(results) - len(kept))
+    between = spread(kept)
+    return Study(profile, widened(kept, between), folder, left_out=len(results) - len(kept), pace=between)
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Study:
     folder: Path
     left_out: int = 0  # rows of another machine, device or engine in the same folder
     suite: str = ""  # the suite of points that these rows answer; empty: all that lie there
+    pace: float = 0.0  # how far the machine's pace varied from group to group, in the intervals of all times already
 
     def __post_init__(self):
         self.results = judged(self.results)
@@ -147,7 +150,8 @@ class Study:
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
-            self._ratios[key] = replace(measure.ratio(slow, fast), resolution=self.resolution)
+            found = apart(measure.ratio(slow, fast), self.pace)
+            self._ratios[key] = replace(found, resolution=self.resolution)
         return self._ratios[key]
 
     @cached_property

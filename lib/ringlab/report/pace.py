@@ -1,0 +1,53 @@
+"""How evenly the machine ran: what the same call differs by from group to group, and intervals that include it.
+
+The samples of a point are taken within a minute or two, so their interval knows nothing of a machine that is slower in
+the next quarter of an hour: shared caches, other tenants, clocks. Calls that stand in several groups of a run show it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from statistics import mean
+
+from .trust import objection
+
+FEWEST = 3  # pairs of groups, below which they say nothing of the rest
+NORMAL = 1.96  # standard deviations on either side of 95 %
+
+
+def spread(results: Iterable) -> float:
+    """Standard deviation, between groups, of the logarithm of a call's median time; 0.0 where too few calls repeat.
+
+    From the pairs of quotable rows of one call in two groups, with the same threads: half the mean square of their log
+    ratios is the variance of one. A twin is its first, and counts with it.
+    """
+    found: dict[tuple, dict[str, list[float]]] = {}
+    for r in results:
+        if r.median and not objection(r):
+            threads = r.ranks.get("threads") or r.provenance.get("threads")
+            found.setdefault((r.point.first.id, threads), {}).setdefault(r.group, []).append(math.log(r.median))
+    logs = [[mean(group) for group in groups.values()] for groups in found.values()]
+    squares = [(a - b) ** 2 for same in logs for a, b in combinations(same, 2)]
+    return math.sqrt(mean(squares) / 2) if len(squares) >= FEWEST else 0.0
+
+
+def widened(results: Sequence, between: float) -> list:
+    """The results with intervals of their times that also hold ``between`` (of logarithms), as independent errors."""
+    return [replace(r, ci=_wider(r.median, r.ci, NORMAL * between)) if r.median and r.ci else r for r in results]
+
+
+def apart(ratio, between: float):
+    """A ratio of rows that took no turns, its interval widened by ``between`` on both sides."""
+    if ratio.paired or not between:
+        return ratio
+    low, high = _wider(ratio.value, ratio.ci, NORMAL * math.sqrt(2) * between)
+    return replace(ratio, low=low, high=high)
+
+
+def _wider(middle: float, interval: tuple[float, float], reach: float) -> tuple[float, float]:
+    low, high = interval
+    down, up = (math.log(middle / low) if low else math.inf, math.log(high / middle))
+    return middle * math.exp(-math.hypot(down, reach)), middle * math.exp(math.hypot(up, reach))

@@ -1,0 +1,70 @@
+"""What the same call differs by from group to group, and the intervals that include it."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from reporting import write_rows
+from ringlab import hardware, measure
+from ringlab.measure import Group, Point, stats
+from ringlab.patterns import Dense, Dilated
+from ringlab.report import pace, study
+
+CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [Point("dense_sdpa", Dense())]
+
+
+def row(point, group, seconds):
+    taken = tuple(seconds * (1 + 0.001 * i) for i in range(10))
+    found = stats.summary(taken)
+    about = {"median": found.median, "q1": found.q1, "q3": found.q3, "ci": found.ci, "errors": {"out": 0.0}}
+    about |= {"tolerance": {"out": 1.0}, "run": group, "composition": Group(group, (point,)).composition(point)}
+    return measure.Result(point, group, "ok", seconds=taken, **about)
+
+
+def rows_at(paces, calls=CALLS):
+    return [row(p, f"group {i}", 0.1 * (j + 1) * x) for i, x in enumerate(paces) for j, p in enumerate(calls)]
+
+
+def test_spread_is_that_of_the_pace():
+    noise = random.Random(1)
+    paces = [math.exp(noise.gauss(0, 0.1)) for _ in range(60)]
+    assert pace.spread(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
+    assert pace.spread(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
+    assert pace.spread(rows_at([1.0, 1.2])) == pytest.approx(math.log(1.2) / math.sqrt(2))
+
+
+def test_only_the_same_call_in_another_group_counts():
+    same = rows_at([1.0, 1.2])
+    other_threads = [replace(r, provenance={"threads": 1}) if r.group == "group 1" else r for r in same]
+    refused = [replace(r, status="incorrect") if r.group == "group 1" else r for r in same]
+    twins = [*same[:3], *(replace(r, point=r.point.but(options={"twin": True})) for r in same[3:])]
+    assert pace.spread(other_threads) == pace.spread(refused) == pace.spread(same[:3]) == 0.0
+    assert pace.spread(same[:2] + same[3:5]) == 0.0  # two pairs say nothing of the rest
+    assert pace.spread(twins) == pace.spread(same)
+
+
+def test_intervals_of_two_runs_at_other_paces_meet_only_when_widened():
+    noise = random.Random(2)
+    first, second = (rows_at([math.exp(noise.gauss(0, 0.08)) for _ in range(12)]) for _ in range(2))
+
+    def agree(a, b):
+        return sum(x.ci[0] <= y.ci[1] and y.ci[0] <= x.ci[1] for x, y in zip(a, b)) / len(a)
+
+    assert agree(first, second) < 0.3
+    assert agree(*(pace.widened(rows, pace.spread(rows)) for rows in (first, second))) >= 0.9
+
+
+def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
+    write_rows(tmp_path, rows_at([1.0, 1.2]))
+    found = study.read_study(hardware.get_profile("cpu"), tmp_path)
+    between = math.log(1.2) / math.sqrt(2)
+    assert found.pace == pytest.approx(between) and found.of("optimization").pace == found.pace
+    for r in found.results:
+        assert math.log(r.ci[1] / r.median) == pytest.approx(1.96 * between, rel=0.01)
+    a, b = found.results[0], found.results[3]  # of two groups
+    apart = found.ratio(b, a)
+    assert not apart.paired and apart.low < 1 < apart.high
+    assert measure.ratio(b, a).low > 1.19
+    turns = measure.ratio([2.0, 2.1, 2.0], [1.0, 1.0, 1.1])
+    assert turns.paired and pace.apart(turns, between) == turns
