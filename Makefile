@@ -2,6 +2,11 @@
 
 GPU         ?= auto
 STRICT      ?=
+A           ?=
+B           ?=
+BASE        ?=
+AGAINST     ?= auto
+TOLERANCE   ?= 0.10
 ARGS        ?=
 PYTHON      ?= python3
 NOENV       ?=
@@ -46,9 +51,16 @@ ifneq ($(filter gpu=% Gpu=% profile=% PROFILE=%,$(MAKEOVERRIDES)),)
   $(error a profile is chosen by GPU=name, see `make help`)
 endif
 
+ifneq ($(and $(filter compare,$(MAKECMDGOALS)),$(if $(and $(strip $(A)),$(strip $(B))),,missing)),)
+  $(error usage: make compare A=cpu B=h200, each a profile, a folder, a samples.jsonl or REVISION:PROFILE)
+endif
+ifneq ($(and $(filter check,$(MAKECMDGOALS)),$(if $(strip $(BASE)),,missing)),)
+  $(error usage: make check BASE=HEAD~1:cpu [AGAINST=cpu] [TOLERANCE=0.10])
+endif
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help report pdf test lab profiles env lint clean
+.PHONY: help report compare check pdf test lab profiles env lint clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [ARGS=...]"
@@ -62,6 +74,14 @@ report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=a
 pdf: $(READY)  ## print the reports that are there to PDF, beside the HTML (needs Chromium; CHROMIUM=/path/to/chrome)
 	$(call needs,,torch)
 	@$(PY) -m ringlab pdf $(PROFILE_ARG) $(ARGS)
+
+compare: $(READY)  ## two runs side by side, A=cpu B=h200: ratios with intervals, geometric mean
+	$(call needs,,torch)
+	@$(PY) -m ringlab compare "$(strip $(A))" "$(strip $(B))" $(ARGS)
+
+check: $(READY)  ## fail where this machine's rows are worse than earlier ones, BASE=HEAD~1:cpu (TOLERANCE=0.10)
+	$(call needs,,torch)
+	@$(PY) -m ringlab check "$(strip $(BASE))" --against "$(strip $(AGAINST))" --tolerance "$(strip $(TOLERANCE))" $(ARGS)
 
 # Tests side by side, a thread each: threads of one process that wait for those of another cost more than they gain.
 test: $(READY)  ## run the tests and the examples in the docstrings

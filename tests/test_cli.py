@@ -87,7 +87,7 @@ def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
     assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
 
 
-@pytest.mark.parametrize("command", ["report", "measure", "pdf"])
+@pytest.mark.parametrize("command", ["report", "measure", "compare", "check", "pdf"])
 def test_help_shows_the_default_of_every_option(capsys, command):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
@@ -142,13 +142,15 @@ measure.run = lambda groups, data, **k: print(len(groups), "groups for", k["prof
 assert cli.main(["measure", "--profile", "cpu", "--data", {str(tmp_path)!r}]) == 0
 assert cli.main(["profiles"]) == 0
 assert cli.main(["report", "--profile", "cpu"]) == 2
+assert cli.main(["compare", "cpu", "nowhere"]) == 2
 assert cli.main(["pdf", "--profile", "h100", "--reports", {str(tmp_path)!r}]) == 2
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(LIB)})
     assert done.returncode == 0, done.stderr
     assert "groups for cpu" in done.stdout
     assert "matplotlib, nbclient, nbconvert, " in done.stderr and "; pip install -e './lib[report]'" in done.stderr
-    assert "no report in" in done.stderr and done.stderr.count("ringlab: ") == 2 and "Traceback" not in done.stderr
+    assert "no rows of 'nowhere'" in done.stderr
+    assert "no report in" in done.stderr and done.stderr.count("ringlab: ") == 3 and "Traceback" not in done.stderr
 
 
 def test_measure_writes_rows(capsys, monkeypatch, tmp_path):

@@ -172,7 +172,7 @@ def test_a_build_of_torch_that_does_not_exist_leaves_what_is_there_in_use(tmp_pa
 def test_make_help_lists_every_target():
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     listed = subprocess.run(["make", "help"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
-    for target in ("report", "pdf", "test", "lab", "profiles", "env", "lint", "clean", "help"):
+    for target in ("report", "compare", "check", "pdf", "test", "lab", "profiles", "env", "lint", "clean", "help"):
         assert re.search(rf"^  {target} ", listed, re.M), f"make help does not list {target}"
 
 

@@ -1,4 +1,4 @@
-"""``python -m ringlab report / measure / pdf / profiles``. All but ``report`` need torch alone."""
+"""``python -m ringlab report / measure / compare / check / pdf / profiles``. All but ``report`` need torch alone."""
 
 from __future__ import annotations
 
@@ -83,6 +83,25 @@ def _parser() -> argparse.ArgumentParser:
         "--reports", type=_folder, metavar="DIR", help="where reports are (default: reports/ of the checkout)"
     )
 
+    rows = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
+    compare = command("compare", _compare, "set two runs side by side: ratios with intervals (torch alone)")
+    compare.add_argument("first", metavar="A", help=rows)
+    compare.add_argument("second", metavar="B", help="the same; ratios are A over B")
+    check = command("check", _check, "exit 1 where rows are significantly slower or larger than earlier ones")
+    check.add_argument("base", metavar="BASE", help=rows)
+    check.add_argument(
+        "--against", default="auto", metavar="ROWS", help="which rows are checked; auto: this machine's (default: auto)"
+    )
+    check.add_argument(
+        "--tolerance", type=_part, default=0.10, metavar="PART", help="slower by so much is no failure (default: 0.10)"
+    )
+    for one in (compare, check):
+        one.add_argument(
+            "--reports", type=_folder, metavar="DIR", help="where profiles lie (default: reports/ of the checkout)"
+        )
+        one.add_argument("--markdown", action="store_true", help="tables as Markdown (default: aligned text)")
+        one.add_argument("--csv", type=Path, metavar="FILE", help="write every row to this file (default: none)")
+
     command("profiles", _profiles, "list the hardware profiles and which of them run here")
     return parser
 
@@ -93,6 +112,16 @@ def _folder(text: str) -> Path:
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
     return Path(text)
+
+
+def _part(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part: 0.10 is 10 %")
+    return found
 
 
 def _refuse(message: str, code: int = REFUSED) -> int:
@@ -164,6 +193,41 @@ def _measure(arguments) -> int:
     except OSError as error:
         return _refuse(f"cannot write {error.filename or data}: {error.strerror or error}", FAILED)
     return _show([data])
+
+
+def _compare(arguments) -> int:
+    return _side_by_side(arguments, arguments.first, arguments.second)
+
+
+def _check(arguments) -> int:
+    from . import hardware
+
+    now = hardware.match(hardware.detect()) if arguments.against == "auto" else arguments.against
+    return _side_by_side(arguments, now, arguments.base, tolerance=arguments.tolerance)
+
+
+def _side_by_side(arguments, first: str, second: str, tolerance: float | None = None) -> int:
+    """Compare two sides; with a ``tolerance`` check the first against the second, and show what differs alone."""
+    from .report import compare_table as shown
+    from .report.compare import check, compare
+    from .report.compare_sides import read_side
+    from .report.places import UsageError, reports_folder
+
+    reports = arguments.reports or reports_folder()
+    try:
+        sides = read_side(first, reports), read_side(second, reports)
+        found, failures = (compare(*sides), []) if tolerance is None else check(*sides, tolerance)
+        if arguments.csv:
+            shown.write_csv(arguments.csv, found)
+    except UsageError as error:
+        return _refuse(str(error))
+    failed = [pair for pair, _ in failures]
+    differ = None if tolerance is None else [p for p in found.pairs if p.longer or p.shorter or p in failed]
+    parts = shown.sections(found, differ)
+    if tolerance is not None:
+        parts.append(shown.worse(found, failures, tolerance))
+    print(shown.text(parts, arguments.markdown))
+    return FAILED if failures else OK
 
 
 def _pdf(arguments) -> int:

@@ -40,16 +40,19 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never mixes two of them."""
     results = measure.load(folder)
-    if not results:
-        return Study(profile, [], folder)
+    kept = newest_origin(results)
+    between = spread(kept)
+    return Study(profile, widened(kept, between), folder, left_out=len(results) - len(kept), pace=between)
+
+
+def newest_origin(results: Sequence) -> list:
+    """The results that share engine, machine, device and torch with the one that was measured last."""
 
     def origin(r):
         return [r.provenance.get(k) for k in ("engine", "machine", "device_name", "torch")]
 
-    newest = max(results, key=lambda r: r.provenance.get("utc", ""))
-    kept = [r for r in results if origin(r) == origin(newest)]
-    between = spread(kept)
-    return Study(profile, widened(kept, between), folder, left_out=len(results) - len(kept), pace=between)
+    newest = max(results, key=lambda r: r.provenance.get("utc", ""), default=None)
+    return [r for r in results if origin(r) == origin(newest)]
 
 
 @dataclass

@@ -56,12 +56,13 @@ def _on_one(point) -> str:
 
 def _fastest_alone(result, alone: dict[str, list]) -> float | None:
     """The fastest time of the work on one rank with at least the threads that each of several has."""
-    own = _threads(result)
-    fit = [r for r in alone.get(_on_one(result.point), ()) if None in (own, _threads(r)) or _threads(r) >= own]
+    own = threads(result)
+    fit = [r for r in alone.get(_on_one(result.point), ()) if None in (own, threads(r)) or threads(r) >= own]
     return min((r.median for r in fit), default=None)
 
 
-def _threads(result) -> int | None:
+def threads(result) -> int | None:
+    """Those of each rank."""
     return result.ranks.get("threads") or result.provenance.get("threads")
 
 
