@@ -291,7 +291,7 @@ def test_wide_intervals_are_undecided_and_only_hardware_makes_a_claim_untestable
     untestable = "not testable on this profile"
     cpu, here, rehearsed = words("cpu"), words("gtx1080"), words("gtx1080", True)
     assert {k for k, v in cpu.items() if v == untestable} == {
-        "fp16-slow", "xformers", "flash-turing", "flash-slower", "throughput", "two-cards",
+        "fp16-slow", "dtype-first", "xformers", "flash-turing", "flash-slower", "throughput", "two-cards",
     }  # fmt: skip
     assert {k for k, v in here.items() if v == untestable} == {"flash-turing", "two-cards"}
     assert {rehearsed[k] for k in ("cache", "pool", "flash-slower", "throughput")} == {untestable}

@@ -14,13 +14,15 @@ from .places import ReportError, home, locked, note
 from .plan import Plan, plan
 from .study import Study
 
-# Each notebook, with the module of this package that fills its tables and the suite of points that it needs.
+# Each notebook, with the module of this package that fills its tables and the suite of points that it needs; a report
+# without a suite of its own is about the rows of all others, so it comes last.
 REPORTS = {
     "optimization_results": ("optimization", "optimization"),
     "benchmark_summary": ("ring.scaling", "benchmark_summary"),
     "session_summary": ("session.document", "session_summary"),
     "performance_comparison": ("ring.comparison", "performance_comparison"),
     "hybrid_summary": ("ring.hybrid", "hybrid_summary"),
+    "claims": ("ledger", ""),
 }
 
 
@@ -86,6 +88,8 @@ def _suite(notebooks: Sequence[Path]) -> Callable:
 
     def groups(profile, **how):
         wanted = dict.fromkeys(REPORTS[n.stem][1] for n in notebooks)
+        if "" in wanted:
+            wanted = dict.fromkeys(suite for _, suite in REPORTS.values() if suite)
         return [g for suite in wanted for g in suites.SUITES[suite](profile, **how)]
 
     return groups
@@ -93,7 +97,8 @@ def _suite(notebooks: Sequence[Path]) -> Callable:
 
 def own(name: str, study: Study) -> Study:
     """The rows that a report is about."""
-    return study.of(REPORTS[name][1]) if name in REPORTS else study
+    suite = REPORTS[name][1] if name in REPORTS else ""
+    return study.of(suite) if suite else study
 
 
 def headline(name: str, study: Study) -> str:

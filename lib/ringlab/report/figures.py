@@ -24,7 +24,7 @@ import seaborn  # noqa: E402
 
 from . import theme  # noqa: E402
 from .tables import PLAIN_ONLY, Table  # noqa: E402
-from .theme import FAINT, INK, MARK  # noqa: E402
+from .theme import FAINT, INK, MARK, PAPER  # noqa: E402
 
 BLUE, ORANGE, GREEN, RED, PURPLE = seaborn.color_palette("colorblind").as_hex()[:5]
 GREY, SKY = theme.GREY, theme.SKY
@@ -48,7 +48,7 @@ STYLE = {
     "ytick.left": False,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "ringlab",
-    "savefig.facecolor": theme.PAPER,
+    "savefig.facecolor": PAPER,
 }
 
 
@@ -126,6 +126,25 @@ def ratios(items: Sequence[Bar], *, xlabel: str):
             _said(ax, f"{b.value:.2f}×", max(b.high or b.value, 1.0), y, quoted=True)
         room = max(high - low, 0.1)
         ax.set_xlim(low - 0.05 * room, high + 0.2 * room)
+        _few_ticks(ax)
+        ax.set_xlabel(xlabel, loc="left")
+        return fig
+
+
+def stacked(items: dict[str, list[int]], parts: dict[str, str], *, xlabel: str):
+    """A bar for each name, of counts in the order of ``parts`` (name: colour), which a legend above explains."""
+    with drawing():
+        fig, ax, at = _rows([Bar(label, None) for label in items])
+        for y, values in zip(at, items.values()):
+            left = 0
+            for value, color in zip(values, parts.values()):
+                if value:
+                    ax.barh(y, value, 1.0, left=left, color=color, edgecolor=PAPER, linewidth=1.5)
+                    ax.text(left + value / 2, y, value, color=MARK, weight="bold", fontsize=9, ha="center", va="center")
+                left += value
+        marks = [plt.Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in parts.items()]
+        fig.legend(handles=marks, frameon=False, loc="outside upper left", ncols=2, borderpad=0.1)
+        ax.set_xlim(0, max((sum(values) for values in items.values()), default=1.0) * 1.02)
         _few_ticks(ax)
         ax.set_xlabel(xlabel, loc="left")
         return fig

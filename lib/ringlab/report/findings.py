@@ -23,7 +23,7 @@ def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
         "Claims of the document, judged by these rows",
         ["Claim", "Where", "Verdict", "Measured here", "Why"],
         rows,
-        note="Tolerances were written down with the claims, before anything was measured.",
+        note="Tolerances stand with the claims as data and follow from what is printed, not from these rows.",
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 from .. import patterns
+from . import documents
 from .study import Study, best, together
 from .trust import objection
 
@@ -17,10 +15,9 @@ PLAIN = {"gather": True, "cache": False, "pool": False, "backend": "eager"}
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
-@cache
 def published() -> dict:
     """Document 000 as data."""
-    return tomllib.loads((Path(__file__).parent / "published" / "000.toml").read_text(encoding="utf-8"))
+    return documents.published("000")
 
 
 def shape() -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -69,11 +69,13 @@ class Study:
     def __post_init__(self):
         self.results = judged(self.results)
         self._ratios: dict[tuple[int, int], measure.Ratio] = {}  # of rows of this study, each asked for in many tables
+        self._made: dict[str, object] = {}
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
         theirs = {name for other in suites.SUITES if other != suite for name in self._groups(other)}
-        kept = [r for r in self.results if r.group not in theirs - self._groups(suite)]
+        foreign = theirs - self._groups(suite)
+        kept = [r for r in self.results if r.group not in foreign]
         return replace(self, results=kept, suite=suite)
 
     def _groups(self, suite: str) -> set[str]:
@@ -170,6 +172,12 @@ class Study:
     def resolution(self) -> float:
         """The largest factor by which the same work differed from itself: no smaller one is called a difference."""
         return max((max(x.value, 1 / x.value) for x in self.twins), default=1.0)
+
+    def once(self, name: str, make: Callable):
+        """What ``make`` returns, made once for these rows and kept under ``name``."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def frame(self):
         """Every row as a pandas table, for hands and for ``summary.csv``; ``quoted`` is empty or the objection."""

@@ -19,22 +19,29 @@ WIDE = 26  # characters from which a column is of words, not of names or numbers
 
 @dataclass(frozen=True)
 class Cell:
-    """One table cell: ``text``, a quieter second part ``sub`` (an interval, a reason) and a ``kind`` for its style."""
+    """One table cell: ``text``, a quieter second part ``sub`` (an interval, a reason) and a ``kind`` for its style.
+
+    ``page`` names another report of the same profile, to which the text then links.
+    """
 
     text: str
     sub: str = ""
     kind: str = ""
+    page: str = ""
 
     @property
     def html(self) -> str:
         text = breakable(self.text)
         if self.kind:
             text = f'<span class="{escape(self.kind)}">{text}</span>'
+        if self.page:
+            text = f'<a href="{escape(self.page, quote=True)}.html">{text}</a>'
         return " ".join([text, *(f"<small>{escape(part)}</small>" for part in self.sub.split("; ") if part)])
 
     @property
     def plain(self) -> str:
-        return f"{self.text} ({self.sub})" if self.sub else self.text
+        text = f"[{self.text}]({self.page}.md)" if self.page else self.text
+        return f"{text} ({self.sub})" if self.sub else text
 
 
 def cell(value) -> Cell:
@@ -55,6 +62,7 @@ class Table:
     """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
 
     ``marked`` are indices of rows to emphasise. ``stamp`` (a rehearsal's word) goes into the caption and every row.
+    With ``cards`` a phone shows a card for each row, as suits rows of words.
 
     >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
     **Times**
@@ -72,6 +80,7 @@ class Table:
     marked: Iterable[int] = ()
     stamp: str = ""
     folded: bool = False  # drawn closed, as the data under a figure is
+    cards: bool = False
 
     def __post_init__(self):
         for row in self.rows:
@@ -92,17 +101,22 @@ class Table:
         body = []
         for i, row in enumerate(rows):
             first, *others = [(c.html, k) for c, k in zip(row, kinds)]
-            cells = f'<th scope="row"{first[1]}>{first[0]}{stamp}</th>' + "".join(f"<td{k}>{c}</td>" for c, k in others)
+            cells = f'<th scope="row"{first[1]}>{first[0]}{stamp}</th>'
+            cells += "".join(f"<td{k}{self._named(i)}>{c}</td>" for i, (c, k) in enumerate(others, 1))
             body.append(f'<tr class="marked">{cells}</tr>' if i in marked else f"<tr>{cells}</tr>")
         label = escape(self.title, quote=True)
         table = (
-            f'<div class="table" role="region" tabindex="0" aria-label="{label}"><table>'
+            f'<div class="table{" cards" * self.cards}" role="region" tabindex="0" aria-label="{label}"><table>'
             f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
         )
         note = f'<p class="note">{inline_html(self.note)}</p>' if self.note else ""
         if self.folded:
             return f'<details class="data"><summary>{escape(self.title)}</summary>{table}{note}</details>'
         return f'<div class="block"><p class="caption">{escape(self.title)}</p>{table}{note}</div>'
+
+    def _named(self, column: int) -> str:
+        """What a cell is called on a card, which has no head."""
+        return f' data-name="{escape(self.columns[column].lstrip(">"), quote=True)}"' if self.cards else ""
 
     @property
     def markdown(self) -> str:

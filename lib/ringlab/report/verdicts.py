@@ -60,13 +60,18 @@ def by_interval(ratio, low: float, high: float, what: str) -> Verdict:
         return undecided(f"{what}: no pair of rows that passed")
     least, most = ratio.low / ratio.resolution, ratio.high * ratio.resolution
     if low <= least and most <= high:
-        return Verdict("reproduced", said(ratio), f"{what} lies within {_range(low, high)}")
+        return Verdict("reproduced", said(ratio), f"{what} lies within {span(low, high)}")
     if most < low or least > high:
-        return Verdict("refuted", said(ratio), f"{what} lies outside {_range(low, high)}")
-    edge = "crosses 1" if (low, high) == (1.0, float("inf")) else f"crosses the edge of {_range(low, high)}"
+        return Verdict("refuted", said(ratio), f"{what} lies outside {span(low, high)}")
+    edge = "crosses 1" if (low, high) == (1.0, float("inf")) else f"crosses the edge of {span(low, high)}"
     same = f", the same work differing here by up to {number(ratio.resolution)}×" if ratio.resolution > 1 else ""
     return undecided(f"{what} is not known well enough: its interval {edge}{same}", said(ratio))
 
 
-def _range(low: float, high: float) -> str:
+def span(low: float, high: float) -> str:
+    """A tolerance in words.
+
+    >>> span(5.0, 10.0), span(1.0, float("inf"))
+    ('5 to 10', 'above 1')
+    """
     return f"above {low:g}" if high == float("inf") else f"{low:g} to {high:g}"

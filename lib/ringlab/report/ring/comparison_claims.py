@@ -8,7 +8,7 @@ from ..study import Study
 from ..tables import size
 from ..verdicts import Verdict, by_interval, said, undecided, untestable
 from . import rows
-from .judging import COLLECTIVE, ROBUST, UNMEASURED, held_by, within
+from .judging import COLLECTIVE, CPU_TIMES, ROBUST, UNMEASURED, held_by, within
 from .rows import MB, published, rows_of
 
 
@@ -22,6 +22,8 @@ def one_device_time(study: Study, claim: dict, document: str) -> Verdict:
     known = [x for x in known if x[1]]
     if not known:
         return undecided(UNMEASURED)
+    if study.rehearsal:
+        return untestable(CPU_TIMES, said(known[-1][1]))
     printed = " and ".join(f"{t['robust_ms'] / t['collective_ms']:.2f}×" for t in published(document)["times"])
     verdict = by_interval(
         known[-1][1], claim["low"], claim["high"], f"the ring's time over the all-gather's at {known[-1][0]:,}"
@@ -36,11 +38,34 @@ def one_device_memory(study: Study, claim: dict, document: str) -> Verdict:
     return within(list(found.values()), claim["low"], claim["high"], ours, "the ring's peak over the all-gather's")
 
 
+def memory_by_length(study: Study, claim: dict, document: str) -> Verdict:
+    printed = {m["seq_len"]: m["robust_mb"] / m["collective_mb"] for m in published(document)["memory"]}
+    found = {n: rows.peak_bytes(b) / rows.peak_bytes(a) for n, a, b in _one_rank(study)
+             if n in printed and rows.peak_bytes(a) and rows.peak_bytes(b)}  # fmt: skip
+    ours = ", ".join(f"{x:.2f}× at {n:,}" for n, x in found.items())
+    shares = [x / printed[n] for n, x in found.items()]
+    return within(shares, claim["low"], claim["high"], ours, "the ring's peak over the all-gather's, of that printed,")
+
+
+def ring_causal(study: Study, claim: dict, document: str) -> Verdict:
+    ratio = _causal(study, ROBUST)
+    ours = f"causal takes {said(ratio)} of the time" if ratio else None
+    if study.rehearsal:
+        return untestable(CPU_TIMES, ours)
+    verdict = by_interval(ratio, claim["low"], claim["high"], "causal over not causal")
+    return Verdict(verdict.word, ours, f"{verdict.why}; a causal call has about half of the work")
+
+
+def _causal(study: Study, system: str):
+    """The time of a causal call over that of the same one without, at the longest length that has both."""
+    both = {c: rows_of(study, system, causal=c) for c in (True, False)}
+    shared = [k for k in both[True].keys() & both[False].keys() if k[1] == 1]
+    return study.ratio(both[True][max(shared)], both[False][max(shared)]) if shared else None
+
+
 def causal_printed(study: Study, claim: dict, document: str) -> Verdict:
     times = {t["causal"]: t["collective_ms"] for t in published(document)["times"]}
-    both = {c: dict((n, a) for n, a, _ in _one_rank(study, c)) for c in (True, False)}
-    shared = sorted(both[True].keys() & both[False].keys())
-    ratio = study.ratio(both[True][shared[-1]], both[False][shared[-1]]) if shared else None
+    ratio = _causal(study, COLLECTIVE)
     ours = f"causal takes {said(ratio)} of the time" if ratio else None
     share = times[True] / times[False]
     if share < claim["low"]:
@@ -49,8 +74,9 @@ def causal_printed(study: Study, claim: dict, document: str) -> Verdict:
 
 
 def memory_printed(study: Study, claim: dict, document: str) -> Verdict:
-    other = next(m["collective_mb"] for m in published(document)["memory"] if m["seq_len"] == claim["seq_len"])
-    held = held_by(study, COLLECTIVE).get((claim["seq_len"], 1))
+    name = claim.get("system", "collective")
+    other = next(m[f"{name}_mb"] for m in published(document)["memory"] if m["seq_len"] == claim["seq_len"])
+    held = held_by(study, ROBUST if name == "robust" else COLLECTIVE).get((claim["seq_len"], 1))
     ours = f"{held / MB:.1f} MB, inputs and results included" if held else None
     if not claim["mb"][0] <= other <= claim["mb"][1]:
         return Verdict("inconsistent as printed", ours, f"its next table has {other} MB at the same length")
@@ -95,8 +121,8 @@ def volume(study: Study, claim: dict, document: str) -> Verdict:
     if not found:
         return undecided(UNMEASURED)
     (n, p), sent = found
-    ours = f"all-gather {size(sent[COLLECTIVE])}, ring {size(sent[ROBUST])}, plan {size(sent['ringlab'])} a rank "
-    f"at {n:,} on {p}"
+    ours = (f"all-gather {size(sent[COLLECTIVE])}, ring {size(sent[ROBUST])}, plan {size(sent['ringlab'])} a rank "
+            f"at {n:,} on {p}")  # fmt: skip
     if sent[ROBUST] < 0.99 * sent[COLLECTIVE]:
         return Verdict("reproduced", ours, "the ring sends less than the all-gather")
     return Verdict("refuted", ours, "both send every shard to every other rank; the plan sends what is seen")
@@ -113,10 +139,20 @@ def best_choice(study: Study, claim: dict, document: str) -> Verdict:
     return undecided("neither scheme is better in both memory and bytes", ours)
 
 
+def falls_by_p_squared(study: Study, claim: dict, document: str) -> Verdict:
+    """The plan partitions q too: its peak on two ranks over that on four, 4 if memory fell by the square."""
+    held = held_by(study, "ringlab")
+    found = {n: held[n, 2] / held[n, 4] for n, p in held if p == 4 and (n, 2) in held}
+    ours = ", ".join(f"{x:.2f}× less on four ranks than on two at {n:,}" for n, x in found.items())
+    what = "what the plan, which partitions q, holds on two ranks over four"
+    verdict = within(list(found.values()), claim["low"], claim["high"], ours, what)
+    return Verdict(verdict.word, verdict.ours, f"{verdict.why}; q, k, v and out of a rank alone fall as n/p")
+
+
 TESTS = {
     f.__name__: f
     for f in (
-        one_device_time, one_device_memory, causal_printed, memory_printed, runs_on_several, rows_held, volume,
-        best_choice,
+        one_device_time, one_device_memory, memory_by_length, causal_printed, ring_causal, memory_printed,
+        runs_on_several, rows_held, volume, best_choice, falls_by_p_squared,
     )
 }  # fmt: skip

@@ -6,7 +6,7 @@ from ..study import Study
 from ..tables import number, size
 from ..verdicts import Verdict, undecided, untestable
 from . import rows
-from .judging import CPU_TIMES, HYBRID, UNMEASURED, held_by, within
+from .judging import CPU_TIMES, HYBRID, SYSTEM, UNMEASURED, held_by, within
 from .rows import published, rows_of
 
 
@@ -16,12 +16,35 @@ def ratio_printed(study: Study, claim: dict, document: str) -> Verdict:
     real, own = printed[last] / printed[first], rows_of(study, HYBRID)
     known = {n: rows.per_token(own[n, 2]) for n in (first, last) if (n, 2) in own and rows.per_token(own[n, 2])}
     ours = f"{known[last] / known[first]:.2f}" if len(known) == 2 else None
-    return Verdict(
-        "inconsistent as printed", ours,
-        f"its first two rows divide by twice the tokens: {printed[first] * 1e3:.0f} and {printed[last] * 1e3:.1f} "
-        "KB a token, "
-        f"a ratio of {real:.2f}",
-    )  # fmt: skip
+    if not claim["low"] <= real <= claim["high"]:
+        why = (f"its rows at {first:,} and {last:,} tokens come to {printed[first] * 1e3:.0f} and "
+               f"{printed[last] * 1e3:.1f} KB a token, a ratio of {real:.2f}: it divides the first by twice its "
+               "tokens")  # fmt: skip
+        return Verdict("inconsistent as printed", ours, why)
+    found = [known[last] / known[first]] if len(known) == 2 else []
+    return within(found, claim["low"], claim["high"], ours, "memory a token at the longest length over the shortest")
+
+
+def constant_printed(study: Study, claim: dict, document: str) -> Verdict:
+    """Spread of memory a token over lengths, by its own figures first."""
+    per_token = [r["kb_per_token"] for r in published(document)["rows"]]
+    own = {n: x for (n, p), r in rows_of(study, HYBRID).items() if p == 2 and (x := rows.per_token(r))}
+    spread = max(own.values()) / min(own.values()) if len(own) > 1 else None
+    ours = f"{spread:.2f}× apart over {len(own)} lengths" if spread else None
+    low, high = min(per_token), max(per_token)
+    if high / low > claim["high"]:
+        why = f"its own figures lie {high / low:.2f}× apart, {low:g} to {high:g} KB"
+        return Verdict("inconsistent as printed", ours, why)
+    return within([spread] if spread else [], claim["low"], claim["high"], ours, "the spread of memory a token")
+
+
+def holds_at_most(study: Study, claim: dict, document: str) -> Verdict:
+    held = held_by(study, HYBRID).get((claim["seq_len"], 2))
+    if not held:
+        return undecided(f"two ranks at {claim['seq_len']:,} tokens: {UNMEASURED}")
+    share = f"{100 * held / claim['most_bytes']:.0f} % of {size(claim['most_bytes'])}"
+    word = "reproduced" if held <= claim["most_bytes"] else "refuted"
+    return Verdict(word, f"{size(held)} a rank", f"that is {share}, inputs and results included")
 
 
 def standard_memory(study: Study, claim: dict, document: str) -> Verdict:
@@ -57,15 +80,17 @@ def throughput_falls(study: Study, claim: dict, document: str) -> Verdict:
 
 
 def longer(study: Study, claim: dict, document: str) -> Verdict:
-    ran = sorted({n for n, p in held_by(study, HYBRID) if p > 1 and n in claim["seq_lens"]})
-    if len(ran) < len(claim["seq_lens"]):
-        return undecided(f"not every one of {', '.join(f'{n:,}' for n in claim['seq_lens'])} tokens has passed")
-    return Verdict(
-        "reproduced", ", ".join(f"{n:,}" for n in ran), "rows at these lengths passed their checks on several ranks"
-    )
+    longest = max((n for n, p in held_by(study, SYSTEM[document]) if p > 1), default=None)
+    ours = f"{longest:,} tokens on several ranks" if longest else None
+    wanted = " and ".join(f"{n:,}" for n in claim["seq_lens"])
+    if not longest or longest < max(claim["seq_lens"]):
+        return undecided(f"no row of {wanted} tokens has passed on several ranks", ours)
+    return Verdict("reproduced", ours, f"{wanted} tokens passed, each row with its check")
 
 
 TESTS = {
     f.__name__: f
-    for f in (ratio_printed, standard_memory, memory_saved, throughput_falls, longer)
+    for f in (
+        ratio_printed, constant_printed, holds_at_most, standard_memory, memory_saved, throughput_falls, longer,
+    )
 }  # fmt: skip

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
-from functools import cache
-from pathlib import Path
-
 from .. import findings
+from ..documents import published as published
 from ..findings import missing_points
 from ..rows import SHORT
 from ..study import Study, best, pattern_of
@@ -15,13 +12,6 @@ from ..trust import objection, status
 
 KB = 1e3  # the documents' KB and MB are decimal
 MB = 1e6
-
-
-@cache
-def published(number: str) -> dict:
-    """A document as data, by its number: "001" to "004"."""
-    path = Path(__file__).parents[1] / "published" / f"{number}.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def ranks(point) -> int:
