@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .. import hardware, kernels
 from ..patterns import Dense, Dilated
-from . import ring_suites, session_suites
+from . import landscape_suites, ring_suites, session_suites
 from .points import Group, Point, sgemm
 from .ring_suites import LARGE_MEMORY, TWIN, own_dtype
 
@@ -152,4 +152,5 @@ SUITES: dict[str, Callable[..., list[Group]]] = {
     "optimization": optimization,
     **ring_suites.SUITES,
     **session_suites.SUITES,
+    **landscape_suites.SUITES,
 }

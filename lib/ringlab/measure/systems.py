@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .. import Execution, Simulated, attention, kernels, memory, patterns, reference
 from ..cost import Cost
+from . import peers
 from .baselines import copying_attention
 from .contract import SAMPLED, Output, System, only
 from .flex import flex
@@ -174,7 +175,7 @@ PUBLISHED = (
     "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect", "RingDilatedAttentionHilbertGPUOptimized",
 )  # fmt: skip
 BLOCK_SPARSE = ("BlockSparseRingDilatedAttention", "BlockSparseOptimized", "BlockSparseTorchSparse")
-ONE_DEVICE = ("flex", "dense_sdpa", "copying", "contiguous_segments", "sgemm", "plan_build")
+ONE_DEVICE = ("flex", "dense_sdpa", "copying", "contiguous_segments", "sgemm", "plan_build", *peers.SYSTEMS)
 SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
     "ringlab": ringlab,
     "dense_sdpa": dense_sdpa,
@@ -183,6 +184,7 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
     "sgemm": Sgemm,
     "plan_build": PlanBuild,
     "flex": flex,
+    **peers.SYSTEMS,
     **{name: _published(name) for name in (*PUBLISHED, *BLOCK_SPARSE)},
 }
 

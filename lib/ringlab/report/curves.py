@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -10,7 +11,8 @@ from matplotlib.ticker import LogLocator
 from .figures import BLUE, GREEN, ORANGE, PURPLE, WIDTH, drawing
 from .tables import number
 
-MARKERS = "osD^"
+MARKERS = "osD^vPX*h"
+LINE = 11.5  # points from one label to the next
 
 
 def lines(
@@ -70,11 +72,19 @@ def _draw(ax, series: dict, looks: Sequence[tuple[str, str]], dashed: Sequence[s
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(lambda y, _: number(y).removesuffix(".0"))
-    last = None
-    for x, y, name in sorted(ends, key=lambda e: e[1]):
-        shift = 0 if last is None or y / last > 1.35 else 11
-        ax.annotate(name, (x, y), (8, shift), textcoords="offset points", va="center")
-        last = y
+    longest = max(x for x, *_ in ends)
+    early = [end for end in ends if end[0] < longest]
+    ax.margins(y=0.05 + 0.07 * len(early))
+    ax.autoscale_view()  # or positions were of the axes before
+    for some in (early, [end for end in ends if end[0] == longest]):
+        used = -math.inf
+        for x, y, name in sorted(some, key=lambda e: e[1]):
+            at = ax.transData.transform((x, y))[1] * 72 / ax.figure.dpi
+            used = max(at, used + LINE)
+            if x < longest:  # left of its end and above, or it would lie on the lines that go on
+                ax.annotate(name, (x, y), (-5, used - at + 6), textcoords="offset points", ha="right", va="center")
+            else:
+                ax.annotate(name, (x, y), (8, used - at), textcoords="offset points", va="center")
 
 
 def tokens(n: float) -> str:

@@ -22,6 +22,7 @@ REPORTS = {
     "session_summary": ("session.document", "session_summary"),
     "performance_comparison": ("ring.comparison", "performance_comparison"),
     "hybrid_summary": ("ring.hybrid", "hybrid_summary"),
+    "landscape": ("landscape.document", "landscape"),
     "claims": ("ledger", ""),
 }
 

@@ -1,0 +1,167 @@
+"""Attention of other packages, where they are installed: systems like ours, each held to the function that it states.
+
+A package is imported when a point of it is built, and never required. The option ``version`` of a point is the one that
+it is to be measured with, so that another one is another point. On a CPU a package's own kernel does not run; there
+torch's stands in for it, and the algorithm around it is theirs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from contextlib import contextmanager
+from importlib import metadata
+from types import SimpleNamespace
+
+import torch
+
+from .. import patterns
+from .contract import Output, System, only
+from .points import Point
+
+ABSENT = "not installed"
+PEERS = {  # system: (distribution, how to install it beside a current torch: what it pins is years old)
+    "dilated_attention_pytorch": (
+        "dilated-attention-pytorch", "pip install --no-deps dilated-attention-pytorch einops xformers",
+    ),
+    "torchscale_dilated": (
+        "torchscale", "pip install --no-deps git+https://github.com/microsoft/torchscale einops numpy",
+    ),
+    "ring_attention_pytorch": ("ring-attention-pytorch", "pip install ring-attention-pytorch"),
+}  # fmt: skip
+
+
+def installed(system: str) -> str | None:
+    """The installed version of a peer's package, with the commit where it came from git; None where it is absent.
+
+    >>> version = installed("ring_attention_pytorch")  # as "0.5.20"
+    """
+    try:
+        found = metadata.distribution(PEERS[system][0])
+    except metadata.PackageNotFoundError:
+        return None
+    commit = json.loads(found.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id", "")
+    return found.version + (f"+{commit[:7]}" if commit else "")
+
+
+def _module(point: Point, name: str):
+    """A module of the point's package; NotImplementedError where it is absent or cannot be imported here."""
+    (package, how), version = PEERS[point.system], installed(point.system)
+    wanted = only(point, "version").get("version", version)
+    if version is None:
+        raise NotImplementedError(f"{ABSENT}: {how}")
+    if wanted != version:
+        raise ValueError(f"{package} {wanted} was asked for, {version} is installed")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotImplementedError(f"{package} {version} cannot be imported: {error}; try {how}") from error
+
+
+def _dilated(point: Point, mixing: str, offsets: str) -> tuple[list[int], list[int]]:
+    """Segment lengths and dilation rates of a point whose function the package states."""
+    pattern = patterns.from_dict(point.pattern)
+    if not isinstance(pattern, patterns.Dilated) or (pattern.mixing, pattern.offsets) != (mixing, offsets):
+        raise ValueError(f"{point.system} computes dilated {mixing} with offsets by {offsets}, not {pattern}")
+    if point.kv_heads != point.heads:
+        raise ValueError(f"{point.system} needs as many K/V heads as heads, got {point.kv_heads} and {point.heads}")
+    return list(pattern.segment_lengths), list(pattern.dilation_rates)
+
+
+def _flash(q, k, v, causal: bool):
+    """torch's kernel for the CPU: out (b, n, h, d) and log-sum-exp (b, h, n) of q, k, v (b, n, h, d)."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(t.transpose(1, 2) for t in (q, k, v)), 0.0, causal
+    )
+    return out.transpose(1, 2), lse
+
+
+@contextmanager
+def _standing_in(module, name: str, value, device):
+    """``value`` under a name of a module for as long as it runs, on the CPU alone."""
+    if torch.device(device).type != "cpu":
+        yield
+        return
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+class _Divided(System):
+    """A system whose results are smaller than the pattern's by a factor that it states; undone in its check alone."""
+
+    def __init__(self, point: Point, device, forward, factor: int):
+        super().__init__(point, device, forward)
+        self.factor = factor
+
+    def check(self, inputs, output, starts=(None,)):
+        whole = Output(output.out * self.factor, output.lse, tuple(g * self.factor for g in output.grads))
+        return super().check(inputs, whole, starts)
+
+
+def dilated_attention_pytorch(point: Point, device) -> System:
+    """DilatedAttention of dilated-attention-pytorch: a group of heads for each branch, over the number of groups.
+
+    On the CPU torch's kernel stands in for that of xformers.
+    """
+    module = _module(point, "dilated_attention_pytorch.dilated_attention")
+    lengths, rates = _dilated(point, "head_groups", "branch")
+    attention = module.DilatedAttention(lengths, rates)
+
+    def kernel(query, key, value, op=None, attn_bias=None):
+        return _flash(query, key, value, attn_bias is not None)[0]
+
+    ours = SimpleNamespace(memory_efficient_attention=kernel, LowerTriangularMask=object)
+
+    def forward(q, k, v):
+        with _standing_in(module, "xops", ours, device):
+            return attention(q, k, v, is_causal=point.causal), None
+
+    return _Divided(point, device, forward, len(rates))
+
+
+def torchscale_dilated(point: Point, device) -> System:
+    """DilatedAttention of torchscale, LongNet's own code, without its projections: offsets by block of heads.
+
+    On the CPU torch's kernel stands in for flash-attn's.
+    """
+    module = _module(point, "torchscale.component.dilated_attention")
+    kernels = _module(point, "torchscale.component.multihead_attention")  # it looks its kernel up there
+    lengths, rates = _dilated(point, "lse", "block")
+    arguments = SimpleNamespace(
+        flash_attention=True, segment_length=lengths, dilated_ratio=rates, seq_parallel=False, multiway=False,
+        layernorm_eps=1e-5, xpos_rel_pos=False, xpos_scale_base=512,
+    )  # fmt: skip
+    attention = module.DilatedAttention(arguments, point.heads * point.head_dim, point.heads, self_attention=True)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(attention, name, torch.nn.Identity())
+
+    def kernel(q, k, v, dropout=0.0, bias=None, softmax_scale=None, is_causal=False):
+        return _flash(q, k, v, is_causal)
+
+    def forward(q, k, v):
+        with _standing_in(kernels, "flash_attn_func", kernel, device):
+            out, _ = attention(*(t.flatten(2) for t in (q, k, v)), is_causal=point.causal)  # (b, n, h * d)
+        return out.unflatten(2, (point.heads, point.head_dim)), None
+
+    return System(point, device, forward)
+
+
+def ring_attention_pytorch(point: Point, device) -> System:
+    """ring_flash_attn of ring-attention-pytorch on one device: dense attention in buckets of 1024, no ring."""
+    gpu = torch.device(device).type == "cuda"
+    module = _module(point, f"ring_attention_pytorch.ring_flash_attention{'_cuda' if gpu else ''}")
+    if point.pattern["kind"] != "dense":
+        raise ValueError(f"ring_attention_pytorch computes dense attention, not {patterns.from_dict(point.pattern)}")
+    attention = module.ring_flash_attn_cuda if gpu else module.ring_flash_attn
+
+    def forward(q, k, v):
+        return attention(q, k, v, causal=point.causal, bucket_size=min(1024, point.seq_len)), None
+
+    return System(point, device, forward)
+
+
+SYSTEMS = {f.__name__: f for f in (dilated_attention_pytorch, torchscale_dilated, ring_attention_pytorch)}
