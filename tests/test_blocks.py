@@ -16,6 +16,7 @@ from ringlab import (
     block_sparse,
     blocks,
     bsr,
+    flex,
     patterns,
     reference,
 )
@@ -40,8 +41,10 @@ PATTERNS = [
     blocks.sliding_window(1, block_size=SIZE) | BlockSparse([Random(1)], SIZE),
     blocks.from_mask(torch.rand(13, 13, generator=torch.Generator().manual_seed(0)) < 0.3, block_size=SIZE),
 ]
-WAYS = [way for way in block_sparse.WAYS if way != "auto"]
-TILED = [way for way in WAYS if way != "bsr"]  # ways that are calls of kernels
+TILED = ["views", "batched", "rows"]  # ways that are calls of kernels
+WAYS = [*TILED, "bsr"]
+REFUSED = flex.refusal("cpu", torch.float32)
+needs_flex = pytest.mark.skipif(REFUSED is not None, reason=f"FlexAttention {REFUSED}")
 SHAPES = [(1, 2, 2, 101), (3, 4, 2, 97)]  # (batch, heads, K/V heads, n): odd lengths, a short last block
 
 
@@ -95,6 +98,27 @@ def test_calls_show_each_pair_once():
                 assert torch.equal(seen, brute(pattern, 101, causal)), (str(pattern), way, causal)
 
 
+def test_plans_of_many_blocks_show_each_pair_once():
+    """More blocks than are looked at together."""
+    size, n = 4, 4 * 1300 - 1
+    levels = [(1, 2), (64, 700)]
+    for pattern in (blocks.local_global(2, 3, block_size=size), blocks.hierarchical(levels, block_size=size)):
+        for causal in (False, True):
+            for way in ("views", "batched"):
+                tiling = block_sparse.tiling_for(pattern, n, causal, way)
+                rows = torch.zeros(n, dtype=torch.long)
+                for r in tiling.runs:
+                    at = r.query[0] + torch.arange(r.nodes)[:, None] * r.query[1] + torch.arange(r.rows)
+                    rows[at.flatten()] += (torch.arange(1, r.rows + 1) if r.causal else torch.full((r.rows,), r.keys)
+                                           ).repeat(r.nodes)  # fmt: skip
+                for c in tiling.picked:
+                    rows[(c.queries[:, None] + torch.arange(c.rows)).flatten()] += c.keys.shape[1]
+                sample = torch.arange(0, n, 41)
+                seen = pattern.multiplicity(sample, torch.arange(n), n=n, head=0, heads=1)
+                seen = seen * (torch.arange(n) <= sample[:, None]) if causal else seen
+                assert torch.equal(rows[sample], seen.sum(1)) and int(rows.sum()) == pattern.pairs(n, causal)
+
+
 def test_a_window_is_few_calls_whatever_its_length():
     few = [len(block_sparse.tiling_for(blocks.local_global(2, 4), n).runs) for n in (1 << 13, 1 << 15)]
     assert few[0] <= 30 and few[1] <= 50 and not block_sparse.tiling_for(blocks.local_global(2, 4), 1 << 13).picked
@@ -142,6 +166,79 @@ def test_bsr_refuses_half_precision_in_one_line():
         name = str(dtype).removeprefix("torch.")
         with pytest.raises(NotImplementedError, match=f"^blocks='bsr' takes float32, float64, not {name}$"):
             attention(*tensors((1, 2, 2, 64), dtype), PATTERNS[0], execution=Execution(blocks="bsr"))
+
+
+@needs_flex
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_is_the_oracle(causal):
+    """One shape and dtype, so one kernel is compiled, for every pattern, causal or not."""
+    for pattern in PATTERNS:
+        torch.manual_seed(0)
+        one = case(pattern, (1, 4, 2, 101), torch.float32, causal, "flex")
+        given = one.tensors()
+        found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
+        assert max(found.values()) <= 5e-6, (str(pattern), found)
+
+
+@needs_flex
+def test_flex_is_compiled_whoever_looks_on(recwarn):
+    """Under a dispatch mode, or called out of a graph, torch would form all scores, and warn once at most."""
+    q, k, v = tensors((1, 4, 2, 101), torch.float32)
+    want, _ = reference.attention(q, k, v, PATTERNS[0])
+    with Products() as mode:
+        out, _ = flex.forward(q, k, v, flex.prepare(PATTERNS[0], 101), 0.25)
+    assert reference.error(out, want, 1.0) <= 5e-6 and mode.largest <= q.numel() < 4 * 101**2
+    how = {"execution": Execution(blocks="flex")}
+    outer = torch.compile(lambda x: attention(x, k, v, PATTERNS[0], **how), backend="eager")
+    assert torch.equal(outer(q), out)
+    assert not [w for w in recwarn if "flex_attention" in str(w.message)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_mask_of_flex_is_the_pattern(causal):
+    for pattern in PATTERNS:
+        for width in (1, 3, 4):
+            mask = flex.prepare(pattern, 101, causal, tile=width * SIZE).blocks
+            shown, at = torch.zeros(104 + 3 * SIZE, 104 + 3 * SIZE, dtype=torch.bool), torch.arange(101)
+            cut = torch.zeros_like(shown[:101, :101])
+            cut[:] = mask.mask_mod(0, 0, at[:, None], at[None, :])
+            tiles = {}
+            for name in ("", "full_"):
+                count, which = (getattr(mask, f"{name}kv_{x}")[0, 0] for x in ("num_blocks", "indices"))
+                tiles[name] = {(i, j) for i in range(len(count)) for j in which[i, : count[i]].tolist()}
+            assert not tiles[""] & tiles["full_"] and (width > 1 or causal or not tiles[""])
+            for name, found in tiles.items():
+                for i, j in found:
+                    rows, cols = (slice(x * width * SIZE, (x + 1) * width * SIZE) for x in (i, j))
+                    shown[rows, cols] = True
+                    if not name:
+                        shown[:101, :101][rows, cols] = cut[rows, cols]
+            assert torch.equal(shown[:101, :101].long(), brute(pattern, 101, causal)), (str(pattern), width)
+
+
+def test_flex_refuses_in_one_line(monkeypatch):
+    how = {"execution": Execution(blocks="flex")}
+    with pytest.raises(NotImplementedError, match="^blocks='flex' takes float32, float16, bfloat16, not float64$"):
+        attention(*tensors((1, 2, 2, 64), torch.float64), PATTERNS[0], **how)
+    monkeypatch.setattr(flex.shutil, "which", lambda name: None)
+    with pytest.raises(NotImplementedError, match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is"):
+        attention(*tensors((1, 2, 2, 64), torch.float32), PATTERNS[0], **how)
+    point = Point("flex", PATTERNS[0], seq_len=64)
+    with pytest.raises(NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"):
+        systems.build(point, "cpu")
+    assert flex.refusal("cuda", torch.float32, 8) == "needs a head_dim of 16 at least on a GPU, got 8"
+
+
+def test_near_misses_nothing_and_neighbours_in_it_are_neighbours():
+    far = BlockSparse([Window(20), Global(3), Coarse(16, 40), Strided(7, 2)], SIZE)
+    for pattern in (*PATTERNS[:-1], far, BlockSparse([Global(2, columns=False), Window(2**40, 0)], SIZE)):
+        n = 8 * 200 - 3
+        whole = pattern.blocks(n)
+        for rows in (range(0, 1), range(5, 70), range(150, 200)):
+            cols, seen = pattern.near(rows, n), whole[rows.start : rows.stop].any(0)
+            assert seen.sum() == seen[cols].sum()
+            gaps = cols.diff() > 1
+            assert not (seen[cols[:-1]] & seen[cols[1:]] & gaps).any()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -19,8 +19,10 @@ from ringlab.report.session import claims, document, rows, sparsity
 from ringlab.report.verdicts import WORDS
 
 NAME = "session_summary"
+BY_THEMSELVES = ("cache_workload", "pool_workload")
 NEW = {session_suites.ORIGINAL, session_suites.OPTIMIZED, session_suites.TORCH_SPARSE, "flex"}
 CALLS = {session_suites.ORIGINAL: (2318, 1281), session_suites.OPTIMIZED: (2069, 1200), "ringlab": (174, 122)}
+LONG = ("tenth", "Extreme", "pattern cache where", "Scratch")  # a rehearsal leaves them out
 PROFILES = [("cpu", "cpu", False), ("gtx1080", "cuda", False), ("h200", "cuda", False), ("gtx1080", "cpu", True)]
 
 
@@ -35,13 +37,20 @@ def session_row(point: Point, group: Group, rehearsal: bool = False, device: str
     slow *= {session_suites.TORCH_SPARSE: 6.0, "flex": 1.3}.get(point.system, 1.0)
     if point.system == "plan_build":
         slow = (1e-5 if options["warm"] else 5e-3) / row.median
+    if point.system in BY_THEMSELVES:
+        slow = (0.01 if options.get("pool") or options.get("max_mb") else 0.2) / row.median
     calls, views = CALLS.get(point.system, (12, 8))
     memory = row.memory | {"operator_calls": calls, "view_calls": views}
+    if point.system == "cache_workload":
+        hits = 176 if options["max_mb"] else 0
+        memory |= {"cache_hits": hits, "cache_misses": 200 - hits, "cache_evictions": 0, "cache_bytes": 543_210}
+    elif point.system == "pool_workload":
+        memory |= {"pool_reuses": 7, "pool_allocations": 1, "pool_bytes": options["size_mb"] * 2**20}
     if row.seconds:
         scaled = {k: getattr(row, k) * slow for k in ("median", "q1", "q3")}
         seconds, ci = (tuple(x * slow for x in getattr(row, k)) for k in ("seconds", "ci"))
         row = replace(row, seconds=seconds, ci=ci, **scaled)
-        if point.system == "plan_build":
+        if point.system in ("plan_build", *BY_THEMSELVES):
             row = replace(row, bound_seconds=None, cost={})
     return replace(row, point=point, memory=memory, provenance=row.provenance | {"device": device})
 
@@ -121,13 +130,28 @@ def test_every_table_is_filled_and_every_claim_has_a_verdict(name, device, rehea
     assert 1 <= len(answer.lines) <= 5 and driver.headline(NAME, about)
     for table in found.tables:
         empty = "not measured" in table.markdown.split("\n")[4]
-        assert table.rows and empty == (rehearsal and ("tenth" in table.caption or "Extreme" in table.caption))
+        assert table.rows and empty == (rehearsal and any(x in table.caption for x in LONG))
     assert len(found.drawn) > 12 and len(found.labels) == 3
     assert "not measured" not in answer.markdown.split("**Not measured**")[0]
     judged = words(**which)
     assert set(judged) == {c["key"] for c in rows.document()["claims"]}
     assert {c["test"] for c in rows.document()["claims"]} == set(claims.TESTS)
     assert set(judged.values()) <= set(WORDS)
+
+
+def test_the_cache_and_the_pool_are_shown_by_what_they_may_hold():
+    tables = {t.caption: t for t in shown().tables}
+    kept = next(t for name, t in tables.items() if name.startswith("The pattern cache where 24 patterns"))
+    assert [line[1] for line in kept.rows] == ["keeps nothing", "0.25 MiB", "1 MiB", "64 MiB", "64 MiB"]
+    assert [line[5] for line in kept.rows] == ["0 %", *["88.0 %"] * 4]
+    pool = next(t for name, t in tables.items() if name.startswith("Scratch"))
+    assert [line[:2] for line in pool.rows] == [[f"{mb} MiB", n] for mb in (1, 4, 16, 64) for n in (1, 2)]
+    assert {line[5] for line in pool.rows} == {"7 of 8"} and "asks a pool for none" in pool.note
+
+
+def test_blocks_chosen_by_content_stand_beside_the_patterns():
+    line = document.patterns(page()).rows[-1]
+    assert line[:3] == ["by content", "blocks of 64: the best 5 by content", "7.81 %"] and line[3].text
 
 
 def test_times_stand_beside_errors_and_bounds():

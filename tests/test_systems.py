@@ -35,10 +35,14 @@ def test_copying_form_is_the_same_function(changes, causal, passes):
 @pytest.mark.parametrize("passes", ["fwd", "fwd+bwd"])
 def test_every_system_passes_its_own_check(name, passes):
     pattern = patterns.Dilated([16, 32], [1, 2], "head_groups", "branch")
-    pattern = {"dense_sdpa": patterns.Dense()}.get(name, pattern)
-    if name in (*BLOCK_SPARSE, "flex"):
+    if name in ("dense_sdpa", "adaptive", "pool_workload"):
+        pattern = patterns.Dense()
+    if name in (*BLOCK_SPARSE, "flex", "cache_workload"):
         pattern = blocks.local_global(1, 1, block_size=16)
     point = sgemm(64) if name == "sgemm" else TINY.but(system=name, passes=passes, pattern=pattern)
+    options = {"adaptive": {"block_size": 16, "top_k": 2}, "pool_workload": {"size_mb": 0.25}}
+    shape = {"cache_workload": {"seq_len": 512}}
+    point = point.but(options=options.get(name, ()), **shape.get(name, {}))
     if (name, passes) == ("flex", "fwd+bwd"):
         with pytest.raises(NotImplementedError, match="forward alone"):
             build(point, "cpu")
@@ -48,7 +52,7 @@ def test_every_system_passes_its_own_check(name, passes):
     output = system.run(inputs)
     errors, tolerance = system.check(inputs, output)
     assert errors and all(errors[k] <= tolerance[k] for k in errors), (errors, tolerance)
-    if name != "plan_build":  # which has no tensors
+    if name not in ("plan_build", "cache_workload", "pool_workload"):  # which have no tensors of their own
         assert system.cost.flops > 0
         assert sum(t.nbytes for t in [*inputs, output.out, *output.grads]) == system.cost.floor_bytes
 

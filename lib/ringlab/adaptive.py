@@ -6,7 +6,8 @@ largest z, is chosen per batch entry and head; then ``out = softmax(scale * q k^
 - without z: M = 1; the logits are those of the blocks' mean q and k, and only choose,
 - with z: ``M = count * softmax(z over S)``, count the number of blocks in S: equal logits are M = 1.
 
-S is constant for the gradient, M is differentiable, so a scorer learns which of the chosen blocks deserve weight.
+S is constant for the gradient, M is differentiable, so a scorer learns which of the chosen blocks deserve weight. NaN
+counts as the largest logit: its block is chosen, and the rows that it weighs, or that see the NaN itself, are NaN.
 
 Causal: S is the block itself, always, and the best of those wholly before it, so the first rows choose fewer. Inside
 the block itself the mask is exact. Logits of block i may then use blocks 0 .. i-1 alone: :func:`block_logits` asks with
@@ -122,9 +123,7 @@ def adaptive_attention(
         raise ValueError(f"backend must be a name or a tuple of names, got {backend!r}")
     (b, _, heads, _), (count, rows, first), log_m = q.shape, _blocks(q, pattern, world), None
     if z is None:
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            z = _logits(q, k, pattern.block_size, world, lambda *means: block_logits(*means, scale, causal))
-            picks = _choose(z, pattern.top_k, causal, first)
+        picks = best_blocks(q, k, pattern, scale, causal, world, first)
     else:
         wanted = (b, heads, rows, count)
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
@@ -138,6 +137,30 @@ def adaptive_attention(
     else:
         out, lse = content.attend(world, q, k, v, log_m, picks, pattern, causal, float(scale), backend)
     return (out, lse) if return_lse else out
+
+
+@torch.no_grad()
+def best_blocks(
+    q: Tensor,
+    k: Tensor,
+    pattern: Adaptive,
+    scale: float | None = None,
+    causal: bool = False,
+    world: World | None = None,
+    first: int = 0,
+) -> Tensor:
+    """The blocks that ``adaptive_attention`` chooses without z, as indices (batch, heads, blocks, top_k).
+
+    Causal: the block itself comes first, and row i uses the first i + 1.
+
+    >>> x = torch.eye(4).reshape(1, 4, 1, 4)  # blocks of one position that fit themselves alone
+    >>> best_blocks(x, x, Adaptive(1, 1)).flatten().tolist()
+    [0, 1, 2, 3]
+    """
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    with torch.autocast(q.device.type, enabled=False):
+        z = _logits(q, k, pattern.block_size, world, lambda *means: block_logits(*means, scale, causal))
+        return _choose(z, pattern.top_k, causal, first)
 
 
 class AdaptiveBlockSparse(nn.Module):

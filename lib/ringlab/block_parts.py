@@ -1,6 +1,7 @@
 """The parts that block-sparse patterns are unions of; each says which blocks of keys a block of queries sees.
 
 ``seen(rows, cols, count)``: for numbers of blocks ``rows`` (r, 1) and ``cols`` (1, c) of ``count``, a bool (r, c).
+``near(first, last, count)``: (start, stop), outside of which the blocks first .. last see nothing; may pass the ends.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class Window:
         after = self.before if self.after is None else self.after
         return (rows - cols <= self.before) & (cols - rows <= after)
 
+    def near(self, first: int, last: int, count: int) -> tuple[int, int]:
+        return first - self.before, last + 1 + (self.before if self.after is None else self.after)
+
 
 @dataclass(frozen=True)
 class Strided:
@@ -36,6 +40,10 @@ class Strided:
         apart = (rows - cols).abs()
         return (apart % self.rate == 0) & (apart // self.rate <= (count if self.steps is None else self.steps))
 
+    def near(self, first, last, count):
+        reach = count if self.steps is None else self.rate * self.steps
+        return first - reach, last + 1 + reach
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -46,6 +54,9 @@ class Segment:
 
     def seen(self, rows, cols, count):
         return (rows // self.length == cols // self.length) & ((rows - cols) % self.rate == 0)
+
+    def near(self, first, last, count):
+        return first // self.length * self.length, (last // self.length + 1) * self.length
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,9 @@ class Global:
     def seen(self, rows, cols, count):
         return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
 
+    def near(self, first, last, count):
+        return 0, count if self.rows and first < self.count else self.count * self.columns
+
 
 @dataclass(frozen=True)
 class Random:
@@ -78,6 +92,9 @@ class Random:
         drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
         found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
         return found[:, cols.flatten().cpu()].to(rows.device)
+
+    def near(self, first, last, count):
+        return 0, count
 
 
 @lru_cache(maxsize=8)
@@ -96,6 +113,9 @@ class Coarse:
     def seen(self, rows, cols, count):
         return (cols % self.stride == 0) & ((rows - cols).abs() <= self.reach)
 
+    def near(self, first, last, count):
+        return first - self.reach, last + 1 + self.reach
+
 
 @dataclass(frozen=True)
 class Given:
@@ -109,6 +129,9 @@ class Given:
 
     def seen(self, rows, cols, count):
         return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
+
+    def near(self, first, last, count):
+        return 0, count
 
 
 def _is_row(row, count: int) -> bool:

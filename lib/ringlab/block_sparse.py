@@ -6,17 +6,19 @@ accumulated in fp32, some heads at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from . import bsr
+from . import bsr, flex
 from . import cache as caches
-from .blocks import BlockSparse, Random
+from .blocks import AT_ONCE, BlockSparse, Random
 from .kernels.base import HALF, Kernel, wide
 from .merge import merge_
-from .strided import _pieces, add_forward, head_block, piece_limit
+from .strided import add_forward, head_block, piece_limit, pieces
 from .tiling import Cuts, Picked, Run, Tiling, copied, tile
 
 WAYS = {
@@ -25,11 +27,14 @@ WAYS = {
     "batched": "the keys of each block of queries copied together, blocks with equally many in one call",
     "rows": "the same, one call for each block of queries",
     "bsr": "probabilities as a torch.sparse BSR tensor, one batch entry and head at a time",
+    "flex": "torch's FlexAttention, compiled once for each shape; its backward is that of views",
 }
 
 
 def choose(pattern: BlockSparse, device: torch.device | str = "cpu") -> tuple[str, str]:
     """(way, why) of ``blocks="auto"``.
+
+    Never "flex": on a CPU it takes longer than views in every measured row; on a GPU that is not measured.
 
     >>> from ringlab.blocks import local_global
     >>> choose(local_global(2, 4))[0]
@@ -41,7 +46,10 @@ def choose(pattern: BlockSparse, device: torch.device | str = "cpu") -> tuple[st
 
 
 def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, kernel: Kernel, execution):
-    """``passes`` = "forward" on (q, k, v) or "backward" on (dout, q, k, v, out, lse), in the way that is asked for."""
+    """``passes`` = "forward" on (q, k, v) or "backward" on (dout, q, k, v, out, lse), in the way that is asked for.
+
+    "flex" on a CPU runs views too, for the lse that torch's kernel does not return there.
+    """
     q = tensors[passes == "backward"]
     n, way = q.shape[1], execution.blocks
     way = choose(pattern, q.device)[0] if way == "auto" else way
@@ -49,6 +57,15 @@ def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, 
         key = caches.key("bsr", pattern, n, causal, q.device)
         index = execution.cached(key, lambda: bsr.prepare(pattern, n, causal, q.device))
         return getattr(bsr, passes)(*tensors, index, causal, scale)
+    if way == "flex":
+        by_views = partial(run, passes, tensors, pattern, causal, scale, kernel, replace(execution, blocks="views"))
+        if passes == "backward":
+            return by_views()
+        flex.require(q)
+        key = caches.key("flex", pattern, n, causal, q.device)
+        mask = execution.cached(key, lambda: flex.prepare(pattern, n, causal, q.device))
+        out, lse = flex.forward(*tensors, mask, scale, with_lse=True)
+        return out, by_views()[1] if lse is None else lse
     key = caches.key("tiling", pattern, n, causal, way)
     tiling = execution.cached(key, lambda: tiling_for(pattern, n, causal, way))
     return (forward if passes == "forward" else backward)(*tensors, tiling, scale, kernel)
@@ -57,25 +74,33 @@ def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, 
 def tiling_for(pattern: BlockSparse, n: int, causal: bool = False, way: str = "views") -> Tiling:
     """The calls of one device: ``n`` positions of queries and of keys."""
     cuts = Cuts.of(n, pattern.block_size)
-    whole = pattern.blocks(n)
-    layers = layers_of(pattern, n) if way == "views" else [whole]
+
+    def layer(seen, rows: range) -> tuple[Tensor, Tensor]:
+        numbers, cols = torch.arange(rows.start, rows.stop), pattern.near(rows, n)
+        found = seen(numbers, cols)
+        return found & (cols < numbers[:, None]) if causal else found, cols
+
     diagonal = None
     if causal:
-        layers = [layer.tril(-1) for layer in layers]
-        diagonal = torch.where(whole.diagonal(), torch.arange(len(whole)), -1)
+        blocks = torch.arange(len(cuts.starts))
+        itself = torch.cat([pattern.blocks(n, some, some).diagonal() for some in blocks.split(AT_ONCE)])
+        diagonal = torch.where(itself, blocks, -1)
     if way == "views":
-        return tile(layers, cuts, cuts, diagonal)
-    return copied(layers[0], cuts, cuts, diagonal, alone=way == "rows")
+        return tile([partial(layer, seen) for seen in layers_of(pattern, n)], cuts, cuts, diagonal)
+    return copied(partial(layer, partial(pattern.blocks, n)), cuts, cuts, diagonal, alone=way == "rows")
 
 
-def layers_of(pattern: BlockSparse, n: int, queries: Tensor | None = None, keys: Tensor | None = None) -> list[Tensor]:
-    """``pattern.blocks`` in disjoint layers: the parts that have an order, then what random blocks add to them."""
-    whole = pattern.blocks(n, queries, keys)
+def layers_of(pattern: BlockSparse, n: int) -> list[Callable[[Tensor, Tensor], Tensor]]:
+    """``pattern.blocks`` in disjoint layers, each a function of blocks of queries and of keys.
+
+    The parts that have an order, then what random blocks add to them.
+    """
+    whole = partial(pattern.blocks, n)
     regular = tuple(p for p in pattern.parts if not isinstance(p, Random))
     if not 0 < len(regular) < len(pattern.parts):
         return [whole]
-    first = BlockSparse(regular, pattern.block_size).blocks(n, queries, keys)
-    return [first, whole & ~first]
+    first = partial(BlockSparse(regular, pattern.block_size).blocks, n)
+    return [first, lambda queries, keys: whole(queries, keys) & ~first(queries, keys)]
 
 
 def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) -> tuple[Tensor, Tensor]:
@@ -93,7 +118,7 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
     if empty:
         lse.fill_(-torch.inf)
     several = not fresh or bool(tiling.picked) or len(tiling.runs) > 1
-    for mine, theirs in _head_blocks(q, k, several):
+    for mine, theirs in head_blocks(q, k, several):
         q_, k_, v_, l_ = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], lse[:, :, mine]
         acc = out[:, :, mine]
         if _narrow(q, several):
@@ -122,7 +147,7 @@ def backward(dout, q, k, v, out, lse, tiling: Tiling, scale: float, kernel: Kern
     lse = lse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
     fresh = into is None
     grads = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)) if fresh else into
-    for mine, theirs in _head_blocks(q, k, fresh):
+    for mine, theirs in head_blocks(q, k, fresh):
         reads = [t[:, :, mine] for t in (dout, q)] + [t[:, :, theirs] for t in (k, v)] + [
             t[:, :, mine] for t in (out, lse)]  # fmt: skip
         parts = [g[:, :, where] for g, where in zip(grads, (mine, theirs, theirs))]
@@ -149,7 +174,7 @@ def _narrow(q: Tensor, several: bool) -> bool:
     return q.dtype in HALF and several
 
 
-def _head_blocks(q: Tensor, k: Tensor, several: bool) -> Iterator[tuple[slice, slice]]:
+def head_blocks(q: Tensor, k: Tensor, several: bool) -> Iterator[tuple[slice, slice]]:
     """Heads of q and of k to take at a time, so that fp32 accumulators stay small."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     step = head_block(q, k, q.shape[1]) if _narrow(q, several) else heads
@@ -180,7 +205,7 @@ def _run_backward(run: Run, reads, grads, scale: float, kernel: Kernel) -> None:
     targets = [_view(t, (run.key[0] + at, step), rows, run.nodes) for t in (dk, dv) for at, rows in slices]
     views = [*_views(run, reads, kv=(2, 3)), _view(dq, run.query, run.rows, run.nodes), *targets]
     limit = max(1, piece_limit(reads[1]) * slices[-1][1] // max(run.keys, run.rows))  # of the last view
-    for dout, q, k, v, out, lse, dq, *targets in _pieces(views, limit):  # (nodes', rows, h, d)
+    for dout, q, k, v, out, lse, dq, *targets in pieces(views, limit):  # (nodes', rows, h, d)
         found = kernel.backward(dout, q, k, v, out, lse.squeeze(-1).transpose(1, 2), run.causal, scale)
         dq.add_(found[0])
         for grad, into in zip(found[1:], (targets[: len(slices)], targets[len(slices) :])):

@@ -7,6 +7,7 @@ with ``causal`` the diagonal block is cut exactly. All heads see the same blocks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -26,6 +27,8 @@ from .block_parts import (
     described,
     positive,
 )  # fmt: skip
+
+AT_ONCE = 512  # blocks of queries that are looked at together
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,26 @@ class BlockSparse:
         found = [part.seen(rows[:, None], cols[None, :], count) for part in self.parts]
         return torch.stack(found).any(0) if len(found) > 1 else found[0]
 
+    def near(self, rows: range, n: int) -> Tensor:
+        """Numbers of blocks (c,), ascending, outside of which the blocks ``rows`` see nothing.
+
+        Where they skip some, the first that is skipped is among them: neighbours in this list that are both seen are
+        neighbours in the sequence.
+        """
+        count = self.count(n)
+        found = torch.zeros(count, dtype=torch.bool)
+        for start, stop in (part.near(rows.start, rows.stop - 1, count) for part in self.parts):
+            found[max(0, start) : min(count, stop) + 1] = True
+        return found.nonzero().flatten()
+
+    def _in_turn(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Blocks of queries (r,), some at a time, blocks of keys (c,) near them, and which see which, bool (r, c)."""
+        count = self.count(n)
+        for start in range(0, count, AT_ONCE):
+            some = range(start, min(count, start + AT_ONCE))
+            rows, cols = torch.arange(some.start, some.stop), self.near(some, n)
+            yield rows, cols, self._seen(rows, cols, count)
+
     def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of ``n``, as int64 (q, k)."""
         (rows, row), (cols, col) = ((x // self.block_size).unique(return_inverse=True) for x in (queries, keys))
@@ -103,14 +126,16 @@ class BlockSparse:
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
         """Key positions [start, stop) outside of which the queries first .. last see nothing."""
-        seen = self.blocks(n, range(first // self.block_size, last // self.block_size + 1)).any(0).nonzero()
+        rows = range(first // self.block_size, last // self.block_size + 1)
+        cols = self.near(rows, n)
+        seen = cols[self.blocks(n, rows, cols).any(0)]
         if not len(seen):
             return first, first
         return int(seen[0]) * self.block_size, min(n, (int(seen[-1]) + 1) * self.block_size)
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
         """The fewest keys that a query sees which sees any."""
-        counts = self.blocks(n).sum(1)
+        counts = torch.cat([seen.sum(1) for *_, seen in self._in_turn(n)])
         return min(n, self.block_size * int(counts[counts > 0].min())) if counts.any() else 1
 
     def pairs(self, n: int, causal: bool = False) -> int:
@@ -123,14 +148,14 @@ class BlockSparse:
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
         total, missing = 0, self.block_size - int(lengths[-1])
-        for start in range(0, count, 1024):
-            rows = range(start, min(count, start + 1024))
-            seen, mine = self.blocks(n, rows), lengths[start : rows.stop]
+        for rows, cols, seen in self._in_turn(n):
+            mine = lengths[rows]
             if causal:
-                diagonal = seen.diagonal(start)
-                total += int((mine * (mine + 1) // 2)[diagonal].sum())
-                seen = seen.tril(start - 1)
-            total += int((mine * (seen.sum(1) * self.block_size - seen[:, -1] * missing)).sum())
+                itself = (seen & (cols == rows[:, None])).any(1)
+                total += int((mine * (mine + 1) // 2)[itself].sum())
+                seen = seen & (cols < rows[:, None])
+            short = seen[:, cols == count - 1].sum(1)
+            total += int((mine * (seen.sum(1) * self.block_size - short * missing)).sum())
         return total
 
     def density(self, n: int, causal: bool = False) -> float:

@@ -22,31 +22,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import kernels
-from .block_sparse import _head_blocks
+from .block_sparse import head_blocks
 from .kernels.base import Kernel, wide
-from .local import _Once, fold_lse_gradient, positive_scale
+from .local import FirstDerivative, Once, fold_lse_gradient, outside_graphs, positive_scale
 from .merge import merge_
 from .strided import piece_limit
 
 
 def attend(q, k, v, log_m: Tensor | None, picks: Tensor, size: int, causal: bool, scale: float, backend):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v and log_m."""
-    call = _outside_graphs() if torch.compiler.is_compiling() else _Attention.apply
-    return call(q, k, v, log_m, picks, size, causal, scale, backend)
+    # How many calls there are is data.
+    return outside_graphs(_Attention.apply)(q, k, v, log_m, picks, size, causal, scale, backend)
 
 
-_opaque = None
-
-
-def _outside_graphs():
-    """The rule as torch.compile calls it but may not trace it, as in ``local``: how many calls there are is data."""
-    global _opaque
-    if _opaque is None:
-        _opaque = torch.compiler.disable(_Attention.apply)
-    return _opaque
-
-
-class _Attention(_Once):
+class _Attention(Once):
     @staticmethod
     def forward(q, k, v, log_m, picks, size, causal, scale, backend):
         needs_backward = any(t is not None and t.requires_grad for t in (q, k, v, log_m))
@@ -68,20 +57,12 @@ class _Attention(_Once):
         return *_Gradients.apply(dout, dlse, q, k, v, out, lse, log_m, picks, *rest), None, None, None, None, None
 
 
-class _Gradients(_Once):
-    """dq, dk, dv, dlog_m; a node of its own, as in ``local``, so that no second derivative is silently zero."""
+class _Gradients(FirstDerivative):
+    """dq, dk, dv, dlog_m."""
 
     @staticmethod
     def forward(*args):
         return backward(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *second):
-        raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
 
 def forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, backend, needs_backward: bool, first=0):
@@ -134,7 +115,7 @@ def _backward(dout, q, k, v, out, lse, log_m, picks, size, causal, scale, kernel
     dtypes = (q.dtype, *[wide(k.dtype) if unrounded else k.dtype] * 2)
     grads = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t, dtype in zip((q, k, v), dtypes))
     dlog_m = None if log_m is None else torch.zeros_like(log_m)
-    for mine, theirs in _head_blocks(q, k, True):
+    for mine, theirs in head_blocks(q, k, True):
         reads = *(t[:, :, mine] for t in (dout, q)), *(t[:, :, theirs] for t in (k, v)), out[:, :, mine], lse[:, mine]
         weights = (None, None) if log_m is None else (t[:, mine] for t in (log_m, dlog_m))
         into = [g[:, :, where] for g, where in zip(grads, (mine, theirs, theirs))]

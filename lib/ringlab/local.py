@@ -24,8 +24,9 @@ class Execution:
     pattern cache, False: rebuild them each call, or a ``PatternCache``). ``pool``: borrow large scratch buffers (True:
     the global pool, False: fresh ones, or a ``MemoryPool``). ``tile``: form at most tile x tile scores at a time (None:
     whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that forms none gains
-    nothing by it. ``blocks``: how a block-sparse pattern runs, one of ``block_sparse.WAYS``; "bsr" calls no
-    kernel, so there is nothing to tile. Over a group ``gather`` plays no part, and ``blocks`` under ulysses alone.
+    nothing by it. ``blocks``: how a block-sparse pattern runs, one of ``block_sparse.WAYS``; "bsr" and the forward of
+    "flex" call no kernel of ours, so there is nothing to tile. Over a group ``gather`` plays no part, and ``blocks``
+    under ulysses alone.
 
     >>> Execution(gather=True, cache=False)
     Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto')
@@ -77,19 +78,12 @@ def named(text: str) -> Execution:
 
 def attend(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
-    call = _outside_graphs() if torch.compiler.is_compiling() else _attend
-    return call(q, k, v, pattern, causal, scale, backend, execution)
+    return outside_graphs(_attend)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
 
 
-_opaque = None
-
-
-def _outside_graphs():
-    """``_attend`` as torch.compile calls it but may not trace it: plans are lists. Made late: it loads the compiler."""
-    global _opaque
-    if _opaque is None:
-        _opaque = torch.compiler.disable(_attend)
-    return _opaque
+def outside_graphs(call):
+    """``call`` as torch.compile makes it but may not trace it; itself elsewhere, for this loads the compiler."""
+    return torch.compiler.disable(call) if torch.compiler.is_compiling() else call
 
 
 def _attend(q, k, v, *rest):
@@ -118,7 +112,7 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
         return getattr(path, passes)(*tensors, steps, causal, scale, kernel, execution.scratch())
 
 
-class _Once(torch.autograd.Function):
+class Once(torch.autograd.Function):
     """What both passes refuse: torch's transforms other than one reverse-mode derivative."""
 
     @staticmethod
@@ -130,7 +124,19 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError("attention does not support forward-mode derivatives (torch.func.jvp); use backward")
 
 
-class _Attention(_Once):
+class FirstDerivative(Once):
+    """A backward as a node of its own, so that every way to a second derivative ends here and none is silently zero."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *second):
+        raise NotImplementedError("attention is differentiable once: double backward is not supported")
+
+
+class _Attention(Once):
     @staticmethod
     def forward(q, k, v, pattern, causal, scale, backend, execution):
         flip, positive = positive_scale(scale)
@@ -151,8 +157,8 @@ class _Attention(_Once):
         return *_Gradients.apply(dout, dlse, q, k, v, out, lse, *ctx.rest), None, None, None, None, None
 
 
-class _Gradients(_Once):
-    """dq, dk, dv. A node of its own, so that every way to a second derivative ends here and none is silently zero."""
+class _Gradients(FirstDerivative):
+    """dq, dk, dv."""
 
     @staticmethod
     def forward(dout, dlse, q, k, v, out, lse, pattern, causal, scale, backend, execution):
@@ -164,14 +170,6 @@ class _Gradients(_Once):
         tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:-1]] + [tensors[-1]]
         dq, dk, dv = (g[..., :d] for g in _run("backward", tensors, pattern, causal, positive, backend, execution))
         return flip(dq), dk, dv
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *second):
-        raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
 
 def positive_scale(scale: float):

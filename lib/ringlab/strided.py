@@ -88,7 +88,7 @@ def add_forward(views, limit: int, alone: bool, causal: bool, scale: float, kern
 
     ``limit``: bytes of a piece's result; ``alone``: nothing was written there yet.
     """
-    for q, k, v, lse, out in _pieces(views, limit):  # (b', m, h, d)
+    for q, k, v, lse, out in pieces(views, limit):  # (b', m, h, d)
         o, l = kernel.forward(q, k, v, causal, scale)
         lse = lse.squeeze(-1).transpose(1, 2)  # (b', h, m)
         if alone:
@@ -141,7 +141,7 @@ def add_backward(views, limit: int, alone: bool, shares_kv: bool, causal: bool, 
     ``limit``: bytes of a piece's result; ``alone``: nothing was written there yet; ``shares_kv``: all heads see the
     same rows of k and v.
     """
-    for *read, dq, dk, dv in _pieces(views, limit):  # (b', m, h, d)
+    for *read, dq, dk, dv in pieces(views, limit):  # (b', m, h, d)
         for i, (result, grad) in enumerate(zip((dq, dk, dv), _call_backward(kernel, read, causal, scale))):
             if alone:
                 result.copy_(grad)
@@ -175,7 +175,7 @@ def _fold(views: list[Tensor]) -> list[list[Tensor]]:
     return [[x[i] for x in views] for i in range(b)]
 
 
-def _pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
+def pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
     """The folded views, cut along the batch, then along the heads, to at most ``limit`` bytes of the last one each."""
     for folded in _fold(views):
         batch, rows, heads, d = folded[-1].shape

@@ -7,7 +7,7 @@ in arithmetic progression are one call over a strided view; scattered blocks of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,11 @@ JOIN = 48  # merging a row of a result costs about as much as so many pairs
 COPY = 1.25  # copying scattered keys together, against reading them in place
 LONG, SHORT = 1024, 768  # fewer queries than SHORT take their keys LONG at a time, while these are in the cache
 MOST_LEVELS = 6
-SAMPLE = 512  # blocks of queries by which the levels are chosen
+SAMPLE = 512  # blocks of queries by which the levels are chosen, and which are looked at together: whole nodes
+
+# Which blocks some blocks of queries see: a range of these -> bool (rows, c), and the numbers (c,) of the blocks of
+# keys, in which neighbours that are both seen are neighbours; what is left out is not seen.
+Layer = Callable[[range], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,19 @@ class Cuts:
         return cls(starts, torch.diff(starts, append=torch.tensor([n])))
 
 
-def tile(layers: list[Tensor], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None) -> Tiling:
-    """The calls for disjoint ``layers`` of seen blocks, bool (queries, keys): regular ones first.
+def layer(seen: Tensor) -> Layer:
+    """The layer of a table of seen blocks, bool (queries, keys)."""
+    return lambda rows: (seen[rows.start : rows.stop], torch.arange(seen.shape[1]))
+
+
+def tile(layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None) -> Tiling:
+    """The calls for disjoint ``layers`` of seen blocks: regular ones first.
 
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
 
     >>> from ringlab.blocks import local_global
     >>> cuts = Cuts.of(16384, 128)
-    >>> run = tile([local_global(2, 4).blocks(16384)], cuts, cuts).runs[0]  # the global blocks of keys
+    >>> run = tile([layer(local_global(2, 4).blocks(16384))], cuts, cuts).runs[0]  # the global blocks of keys
     >>> run.rows, run.keys, run.nodes, run.query, run.key
     (8192, 512, 2, (0, 8192), (0, 0))
     """
@@ -97,7 +106,7 @@ def tile(layers: list[Tensor], queries: Cuts, keys: Cuts, diagonal: Tensor | Non
     picked: list[Picked] = []
     for seen in layers:
         for rows, level in _chains(queries):
-            found, left = _nodes(seen[rows.start : rows.stop], rows, level, queries, keys)
+            found, left = _nodes(seen, rows, level, queries, keys)
             runs += found
             picked += left
     runs += _squares(queries, keys, diagonal)
@@ -105,15 +114,14 @@ def tile(layers: list[Tensor], queries: Cuts, keys: Cuts, diagonal: Tensor | Non
 
 
 def copied(
-    seen: Tensor, queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, *, alone: bool = False
+    seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, *, alone: bool = False
 ) -> Tiling:
     """As ``tile``, with all keys of a block of queries copied together; ``alone``: a call for each such block."""
     picked: list[Picked] = []
     for rows, _ in _chains(queries):
-        for part in [range(i, i + 1) for i in rows] if alone else [rows]:
-            node, first, stop = _stretches(seen[part.start : part.stop])
-            size = int(queries.lengths[part.start])
-            picked += _copied(node, first, stop, queries.starts[part.start] + node * size, size, keys)
+        ((_, node, first, stop),) = _found(seen, rows, (0,))
+        size = int(queries.lengths[rows.start])
+        picked += _copied(node, first, stop, queries.starts[rows.start] + node * size, size, keys, alone)
     squares = _squares(queries, keys, diagonal)
     if alone:
         squares = [
@@ -142,31 +150,27 @@ def _chains(queries: Cuts) -> Iterator[tuple[range, int]]:
             start = stop
 
 
-def _nodes(seen: Tensor, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[list[Run], list[Picked]]:
+def _nodes(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[list[Run], list[Picked]]:
     """The calls of one chain, at those levels of its tree that make it cheapest."""
-    common = [seen]
-    for _ in range(levels):
-        below = common[-1][: len(common[-1]) // 2 * 2]
-        common.append(below[0::2] & below[1::2])
     size = int(queries.lengths[rows.start])
     used: tuple[int, ...] = (0,)
-    middle = (len(seen) // 2 - SAMPLE // 2) >> levels << levels  # of many blocks some are enough to tell
-    some = [c[max(0, middle) >> i :][: SAMPLE >> i] for i, c in enumerate(common)]
-    best = _cost(_taken(some, used), size, keys)
+    middle = (len(rows) // 2 - SAMPLE // 2) >> levels << levels  # of many blocks some are enough to tell
+    some, cols = seen(rows[max(0, middle) :][:SAMPLE])
+    common = _common(some, levels)
+    best = _cost(_taken(common, used), cols, size, keys)
     for level in range(levels, 0, -1):
-        cost = _cost(_taken(some, with_it := (*used, level)), size, keys)
+        cost = _cost(_taken(common, with_it := (*used, level)), cols, size, keys)
         if cost < best:
             used, best = with_it, cost
     runs, picked = [], []
-    for level, taken in _taken(common, used):
-        node, first, stop = _stretches(taken)
+    for level, node, first, stop in _found(seen, rows, used):
         length = size << level
         at = queries.starts[rows.start] + node * length
         begin = keys.starts[first]
         count = keys.starts[stop - 1] + keys.lengths[stop - 1] - begin
         apart = torch.zeros(len(node), dtype=torch.bool)
         if level == 0:
-            apart = _better_copied(node, count, len(taken), size)
+            apart = _better_copied(node, count, len(rows), size)
             picked += _copied(node[apart], first[apart], stop[apart], at[apart], size, keys)
         entries = [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
         for shape in _progressions(entries):
@@ -182,9 +186,31 @@ def _in_cache(run: Run) -> Iterator[Run]:
         yield Run(run.rows, min(step, run.keys - at), run.nodes, run.query, key)
 
 
-def _taken(common: list[Tensor], levels: tuple[int, ...]) -> list[tuple[int, Tensor]]:
+def _found(seen: Layer, rows: range, levels: tuple[int, ...]) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+    """(level, node, first block of keys, one behind the last) of the stretches that nodes take, the largest first.
+
+    ``rows`` are looked at some at a time, so that time and memory follow what is near them.
+    """
+    found: dict[int, list] = {level: [] for level in sorted(levels, reverse=True)}
+    for start in range(0, len(rows), SAMPLE):
+        some, cols = seen(rows[start : start + SAMPLE])
+        for level, taken in _taken(_common(some, max(levels)), levels):
+            node, first, stop = _stretches(taken, cols)
+            found[level].append((node + (start >> level), first, stop))
+    return [(level, *map(torch.cat, zip(*parts))) for level, parts in found.items()]
+
+
+def _common(seen: Tensor, levels: int) -> list[Tensor]:
+    """What all blocks of a node see, bool (nodes, c), by level of the tree."""
+    common = [seen]
+    for _ in range(levels):
+        below = common[-1][: len(common[-1]) // 2 * 2]
+        common.append(below[0::2] & below[1::2])
+    return common
+
+
+def _taken(common: list[Tensor], levels: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
     """(level, keys that each of its nodes takes), the largest nodes first."""
-    found = []
     covered = torch.zeros_like(common[0])
     for level in sorted(levels, reverse=True):
         shared = common[level]
@@ -192,16 +218,15 @@ def _taken(common: list[Tensor], levels: tuple[int, ...]) -> list[tuple[int, Ten
         # What a larger node has taken is taken for all of its blocks, so the first one tells.
         mine = shared & ~covered[::width][: len(shared)]
         covered[: len(shared) * width] |= mine.repeat_interleave(width, 0)
-        found.append((level, mine))
-    return found
+        yield level, mine
 
 
-def _stretches(taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _stretches(taken: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(node, first block of keys, one behind the last) of each stretch of neighbouring blocks, by node."""
     edge = torch.zeros(len(taken), 1, dtype=torch.int8)
     change = torch.cat([edge, taken.to(torch.int8), edge], 1).diff(dim=1)  # 1 where one begins, -1 behind its end
     node, first = (change == 1).nonzero().unbind(1)
-    return node, first, (change == -1).nonzero()[:, 1]
+    return node, cols[first], cols[(change == -1).nonzero()[:, 1] - 1] + 1
 
 
 def _weight(count: Tensor, rows: int) -> Tensor:
@@ -210,10 +235,10 @@ def _weight(count: Tensor, rows: int) -> Tensor:
     return COST[row][torch.bucketize(count, torch.tensor(KEYS), right=True) - 1]
 
 
-def _cost(levels: list[tuple[int, Tensor]], size: int, keys: Cuts) -> float:
+def _cost(levels: Iterable[tuple[int, Tensor]], cols: Tensor, size: int, keys: Cuts) -> float:
     total = 0.0
     for level, taken in levels:
-        _, first, stop = _stretches(taken)
+        _, first, stop = _stretches(taken, cols)
         count = keys.starts[stop - 1] + keys.lengths[stop - 1] - keys.starts[first]
         length = size << level
         total += length * float((count * _weight(count, length) + JOIN).sum())
@@ -227,8 +252,8 @@ def _better_copied(node: Tensor, count: Tensor, nodes: int, size: int) -> Tensor
     return (together * _weight(together, size) * COPY + JOIN < in_place)[node]
 
 
-def _copied(node, first, stop, at, size: int, keys: Cuts) -> list[Picked]:
-    """Nodes with equally many keys, together."""
+def _copied(node, first, stop, at, size: int, keys: Cuts, alone: bool = False) -> list[Picked]:
+    """Nodes with equally many keys, together; or each by itself."""
     alike: dict[int, list] = {}
     ends = keys.starts + keys.lengths
     mine: dict[int, list] = {}
@@ -238,7 +263,7 @@ def _copied(node, first, stop, at, size: int, keys: Cuts) -> list[Picked]:
         where[i] = q
     for i, parts in mine.items():
         rows = torch.cat(parts)
-        alike.setdefault(len(rows), []).append((where[i], rows))
+        alike.setdefault(i if alone else len(rows), []).append((where[i], rows))
     return [
         Picked(size, torch.tensor([q for q, _ in members]), torch.stack([rows for _, rows in members]))
         for _, members in sorted(alike.items())
@@ -282,10 +307,9 @@ def _ordered(runs: list[Run], picked: list[Picked], rows: int) -> Tiling:
     found, clean = [], True
     for run in sorted(runs, key=lambda r: (-r.nodes * r.rows, r.query)):
         start, step = run.query
-        mine = (start + torch.arange(run.nodes)[:, None] * step + torch.arange(run.rows)).flatten()
-        touched = written[mine]
-        first = not bool(touched.any())
-        clean &= first or bool(touched.all())
-        written[mine] = True
+        mine = written.as_strided((run.nodes, run.rows), (step, 1), start)  # nodes never share rows
+        first = not bool(mine.any())
+        clean &= first or bool(mine.all())
+        mine.fill_(True)
         found.append(Run(run.rows, run.keys, run.nodes, run.query, run.key, run.causal, first))
     return Tiling(tuple(found), tuple(picked), covered=clean and bool(written.all()))

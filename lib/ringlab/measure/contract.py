@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ SAMPLED = 32  # rows and columns per head that are compared with the float64 ora
 
 @dataclass
 class Output:
-    """What one call gave; ``grads`` = (dq, dk, dv) for "fwd+bwd"."""
+    """What one call gave; ``grads`` = (dq, dk, dv) for "fwd+bwd"; ``counted``: what else it did, by name."""
 
     out: Tensor
     lse: Tensor | None = None
     grads: tuple[Tensor, ...] = ()
+    counted: dict[str, int] = field(default_factory=dict)
 
     def named(self) -> dict[str, Tensor]:
         found = {"out": self.out} | ({} if self.lse is None else {"lse": self.lse})

@@ -24,7 +24,8 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
     ``tracked_peak_bytes``: live tensor storages. ``high_water_bytes``: the process's own mark above its resident size
     before the inputs were made, on the CPU and for 32 MiB of tensors or more, below which the libraries' own pages
     would be most of it. ``allocator_peak_bytes``: on CUDA. ``operator_calls``: aten operators that the call dispatched,
-    ``view_calls`` those of them that only make a view; what a cache builds once is in neither.
+    ``view_calls`` those of them that only make a view; what a cache builds once is in neither. And what the system
+    itself counted in that call.
     """
     gc.collect()
     floor = system.cost.floor_bytes
@@ -48,7 +49,7 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
         found["high_water_bytes"] = memory.high_water_bytes() - before
     found["tracked_peak_bytes"] = tracker.peak_bytes
     found |= {"operator_calls": tracker.operators, "view_calls": tracker.views}
-    return inputs, output, found, seconds
+    return inputs, output, found | output.counted, seconds
 
 
 def warm(point: Point, device: torch.device) -> None:

@@ -70,7 +70,7 @@ class Steps(Output):
     """Steps as an output; only when looked at is ``out`` the multiplicity (heads, queries, n) that they come to."""
 
     def __init__(self, steps, point: Point):
-        self.steps, self.point = steps, point
+        self.steps, self.point, self.counted = steps, point, {}
 
     @cached_property
     def out(self) -> Tensor:

@@ -12,7 +12,7 @@ from .points import Group, Point
 from .ring_suites import LARGE_MEMORY, SHORTEST, TWIN, own_dtype
 
 TABLE, JOURNEY, EFFICIENCY = "block sparse table", "journey", "efficiency"
-LENGTHS, EXTREME, PATTERNS = "window lengths", "extreme lengths", "block patterns"
+LENGTHS, EXTREME, PATTERNS, REUSE = "window lengths", "extreme lengths", "block patterns", "reuse"
 ORIGINAL, OPTIMIZED = "BlockSparseRingDilatedAttention", "BlockSparseOptimized"
 TORCH_SPARSE = "BlockSparseTorchSparse"
 
@@ -22,21 +22,26 @@ LONG_TOKENS = 16384
 FAR = blocks.sliding_window(2, block_size=128)
 EXTREME_TOKENS = (65536, 131072, 262144)
 WAYS = ("rows", "batched", "views")  # of execution, as the document's journey goes
+ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window shows
+LOOKED_UP = 2048  # the longest of the lengths whose patterns are looked up
+CACHES_MB = (0, 0.25, 1, 64)  # the last is the library's own; with 0 nothing is kept
+SCRATCH_MB, THREADS = (1, 4, 16, 64), (1, 2)
 
 
 def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """The points of document 002 for a profile, about two and a half minutes on two CPU cores.
+    """The points of document 002 for a profile, about three minutes on two CPU cores.
 
     ``block sparse table``: its table and dense attention. ``journey``: what building the calls costs, cold and warm,
     and what each step is worth. ``efficiency``: how near a call comes to dense time times density, beside torch's
     compiled FlexAttention on the same masks. ``window lengths``: from which n on the pattern pays. ``extreme
-    lengths``: the lengths of its headlines, each alone. ``block patterns``: density, time and error of each kind. A
-    rehearsal leaves out what is long.
+    lengths``: the lengths of its headlines, each alone. ``block patterns``: density, time and error of each kind, and
+    of blocks chosen by content. ``reuse``: a cache by its bytes where many patterns are looked up, and a pool beside
+    fresh memory by size and threads. A rehearsal leaves out what is long.
     """
     dtype = own_dtype(profile) if device == "cuda" else "float32"
     groups = [table(dtype), journey(dtype), lengths(profile, device, dtype, rehearsal), patterns(dtype)]
     if not rehearsal:
-        groups += [efficiency(profile, device, dtype), extreme(device, dtype)]
+        groups += [efficiency(profile, device, dtype), extreme(device, dtype), reuse()]
     return groups
 
 
@@ -106,9 +111,21 @@ def extreme(device: str, dtype: str) -> Group:
 
 
 def patterns(dtype: str) -> Group:
-    """One row for each kind of pattern."""
+    """One row for each kind of pattern, and one for blocks chosen by content."""
     point = Point("ringlab", WINDOW, seq_len=TOKENS, dtype=dtype)
-    return Group(PATTERNS, tuple(point.but(pattern=pattern) for pattern in KINDS.values()))
+    chosen = point.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
+    return Group(PATTERNS, (*(point.but(pattern=pattern) for pattern in KINDS.values()), chosen))
+
+
+def reuse() -> Group:
+    """Lookups of many patterns by what the cache may hold, and scratch from a pool and without it."""
+    lookup = Point("cache_workload", WINDOW, seq_len=LOOKED_UP)
+    points = [lookup.but(options={"max_mb": mb, "blocks": "batched"}) for mb in CACHES_MB]
+    points.append(lookup.but(options={"max_mb": CACHES_MB[-1], "blocks": "views"}))
+    scratch = Point("pool_workload", Dense(), seq_len=1)
+    points += [scratch.but(options={"size_mb": mb, "threads": threads, "pool": pool})
+               for mb in SCRATCH_MB for threads in THREADS for pool in (False, True)]  # fmt: skip
+    return Group(REUSE, tuple(points))
 
 
 KINDS: dict[str, BlockSparse] = {

@@ -16,10 +16,12 @@ from .. import Execution, Simulated, attention, kernels, memory, patterns, refer
 from ..cost import Cost
 from . import peers
 from .baselines import copying_attention
+from .content import Chosen
 from .contract import SAMPLED, Output, System, only
 from .flex import flex
 from .planning import PlanBuild
 from .points import Point
+from .reuse import CacheWorkload, PoolWorkload
 from .sharded import Sharded
 
 
@@ -175,7 +177,8 @@ PUBLISHED = (
     "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect", "RingDilatedAttentionHilbertGPUOptimized",
 )  # fmt: skip
 BLOCK_SPARSE = ("BlockSparseRingDilatedAttention", "BlockSparseOptimized", "BlockSparseTorchSparse")
-ONE_DEVICE = ("flex", "dense_sdpa", "copying", "contiguous_segments", "sgemm", "plan_build", *peers.SYSTEMS)
+ONE_DEVICE = ("flex", "adaptive", "dense_sdpa", "copying", "contiguous_segments", "sgemm", "plan_build",
+              "cache_workload", "pool_workload", *peers.SYSTEMS)  # fmt: skip
 SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
     "ringlab": ringlab,
     "dense_sdpa": dense_sdpa,
@@ -183,7 +186,10 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
     "contiguous_segments": ContiguousSegments,
     "sgemm": Sgemm,
     "plan_build": PlanBuild,
+    "cache_workload": CacheWorkload,
+    "pool_workload": PoolWorkload,
     "flex": flex,
+    "adaptive": Chosen,
     **peers.SYSTEMS,
     **{name: _published(name) for name in (*PUBLISHED, *BLOCK_SPARSE)},
 }

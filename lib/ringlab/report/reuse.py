@@ -91,7 +91,7 @@ class _Counting(memory.MemoryPool):
 def lent(point, threshold_mb: float) -> Lent:
     """What one forward call of a point borrows, counted by making it once on the CPU; sizes are the same on a GPU."""
     pool = _Counting(int(threshold_mb * MIB))
-    execution = Execution(gather=switches(point)["gather"], pool=pool)
+    execution = Execution(gather=switches(point)["gather"], blocks=switches(point).get("blocks", "auto"), pool=pool)
     shape = point.batch, point.seq_len, point.heads, point.head_dim
     q, k, v = torch.zeros(3, *shape, dtype=getattr(torch, point.dtype))
     attention(q, k, v, pattern_of(point), causal=point.causal, execution=execution)

@@ -55,14 +55,18 @@ def is_optimised(result) -> bool:
 
 def label(result) -> str:
     """What a reader calls a row."""
-    point = result.point
+    point, options = result.point, dict(result.point.options)
     names = {
         "dense_sdpa": "Dense SDPA",
         "copying": "Copying form",
         "contiguous_segments": "torch's kernel, contiguous segments",
         "sgemm": "Matrix product",
-        "plan_build": f"{steps_of(point)}, {'found' if dict(point.options).get('warm') else 'built'}",
+        "plan_build": f"{steps_of(point)}, {'found' if options.get('warm') else 'built'}",
         "flex": f"FlexAttention, {patterns.from_dict(point.pattern)}",
+        "adaptive": f"Blocks chosen by content, {options.get('top_k')} of {options.get('block_size')}",
+        "cache_workload": f"Lookups of many patterns, {options.get('blocks')}, cache of {options.get('max_mb')} MiB",
+        "pool_workload": f"Scratch of {options.get('size_mb')} MiB, {options.get('threads')} threads, "
+        + ("pooled" if options.get("pool") else "fresh"),
     }
     if point.system in names:
         return names[point.system]

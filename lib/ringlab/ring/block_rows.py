@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..block_sparse import layers_of
 from ..blocks import BlockSparse
-from ..tiling import Cuts, Tiling, tile
+from ..tiling import Cuts, Tiling, layer, tile
 from .layout import Layout
 
 
@@ -73,11 +73,11 @@ def calls(
     """The calls of a rank's queries on its own keys, or on the rows ``received`` of others, in their order."""
     mine = Pieces.of(layout.ranges(rank), pattern.block_size)
     theirs = mine if received is None else Pieces.of(received, pattern.block_size)
-    layers = layers_of(pattern, layout.n, mine.blocks, theirs.blocks)
+    layers = [seen(mine.blocks, theirs.blocks) for seen in layers_of(pattern, layout.n)]
     diagonal = None
     if causal:
         if received is None:
             itself = torch.stack(layers).any(0).diagonal()
             diagonal = torch.where(itself, torch.arange(len(itself)), -1)
-        layers = [layer & theirs.before(mine) for layer in layers]
-    return tile(layers, mine.cuts, theirs.cuts, diagonal)
+        layers = [seen & theirs.before(mine) for seen in layers]
+    return tile([layer(seen) for seen in layers], mine.cuts, theirs.cuts, diagonal)

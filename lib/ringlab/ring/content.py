@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import chosen
+from ..local import outside_graphs
 from .agree import agree
 from .comm import AllToAll, Exchange, Post, Steps, Wait, drive, simulate
 from .layout import contiguous
 from .plan import Problem, RankPlan
-from .ranks import Simulated, _process_group
+from .ranks import Simulated, process_group
 
 _agreed: WeakKeyDictionary = WeakKeyDictionary()  # process group -> what its ranks were found to share
 
@@ -46,7 +47,7 @@ class World:
         if isinstance(group, Simulated):
             found = cls(group.ranks, range(group.ranks), None)
         else:
-            group = _process_group(group)
+            group = process_group(group)
             rank = dist.get_rank(group)
             found = cls(dist.get_world_size(group), range(rank, rank + 1), group)
         return found if found.ranks > 1 else None
@@ -83,7 +84,7 @@ class World:
 
 def gather(world: World, q: Tensor, k: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     """For every rank here all blocks' (q (b, h, blocks, d), k (b, h_kv, blocks, d)), given those of its own blocks."""
-    return _outside_graphs(_gathered)(world, q, k, size)
+    return outside_graphs(_gathered)(world, q, k, size)
 
 
 def _gathered(world: World, q: Tensor, k: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -130,7 +131,7 @@ def _home(world: World, grad: Tensor) -> Steps:
 
 def attend(world: World, q, k, v, log_m: Tensor | None, picks: Tensor, pattern, causal: bool, scale: float, backend):
     """out (b, n, h, d), lse (b, h, n) of the rows here; picks (b, h, blocks here, top_k) count along the sequence."""
-    return _outside_graphs(_attend)(world, q, k, v, log_m, picks, pattern, causal, scale, backend)
+    return outside_graphs(_attend)(world, q, k, v, log_m, picks, pattern, causal, scale, backend)
 
 
 def _attend(world: World, q, k, v, log_m, picks, pattern, causal, scale, backend):
@@ -168,11 +169,6 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv, dlog_m = zip(*found)
         grads = [_joined(parts, 1).to(k.dtype) for parts in (dq, dk, dv)]
         return *grads, None if log_m is None else _joined(dlog_m, 2), *[None] * 6
-
-
-def _outside_graphs(call):
-    """The call as torch.compile makes it but may not trace it: what moves is data."""
-    return torch.compiler.disable(call) if torch.compiler.is_compiling() else call
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

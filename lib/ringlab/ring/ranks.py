@@ -74,7 +74,7 @@ def attend(q, k, v, pattern, *, causal, scale, backend, execution, group, scheme
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels take no other
     if isinstance(group, Simulated):
         return _simulated(q, k, v, pattern, causal, scale, backend, execution, group.ranks, scheme, layout)
-    group = _process_group(group)
+    group = process_group(group)
     p, shape = dist.get_world_size(group), (q.shape[1], q.shape[2], k.shape[2])
     texts = _texts(pattern, layout, p, dist.get_rank(group), shape, causal, scheme, execution)
     if p == 1:
@@ -124,10 +124,10 @@ def _simulated(q, k, v, pattern, causal, scale, backend, execution, p: int, sche
 
 def group_size(group) -> int:
     """The ranks of a ProcessGroup, a 1-D DeviceMesh or Simulated ones."""
-    return group.ranks if isinstance(group, Simulated) else dist.get_world_size(_process_group(group))
+    return group.ranks if isinstance(group, Simulated) else dist.get_world_size(process_group(group))
 
 
-def _process_group(group) -> dist.ProcessGroup:
+def process_group(group) -> dist.ProcessGroup:
     if isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group must be a 1-D mesh, got one of {group.ndim} dimensions; take one, as mesh['sp']")

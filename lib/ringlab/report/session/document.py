@@ -17,12 +17,13 @@ from ..trust import objection
 from . import claims, rows
 from .extremes import extreme, ring, work
 from .journey import building, journey, journey_figure
+from .reuse import cache_workload, pool_workload
 from .sparsity import efficiency, length_figure, lengths, patterns
 
 __all__ = [
-    "answer", "block_sparse", "block_sparse_figure", "building", "efficiency", "extreme", "failures", "journey",
-    "journey_figure", "ledger", "length_figure", "lengths", "limits", "open_study", "patterns", "provenance",
-    "reading", "ring", "work",
+    "answer", "block_sparse", "block_sparse_figure", "building", "cache_workload", "efficiency", "extreme",
+    "failures", "journey", "journey_figure", "ledger", "length_figure", "lengths", "limits", "open_study", "patterns",
+    "pool_workload", "provenance", "reading", "ring", "work",
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ... import cost, hardware, patterns
+from ...adaptive import Adaptive
 from ...measure import session_suites as suite
 from ..ring.rows import MB, published
 from ..rows import SHORT
@@ -109,6 +110,8 @@ def peak(row) -> Cell | None:
 
 def density(point) -> float:
     """Visible pairs over all pairs."""
+    if point.system == "adaptive":
+        return Adaptive(**dict(point.options)).pairs(point.seq_len, point.causal) / point.seq_len**2
     return patterns.from_dict(point.pattern).density(point.seq_len, point.causal)
 
 
