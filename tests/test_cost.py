@@ -29,20 +29,20 @@ def test_folding_share(pattern, share):
 
 def test_flops_and_bytes_by_hand():
     shape = dict(batch=2, seq_len=64, heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
-    forward = cost.estimate(Dense(), **shape)
+    forward = cost.count(Dense(), **shape)
     assert forward.pairs == 2 * 4 * 64 * 64
     assert forward.flops == forward.folded_flops == 4 * 16 * forward.pairs
     assert forward.floor_bytes == 2 * 64 * 16 * (4 + 2 + 2 + 4) * 2
-    both = cost.estimate(Dense(), **shape, passes="fwd+bwd")
+    both = cost.count(Dense(), **shape, passes="fwd+bwd")
     assert both.flops == 14 * 16 * forward.pairs  # two products forward, five backward
     assert both.floor_bytes == 2 * forward.floor_bytes
-    causal = cost.estimate(Dense(), **shape, causal=True)
+    causal = cost.count(Dense(), **shape, causal=True)
     assert causal.pairs == 2 * 4 * 64 * 65 // 2
 
 
 def test_published_configuration():
     """Document 000: 8192 tokens, 8 heads of 64 in two groups: 25.8 GFLOP, so at least 2.9 ms at 8.87 TFLOP/s."""
-    c = cost.estimate(
+    c = cost.count(
         Dilated([2048, 4096], [1, 2], "head_groups", "branch"),
         batch=1, seq_len=8192, heads=8, head_dim=64, dtype=torch.float32,
     )  # fmt: skip
@@ -55,4 +55,4 @@ def test_published_configuration():
 
 def test_unknown_passes():
     with pytest.raises(ValueError, match="unknown passes 'bwd'"):
-        cost.estimate(Dense(), batch=1, seq_len=1, heads=1, head_dim=1, dtype=torch.float32, passes="bwd")
+        cost.count(Dense(), batch=1, seq_len=1, heads=1, head_dim=1, dtype=torch.float32, passes="bwd")

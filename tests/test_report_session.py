@@ -244,7 +244,7 @@ def test_verdicts_follow_the_documents_own_figures(monkeypatch):
 
 def test_the_printed_factor_is_below_the_work_of_what_is_stated():
     pattern, shape = rows.stated()
-    work = cost.estimate(pattern, **shape)
+    work = cost.count(pattern, **shape)
     assert rows.work() == work and work.floor_bytes == 512 * 2**20
     least = rows.least_seconds(work, hardware.get_profile("gtx1080"))
     assert 1.1 < least < 1.3 and least > 100 * 6.95e-3

@@ -38,7 +38,7 @@ class Cost:
         return max(compute, memory)
 
 
-def estimate(
+def count(
     pattern: Pattern,
     *,
     batch: int,
@@ -55,7 +55,7 @@ def estimate(
     Raises ValueError for ``passes`` other than "fwd" and "fwd+bwd".
 
     >>> from ringlab.patterns import Dense
-    >>> c = estimate(Dense(), batch=1, seq_len=8, heads=2, head_dim=4, dtype=torch.float32)
+    >>> c = count(Dense(), batch=1, seq_len=8, heads=2, head_dim=4, dtype=torch.float32)
     >>> c.pairs, c.flops, c.floor_bytes
     (128, 2048, 1024)
     """

@@ -43,7 +43,7 @@ class System:
         self.scheme: str | None = None  # across ranks: by which its bytes are predicted, None where nothing is
         self.tolerance: dict[str, float] = {}  # where it is known already: inputs of one shape are drawn alike
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
-        self.cost: Cost = cost.estimate(self.pattern, dtype=self.dtype, **{k: getattr(point, k) for k in names})
+        self.cost: Cost = cost.count(self.pattern, dtype=self.dtype, **{k: getattr(point, k) for k in names})
 
     @property
     def backward(self) -> bool:

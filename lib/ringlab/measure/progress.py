@@ -84,7 +84,7 @@ def _expected_s(point: Point, device: str) -> float:
     names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
     shape = {name: getattr(point, name) for name in names}
     try:
-        work = cost.estimate(patterns.from_dict(point.pattern), dtype=getattr(torch, point.dtype), **shape)
+        work = cost.count(patterns.from_dict(point.pattern), dtype=getattr(torch, point.dtype), **shape)
     except ValueError:  # a point that will be refused
         return 0.0
     seconds = work.flops / RATE[device]

@@ -81,7 +81,7 @@ def bounds(profile, shape: dict, pattern, dtypes=("float32", "float16", "bfloat1
     for name in dtypes:
         dtype = getattr(torch, name)
         for p in (pattern, patterns.Dense()):
-            work = cost.estimate(p, dtype=dtype, **fields)
+            work = cost.count(p, dtype=dtype, **fields)
             rate, bandwidth = profile.peak(dtype), profile.bandwidth_bytes_per_s
             found.append((name, p, work, work.seconds(rate, bandwidth) if rate and bandwidth else None))
     return found

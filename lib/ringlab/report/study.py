@@ -236,7 +236,7 @@ def pattern_of(point):
 def cost_of(point, **changes):
     """Cost of a point's work, with ``changes`` of its shape."""
     shape = {k: getattr(point, k) for k in ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")}
-    return cost.estimate(pattern_of(point), **{**shape, "dtype": getattr(torch, point.dtype), **changes})
+    return cost.count(pattern_of(point), **{**shape, "dtype": getattr(torch, point.dtype), **changes})
 
 
 def _matches(result, wanted: dict) -> bool:

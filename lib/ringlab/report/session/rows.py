@@ -130,7 +130,7 @@ def stated(seq_len: int | None = None) -> tuple[patterns.Dilated, dict]:
 def work(pattern=None, seq_len: int | None = None) -> cost.Cost:
     """FLOPs and bytes of a pattern at the document's shape; without one, of the function that it states."""
     own, shape = stated(seq_len)
-    return cost.estimate(pattern or own, **shape)
+    return cost.count(pattern or own, **shape)
 
 
 def card():
