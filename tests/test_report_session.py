@@ -268,7 +268,7 @@ def test_the_share_of_dense_is_by_density_and_pass():
 
 
 def test_every_row_that_a_verdict_rests_on_stands_in_a_table():
-    lines = [line for line in document.lengths(page()).rows if line[0] == 16384]
+    lines = [line for line in document.lengths(page()).rows if line[0] == 8192]
     assert [line[1] for line in lines] == ["This library", "Original", "Optimized"]
 
 
@@ -277,7 +277,7 @@ def test_a_refused_kernel_says_why():
     found = shown(lambda r: replace(r, status="unsupported", reason=why) if r.point.system == "flex" else r)
     table = next(t for t in found.tables if "tenth" in t.caption)
     assert {line[6].text for line in table.rows if line[6]} == {"unsupported"}
-    assert why in found.text and "FlexAttention, blocks of 64" in found.text
+    assert why in found.text and "FlexAttention, blocks of 128" in found.text
 
 
 def test_operators_of_a_call_are_counted_and_those_built_once_are_not():

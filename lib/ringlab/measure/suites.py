@@ -130,7 +130,7 @@ def half_dtype(profile: hardware.Profile, device: str) -> str:
 def engine(profile: hardware.Profile, device: str) -> list[Group]:
     """The engine's speed against what the machine can do, and its memory; dense SDPA at a shorter n is timed above."""
     n, half = long_length(profile, device), half_dtype(profile, device)
-    long = Point("ringlab", LONG, seq_len=4 * n, dtype=own_dtype(profile))
+    long = Point("ringlab", LONG, seq_len=(2 if device == "cpu" else 4) * n, dtype=own_dtype(profile))
     causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
     rate = () if device == "cuda" else (sgemm(),)
     forward = (

@@ -85,7 +85,7 @@ def over_dense(study: Study) -> list[tuple]:
 
 
 def lengths(study: Study) -> Table:
-    """A fixed window over growing n beside dense attention, and the document's two rows at the longest n."""
+    """A fixed window over growing n beside dense attention, and the document's two rows at a long n."""
     found = over_dense(study)
     also = [(r.point.seq_len, None, None, r) for system in (suite.ORIGINAL, suite.OPTIMIZED)
             for r in study.rows(group=suite.LENGTHS, system=system)]  # fmt: skip
