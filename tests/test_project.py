@@ -235,9 +235,9 @@ def test_gpu_names_the_profile_and_nothing_else_does():
 # floors: imports go down, or sideways where SIDEWAYS says so
 
 FLOORS = {
-    5: ["cli", "__main__"],
+    5: ["cli", "__main__", "cli_estimate"],
     4: ["report", "measure"],
-    3: ["api", "variants", "block_variants", "nn", "advise", "adaptive"],
+    3: ["api", "variants", "block_variants", "nn", "advise", "adaptive", "estimate", "dry_call", "dryrun"],
     2: ["ring"],
     1: ["local", "strided", "gather", "tiles", "block_sparse", "bsr", "flex", "chosen", "kernels"],
     0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware",
@@ -246,12 +246,15 @@ FLOORS = {
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 SIDEWAYS = {
     "__main__": {"cli"},
+    "cli": {"cli_estimate"},
     "report": {"measure"},
     "variants": {"api"},
     "block_variants": {"api", "variants"},
     "nn": {"api", "variants"},
     "advise": {"api", "variants"},
     "adaptive": {"api"},
+    "estimate": {"api", "dry_call"},
+    "dry_call": {"api", "dryrun"},
     "local": {"block_sparse", "strided", "gather", "tiles", "kernels"},
     "tiles": {"kernels"},
     "strided": {"kernels"},

@@ -10,6 +10,7 @@ from . import blocks, kernels, nn, reference, ring
 from .adaptive import Adaptive, AdaptiveBlockSparse, adaptive_attention
 from .api import attention
 from .block_variants import BlockSparseOptimized, BlockSparseRingDilatedAttention, BlockSparseTorchSparse
+from .estimate import Estimate, estimate, longest
 from .local import Execution
 from .patterns import BlockSparse, Dense, Dilated, Pattern
 from .ring import Simulated
@@ -39,6 +40,7 @@ __all__ = [
     "Dense",
     "Dilated",
     "DilatedAttention",
+    "Estimate",
     "Execution",
     "Ladder",
     "ImprovedDilatedAttention",
@@ -56,7 +58,9 @@ __all__ = [
     "adaptive_attention",
     "attention",
     "blocks",
+    "estimate",
     "kernels",
+    "longest",
     "nn",
     "reference",
     "ring",

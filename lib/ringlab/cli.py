@@ -1,4 +1,4 @@
-"""``python -m ringlab report / measure / compare / check / pdf / profiles``. All but ``report`` need torch alone."""
+"""``python -m ringlab report``, ``measure``, ``estimate`` and others. All but ``report`` need torch alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import __version__
+from . import __version__, cli_estimate
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
@@ -101,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         one.add_argument("--markdown", action="store_true", help="tables as Markdown (default: aligned text)")
         one.add_argument("--csv", type=Path, metavar="FILE", help="write every row to this file (default: none)")
+
+    ask = command("estimate", _estimate, "what a call needs, without running it, and the longest sequence that fits")
+    choose_profile(ask)
+    cli_estimate.add_options(ask)
 
     command("profiles", _profiles, "list the hardware profiles and which of them run here")
     return parser
@@ -238,6 +242,14 @@ def _pdf(arguments) -> int:
         return _show(pdf.run(arguments.profile, reports=arguments.reports))
     except ReportError as error:
         return _refuse(str(error), error.exit_code)
+
+
+def _estimate(arguments) -> int:
+    try:
+        print(cli_estimate.run(arguments))
+    except (ValueError, NotImplementedError, TypeError) as error:  # JSON that is none is a ValueError too
+        return _refuse(" ".join(str(error).split()))
+    return OK
 
 
 def _profiles(arguments) -> int:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from . import block_sparse, gather, kernels, memory, strided
 from . import cache as caches
+from .kernels.base import device_type_of
 from .patterns import BlockSparse, Pattern
 from .tiles import Ladder, Tiled
 
@@ -99,7 +100,7 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
     found = kernels.choose(q.device, q.dtype, d, causal=causal, backward=needs_backward, backend=backend)
     kernel = execution.tiled(found.kernel)
     if isinstance(pattern, BlockSparse):
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(device_type_of(q), enabled=False):
             return block_sparse.run(passes, tensors, pattern, causal, scale, kernel, execution)
     if execution.gather:
         key = caches.key("gather", pattern, n, heads, kv_heads, q.device)
@@ -108,7 +109,7 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
     else:
         steps = strided.plan_for(q, k, pattern, execution.cached)
         path = strided
-    with torch.autocast(q.device.type, enabled=False):  # the dtype of the inputs is the one that was asked for
+    with torch.autocast(device_type_of(q), enabled=False):  # the dtype of the inputs is the one that was asked for
         return getattr(path, passes)(*tensors, steps, causal, scale, kernel, execution.scratch())
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import cache as caches
-from .kernels.base import HALF, Kernel, wide
+from .kernels.base import HALF, Kernel, device_type_of, wide
 from .merge import merge_
 from .patterns import Pattern
 from .plan import Plan, make_plan
@@ -153,7 +153,7 @@ def add_backward(views, limit: int, alone: bool, shares_kv: bool, causal: bool, 
 
 def _in_one_call(q: Tensor, narrow: bool) -> bool:
     """A call's result may become the output: nothing is rounded later, and no piece is converted (half on a CPU)."""
-    return not narrow and (q.dtype not in HALF or q.device.type != "cpu")
+    return not narrow and (q.dtype not in HALF or device_type_of(q) != "cpu")
 
 
 def _call_backward(kernel: Kernel, reads, causal: bool, scale: float):
@@ -190,7 +190,7 @@ def pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 def piece_limit(t: Tensor) -> int:
     """Bytes of a piece for results like ``t``."""
-    most = PIECE_BYTES.get(t.device.type, 8 << 20)
+    most = PIECE_BYTES.get(device_type_of(t), 8 << 20)
     share = HALF_SHARE if t.dtype in HALF else SHARE
     return min(most, max(most // 8, t.numel() * t.element_size() // share))
 

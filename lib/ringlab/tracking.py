@@ -33,8 +33,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in words for said in OUT_OF_MEMORY)
 
 
-def storages(value: object) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that hold a tensor's bytes (a sparse tensor has several; meta and opaque tensors none).
+def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that hold a tensor's bytes (a sparse tensor has several; opaque tensors none).
+
+    Those on the meta device hold none, and come only if ``meta``.
 
     >>> [s.nbytes() for s in storages(torch.zeros(4, 4)[0])]
     [64]
@@ -53,7 +55,7 @@ def storages(value: object) -> Iterator[torch.UntypedStorage]:
         parts = [t.untyped_storage() for t in (value.ccol_indices(), value.row_indices(), value.values())]
     else:
         parts = []
-    yield from (part for part in parts if part.device.type != "meta")
+    yield from (part for part in parts if meta or part.device.type != "meta")
 
 
 _at_work: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar("trackers", default=())
@@ -80,6 +82,8 @@ class LiveStorageTracker(TorchDispatchMode):
     >>> tracker.peak_bytes, tracker.operators, tracker.views
     (8192, 3, 1)
     """
+
+    _meta = False  # whether tensors without data count, as if they had some
 
     def __init__(self, *, count_arguments: bool = False) -> None:
         super().__init__()
@@ -123,7 +127,7 @@ class LiveStorageTracker(TorchDispatchMode):
         with self._lock:
             self._drop_freed()
             for tensor in tensors:
-                self._count(storages(tensor))
+                self._count(storages(tensor, self._meta))
 
     def __enter__(self):
         _at_work.set((*_at_work.get(), self))
@@ -151,14 +155,14 @@ class LiveStorageTracker(TorchDispatchMode):
                 self._views += func.is_view
             # Between two ops memory only shrinks, so the peak is exact if the freed bytes go before the new ones come.
             self._drop_freed()
-            given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf)}
+            given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
             if self._count_arguments:
-                self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf))
+                self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta))
         out = func(*args, **kwargs)
         if func in _SHOWS_NEW_MEMORY:
             given = {}
         with self._lock:
-            made = (s for leaf in tree_leaves(out) for s in storages(leaf))
+            made = (s for leaf in tree_leaves(out) for s in storages(leaf, self._meta))
             # An output that shares an argument's unregistered storage is a view of foreign memory, unless it grew.
             self._count(s for s in made if s._cdata in self._live or given.get(s._cdata, -1) < s.nbytes())
         return out

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from .base import Kernel, capability
+from .base import Kernel, capability, settled, settled_kernel
 from .eager import Eager
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_cpu import CpuFlash
@@ -52,6 +52,8 @@ def choose(
     >>> choose("cpu", torch.float32, 64).name
     'cpu_flash'
     """
+    if (kernel := settled_kernel()) is not None:
+        return Choice(kernel, {})
     device = _with_index(device)
     names = ()
     for name in (backend,) if isinstance(backend, str) else backend:
@@ -145,4 +147,4 @@ def _with_index(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-__all__ = ["KERNELS", "SDPA", "Choice", "Kernel", "choose", "device_of", "order", "probe", "table"]
+__all__ = ["KERNELS", "SDPA", "Choice", "Kernel", "choose", "device_of", "order", "probe", "settled", "table"]

@@ -7,6 +7,9 @@ the call is causal: the mask is square.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -31,6 +34,38 @@ class Kernel(Protocol):
 
         With the (out, lse) of a larger softmax, of which these keys are a part, the gradients are exact for that one.
         """
+
+
+_settled: ContextVar[tuple[Kernel, str] | None] = ContextVar("settled kernel", default=None)
+
+
+@contextmanager
+def settled(kernel: Kernel, device_type: str) -> Iterator[None]:
+    """Inside, every choice is this kernel, nothing is probed, and work is cut as for ``device_type``: for a run without
+    data, or without the device.
+
+    >>> from ringlab import kernels
+    >>> with settled(kernels.KERNELS["eager"], "cuda"):
+    ...     kernels.choose("cpu", torch.float32, 64).name, device_type_of(torch.zeros(1))
+    ('eager', 'cuda')
+    """
+    token = _settled.set((kernel, device_type))
+    try:
+        yield
+    finally:
+        _settled.reset(token)
+
+
+def settled_kernel() -> Kernel | None:
+    """The kernel that is settled here, or None."""
+    found = _settled.get()
+    return None if found is None else found[0]
+
+
+def device_type_of(t: Tensor) -> str:
+    """"cpu" or "cuda": where work on a tensor runs, or is said to run."""
+    found = _settled.get()
+    return t.device.type if found is None else found[1]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -15,6 +15,7 @@ from .footprints import memory, memory_figure
 from .lengths import length_figure, lengths
 from .origins import provenance
 from .passes import passes
+from .predictions import predictions, predictions_figure
 from .reading import reading
 from .recommend import recommended
 from .reuse import cache_and_pool, cache_table, pool_figure, pool_table
@@ -36,8 +37,8 @@ from .trust import objection, status
 __all__ = [
     "against", "answer", "backends", "backends_by_rule", "cache_and_pool", "cache_table", "ceilings", "computed",
     "failures", "implementations", "ledger", "length_figure", "lengths", "limits", "memory", "memory_figure",
-    "open_study", "passes", "policy", "pool_figure", "pool_table", "provenance", "reading", "recommended", "speed",
-    "switch_figure", "switch_table", "time_figure", "two_by_two", "two_cards",
+    "open_study", "passes", "policy", "pool_figure", "pool_table", "predictions", "predictions_figure", "provenance",
+    "reading", "recommended", "speed", "switch_figure", "switch_table", "time_figure", "two_by_two", "two_cards",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -200,6 +201,20 @@ def _backend(names: str):
     return tuple(names.split(",")) if "," in names else names
 
 
+def forward_of(rank: Rank, scheme: str, q, k, v, run: Callable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse and what the backward needs of others' rows (up to two tensors); ``run`` drives a rank's steps."""
+    out, lse, *kept = run(SCHEMES[scheme][0](rank, q, k, v))
+    kept += [q.new_empty(0) for _ in range(2 - len(kept))]
+    return out.contiguous(), lse.contiguous(), *kept
+
+
+def backward_of(rank: Rank, scheme: str, dout, dlse, q, k, v, out, lse, kept, more, run: Callable):
+    """dq, dk, dv in q's dtype; ``kept`` and ``more`` are those of the forward."""
+    extra = {"plan": (kept,), "ulysses": (kept, more)}.get(scheme, ())
+    grads = run(SCHEMES[scheme][1](rank, dout, dlse, q, k, v, out, lse, *extra))
+    return tuple(g.to(q.dtype).contiguous() for g in grads)
+
+
 @torch.library.custom_op("ringlab::ranks_forward", mutates_args=())
 def ranks_forward(
     q: Tensor, k: Tensor, v: Tensor, group: str, causal: bool, scale: float, backend: str, pattern: str, layout: str,
@@ -216,9 +231,7 @@ def ranks_forward(
         drive(agree(rank.plan, same, q.device), pg)
         known.add(key)
     with torch.autocast(q.device.type, enabled=False), seen_inside():
-        out, lse, *kept = drive(SCHEMES[scheme][0](rank, flip(q), k, v), pg)
-    kept += [q.new_empty(0) for _ in range(2 - len(kept))]
-    return out.contiguous(), lse.contiguous(), *kept
+        return forward_of(rank, scheme, flip(q), k, v, lambda steps: drive(steps, pg))
 
 
 @ranks_forward.register_fake
@@ -245,10 +258,9 @@ def ranks_backward(
     problem, pg = _problem(pattern, layout, causal, q.shape[2], k.shape[2]), _group(group)
     flip, positive = local.positive_scale(scale)
     rank = _rank(problem, dist.get_rank(pg), q, positive, _backend(backend), True, local.named(execution))
-    extra = {"plan": (kept,), "ulysses": (kept, more)}.get(scheme, ())
+    tensors = (dout, dlse, flip(q), k, v, out, lse, kept, more)
     with torch.autocast(q.device.type, enabled=False), seen_inside():
-        grads = drive(SCHEMES[scheme][1](rank, dout, dlse, flip(q), k, v, out, lse, *extra), pg)
-    dq, dk, dv = (g.to(q.dtype).contiguous() for g in grads)
+        dq, dk, dv = backward_of(rank, scheme, *tensors, lambda steps: drive(steps, pg))
     return flip(dq), dk, dv
 
 

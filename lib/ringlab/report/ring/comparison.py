@@ -7,6 +7,7 @@ from .. import study as studies
 from ..cells import error, times
 from ..findings import failures
 from ..origins import provenance
+from ..predictions import predictions, predictions_figure
 from ..reading import reading
 from ..study import Study
 from ..tables import Table, Text, number, size
@@ -15,8 +16,8 @@ from .rows import MB, limits, rows_of
 from .volumes import volumes
 
 __all__ = [
-    "answer", "failures", "ledger", "limits", "memory_figure", "one_device", "open_study", "provenance",
-    "published_memory", "reading", "several", "volumes",
+    "answer", "failures", "ledger", "limits", "memory_figure", "one_device", "open_study", "predictions",
+    "predictions_figure", "provenance", "published_memory", "reading", "several", "volumes",
 ]  # fmt: skip
 COLLECTIVE, ROBUST, PLAN = "RingDilatedAttentionV2Collective", "RingDilatedAttentionV2Robust", "ringlab"
 NAMES = {COLLECTIVE: "All-gather", ROBUST: "P2P ring", PLAN: "Plan"}

@@ -7,6 +7,7 @@ from .. import study as studies
 from ..cells import error
 from ..findings import failures
 from ..origins import provenance
+from ..predictions import predictions, predictions_figure
 from ..reading import reading
 from ..study import Study
 from ..tables import Cell, Table, Text, number, size
@@ -14,8 +15,8 @@ from . import claims, rows
 from .rows import KB, MB, limits, rows_of
 
 __all__ = [
-    "answer", "failures", "ledger", "limits", "memory", "memory_figure", "open_study", "provenance", "published_table",
-    "reading", "standard",
+    "answer", "failures", "ledger", "limits", "memory", "memory_figure", "open_study", "predictions",
+    "predictions_figure", "provenance", "published_table", "reading", "standard",
 ]  # fmt: skip
 SYSTEM = "RingDilatedAttentionHybrid"
 

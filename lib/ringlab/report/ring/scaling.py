@@ -9,6 +9,7 @@ from ..cells import error
 from ..cells import times as factors
 from ..findings import failures
 from ..origins import provenance
+from ..predictions import predictions, predictions_figure
 from ..reading import reading
 from ..study import Study
 from ..tables import Cell, Table, Text, about, number, size
@@ -17,8 +18,8 @@ from . import claims, rows
 from .rows import KB, MB, limits, rows_of
 
 __all__ = [
-    "answer", "failures", "four_panels", "ledger", "limits", "longest", "memory", "open_study", "provenance",
-    "published_tables", "reading", "systems", "times",
+    "answer", "failures", "four_panels", "ledger", "limits", "longest", "memory", "open_study", "predictions",
+    "predictions_figure", "provenance", "published_tables", "reading", "systems", "times",
 ]  # fmt: skip
 SYSTEM = "RingDilatedAttentionSDPA"  # whose tables the document prints
 SYSTEMS = (SYSTEM, "RingDilatedAttentionCorrect", "RingDilatedAttentionHilbertGPUOptimized")

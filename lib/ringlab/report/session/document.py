@@ -8,6 +8,7 @@ from .. import study as studies
 from ..cells import bound, error, ms, times
 from ..findings import failures
 from ..origins import provenance
+from ..predictions import predictions, predictions_figure
 from ..reading import reading
 from ..ring import rows as shared
 from ..rows import SHORT
@@ -23,7 +24,7 @@ from .sparsity import efficiency, length_figure, lengths, patterns
 __all__ = [
     "answer", "block_sparse", "block_sparse_figure", "building", "cache_workload", "efficiency", "extreme",
     "failures", "journey", "journey_figure", "ledger", "length_figure", "lengths", "limits", "open_study", "patterns",
-    "pool_workload", "provenance", "reading", "ring", "work",
+    "pool_workload", "predictions", "predictions_figure", "provenance", "reading", "ring", "work",
 ]  # fmt: skip
 
 

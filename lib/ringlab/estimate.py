@@ -1,0 +1,205 @@
+"""What a call costs before it is run: FLOPs, bytes, peak memory by part, bytes between ranks and a lower time bound;
+and the longest sequence for a memory budget.
+
+Memory and bytes between ranks come from the engine itself, run without data (``dryrun``), so they are those of the code
+that would run, for any length: the live tensors of a first call, as ``LiveStorageTracker`` measures them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+
+from . import cost, hardware
+from .api import DEFAULT
+from .blocks import Given
+from .dry_call import Call
+from .local import Execution
+from .patterns import BlockSparse, Pattern
+
+MARGIN = 1.1  # rates that a probe measured are raised by this before they bound anything, as in measuring
+ROWS = 128  # what the longest sequence is a multiple of, a rank
+FEW_BLOCKS = 1024  # up to which calls of a block-sparse pattern are planned to find it: planning is quadratic
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank's device does at most: FLOP/s, bytes/s of memory, bytes/s sent to others; None: not known."""
+
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one call costs. ``cost``: of all ranks together; ``parts`` (bytes, see ``dryrun.PARTS``) and ``peak_bytes``:
+    of the rank that holds most, at its peak; ``gradients`` are those of out, given, and of q, k, v.
+
+    ``sent``: bytes of one call by (from rank, to rank). ``bounds``: lower bounds in seconds by what they come from,
+    "compute", "memory", "network", where a rate is known. ``at_least``: why the peak may be higher, or "".
+    """
+
+    cost: cost.Cost
+    ranks: int
+    scheme: str | None
+    parts: dict[str, int]
+    peak_bytes: int
+    sent: dict[tuple[int, int], int]
+    bounds: dict[str, float] = field(default_factory=dict)
+    at_least: str = ""
+
+    @property
+    def bound_s(self) -> float:
+        """The largest of the lower bounds in seconds; 0.0 where no rate is known."""
+        return max(self.bounds.values(), default=0.0)
+
+    @property
+    def binds(self) -> str | None:
+        """What the largest bound comes from."""
+        return max(self.bounds, key=self.bounds.get, default=None)
+
+    def bounded(self, rates: Rates) -> Estimate:
+        """The same with the bounds that these rates give. Work is taken as shared evenly, which bounds it from below.
+
+        A link carries what the busiest rank sends, in one direction.
+        """
+        busiest = max((sum(b for (a, _), b in self.sent.items() if a == rank) for rank in range(self.ranks)), default=0)
+        work = {
+            "compute": (self.cost.folded_flops / self.ranks, rates.flops_per_s),
+            "memory": (self.cost.floor_bytes / self.ranks, rates.bytes_per_s),
+            "network": (busiest, rates.link_bytes_per_s),
+        }
+        return replace(self, bounds={name: size / rate for name, (size, rate) in work.items() if rate and size})
+
+
+def estimate(
+    pattern: Pattern,
+    *,
+    seq_len: int,
+    heads: int = 8,
+    head_dim: int = 64,
+    batch: int = 1,
+    kv_heads: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = False,
+    passes: str = "fwd",
+    ranks: int = 1,
+    scheme: str = "auto",
+    layout="contiguous",
+    backend: str | tuple[str, ...] = "auto",
+    execution: Execution = DEFAULT,
+    profile: hardware.Profile | str | None = None,
+) -> Estimate:
+    """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim) tensors, sharded where ``ranks`` > 1.
+
+    ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
+    here: ``dryrun.kernel_for``); a CPU's rates are measured here, once. None: this CPU's kernels, no bounds.
+    ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and says so.
+    Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for what attention would refuse,
+    and for an unknown profile.
+
+    >>> from ringlab.patterns import Dilated
+    >>> e = estimate(Dilated([2048, 4096], [1, 2]), seq_len=131072, ranks=2, profile="gtx1080")
+    >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
+    ('plan', 549, {}, 'compute')
+    """
+    profile = hardware.resolve(profile) if isinstance(profile, str) else profile
+    shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim}
+    call = Call(pattern, **shape, dtype=dtype, causal=causal, passes=passes, ranks=ranks, scheme=scheme, layout=layout,
+                 backend=backend, execution=execution, profile=profile)  # fmt: skip
+    run, used, at_least = call.at(seq_len)
+    counted = cost.count(pattern, seq_len=seq_len, dtype=dtype, causal=causal, passes=passes, **shape)
+    sent = dict(run.traffic.sent)
+    found = Estimate(counted, ranks, used, run.parts(), run.peak_bytes, sent, at_least=at_least)
+    return found.bounded(rates_of(profile, dtype, counted.floor_bytes // ranks)) if profile else found
+
+
+def rates_of(profile: hardware.Profile, dtype: torch.dtype, working_set: int) -> Rates:
+    """The rates that bound a call of this dtype whose tensors take ``working_set`` bytes of a rank.
+
+    A GPU's are its profile's, for links the fastest that it has; a CPU's are measured here, and it has no link.
+    """
+    machine = hardware.detect()
+    if profile.kind == "cpu":
+        peaks = [_probed(name) for name in {"float32", str(dtype).removeprefix("torch.")}]
+        best = max(p.flops_per_s for p in peaks), max(p.bandwidth(working_set) for p in peaks)
+        return Rates(*(MARGIN * rate for rate in best))
+    rate = profile.peak(dtype, machine)
+    if dtype == torch.float32 and rate and profile.flops.get("tf32"):
+        rate = max(rate, profile.flops["tf32"] / 3)  # fp32 out of three tf32 products, as CUTLASS does
+    links = [link for link in profile.links.values() if link]
+    return Rates(rate, profile.bandwidth(working_set), max(links, default=None))
+
+
+@lru_cache(maxsize=8)
+def _probed(dtype: str) -> hardware.Peaks:
+    return hardware.measure_cpu_peaks(dtype)
+
+
+def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
+    """The longest sequence whose peak on every rank fits ``memory_bytes``; keywords are those of ``estimate``.
+
+    A multiple of 128 positions (of blocks, where they are larger) a rank, to within 1/256 of itself. Of a block-sparse
+    pattern over more than 1,024 blocks the peak is taken from the line through shorter ones, and a hundredth more.
+    Raises ValueError where not even the shortest fits, and as ``estimate`` does.
+
+    >>> from ringlab.patterns import Dilated
+    >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
+    1010304
+    """
+    if isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int) or memory_bytes < 1:
+        raise ValueError(f"the memory budget must be a positive number of bytes, got {memory_bytes!r}")
+    peak, unit, low, fixed = _peaks(pattern, **call)
+    if (at_low := peak(low)) > memory_bytes:
+        raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")
+    if fixed:
+        return low
+    high, at_high, guess = None, 0, 2 * low
+    while high is None or high - low > max(unit, low // 256 // unit * unit):
+        found = peak(guess)
+        before, at_before = low, at_low
+        if found <= memory_bytes:
+            low, at_low = guess, found
+        else:
+            high, at_high = guess, found
+        # The peak is nearly linear in the length.
+        slope = (at_high - at_low) / (high - low) if high else (at_low - at_before) / (low - before)
+        ahead = (memory_bytes - at_low) / slope if slope > 0 else low
+        step = max(unit, low // 512 // unit * unit)
+        guess = low + max(step, int(min(ahead, 64 * low)) // unit * unit)
+        guess = guess if high is None else min(guess, high - min(step, max(unit, (high - low) // unit // 2 * unit)))
+    return low
+
+
+def _peaks(pattern: Pattern, *, heads=8, head_dim=64, batch=1, kv_heads=None, dtype=torch.float32, causal=False,
+           passes="fwd", ranks=1, scheme="auto", layout="contiguous", backend="auto", execution=DEFAULT,
+           profile=None):  # fmt: skip
+    """(peak in bytes by length; what lengths are multiples of; the shortest; whether it is the only one)."""
+    profile = hardware.resolve(profile) if isinstance(profile, str) else profile
+    call = Call(pattern, batch, heads, kv_heads or heads, head_dim, dtype, causal, passes, ranks, scheme, layout,
+                 backend, execution, profile)  # fmt: skip
+    unit = low = ROWS * ranks
+
+    @lru_cache(maxsize=64)
+    def peak(n: int) -> int:
+        return call.at(n)[0].peak_bytes
+
+    if not isinstance(pattern, BlockSparse):
+        return peak, unit, low, False
+    if given := [part for part in pattern.parts if isinstance(part, Given)]:  # a mask is of one length
+        return peak, unit, len(given[0].rows) * pattern.block_size, True
+    unit = max(ROWS, pattern.block_size) * ranks
+    most = max([1, *(part.count for part in pattern.parts if hasattr(part, "count"))])
+    far = max(FEW_BLOCKS * pattern.block_size, 2 * unit) // unit * unit
+
+    def nearly(n: int) -> int:
+        if n <= far:
+            return peak(n)
+        half = far // 2 // unit * unit
+        slope = (peak(far) - peak(half)) / (far - half)
+        return int(1.01 * (peak(far) + slope * (n - far)))
+
+    return nearly, unit, -(-most * pattern.block_size // unit) * unit, False
