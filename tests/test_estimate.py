@@ -94,6 +94,8 @@ def test_block_sparse_ranks_and_bsr():
     bsr = estimate(BLOCKS, seq_len=1024, execution=Execution(blocks="bsr"), **SHAPE)
     real = tracked(BLOCKS, 1024, torch.float32, "fwd", False, "auto", Execution(blocks="bsr", cache=PatternCache()))
     assert "bsr" in bsr.at_least and bsr.peak_bytes <= real
+    flex = estimate(BLOCKS, seq_len=1024, execution=Execution(blocks="flex"), **SHAPE)
+    assert "flex" in flex.at_least and flex.peak_bytes < bsr.peak_bytes
     with pytest.raises(ValueError, match="does not serve block-sparse"):
         estimate(BLOCKS, seq_len=1024, ranks=2, scheme="ring", **SHAPE)
 

@@ -70,9 +70,9 @@ class Call:
         rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", Cold.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):
             q, k, v, dout = self.inputs(run, n)
-            if isinstance(self.pattern, BlockSparse) and self.execution.blocks == "bsr":
-                self.bsr(run, q, k, dout)
-                return run, None, "blocks='bsr' does not run without data"
+            if isinstance(self.pattern, BlockSparse) and (way := self.execution.blocks) in ("bsr", "flex"):
+                self.outside(run, way, q, k, dout)
+                return run, None, f"blocks={way!r} does not run without data"
             out, lse = local._Attention.forward(q, k, v, *rest)
             run.name("out", out)
             run.name("lse", lse)
@@ -87,10 +87,10 @@ class Call:
         made = [run.tensor(part, shape, self.dtype) for part, shape in zip("qkv", shapes)]
         return *made, run.tensor("gradients", shapes[0], self.dtype) if self.passes != "fwd" else None
 
-    def bsr(self, run: DryRun, q, k, dout) -> None:
-        """A lower bound: inputs, results, and the probabilities of one head, for torch.sparse needs data to run."""
+    def outside(self, run: DryRun, way: str, q, k, dout) -> None:
+        """A lower bound: inputs, results, and for torch.sparse, which needs data to run, one head's probabilities."""
         seen, size = self.pattern.blocks(q.shape[1]), self.pattern.block_size
-        held = int((seen.tril() if self.causal else seen).sum()) * size * size
+        held = int((seen.tril() if self.causal else seen).sum()) * size * size if way == "bsr" else 0
         del seen
         made = [run.tensor("out", q.shape, q.dtype), run.tensor("lse", q.shape[:3], q.dtype)]
         made += [run.tensor("workspace", (held,), q.dtype)]
