@@ -235,7 +235,7 @@ def test_gpu_names_the_profile_and_nothing_else_does():
 # floors: imports go down, or sideways where SIDEWAYS says so
 
 FLOORS = {
-    5: ["cli", "__main__", "cli_estimate"],
+    5: ["cli", "__main__", "cli_estimate", "cli_advise"],
     4: ["report", "measure"],
     3: ["api", "variants", "block_variants", "nn", "advise", "adaptive", "estimate", "dry_call", "dryrun"],
     2: ["ring"],
@@ -246,12 +246,13 @@ FLOORS = {
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 SIDEWAYS = {
     "__main__": {"cli"},
-    "cli": {"cli_estimate"},
+    "cli": {"cli_estimate", "cli_advise"},
+    "cli_advise": {"cli_estimate"},
     "report": {"measure"},
-    "variants": {"api"},
+    "variants": {"api", "advise"},
     "block_variants": {"api", "variants"},
-    "nn": {"api", "variants"},
-    "advise": {"api", "variants"},
+    "nn": {"api", "advise"},
+    "advise": {"api", "estimate"},
     "adaptive": {"api"},
     "estimate": {"api", "dry_call"},
     "dry_call": {"api", "dryrun"},

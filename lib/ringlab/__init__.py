@@ -8,6 +8,7 @@ torch.Size([1, 64, 4, 16])
 
 from . import blocks, kernels, nn, reference, ring
 from .adaptive import Adaptive, AdaptiveBlockSparse, adaptive_attention
+from .advise import Advice, Evidence, advise
 from .api import attention
 from .block_variants import BlockSparseOptimized, BlockSparseRingDilatedAttention, BlockSparseTorchSparse
 from .estimate import Estimate, estimate, longest
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Adaptive",
     "AdaptiveBlockSparse",
+    "Advice",
     "BlockSparse",
     "BlockSparseOptimized",
     "BlockSparseRingDilatedAttention",
@@ -41,6 +43,7 @@ __all__ = [
     "Dilated",
     "DilatedAttention",
     "Estimate",
+    "Evidence",
     "Execution",
     "Ladder",
     "ImprovedDilatedAttention",
@@ -56,6 +59,7 @@ __all__ = [
     "RingDilatedAttentionV2Robust",
     "Simulated",
     "adaptive_attention",
+    "advise",
     "attention",
     "blocks",
     "estimate",

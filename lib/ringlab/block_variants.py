@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from .api import attention
 from .blocks import BlockSparse, Segment, sliding_window
 from .ring import Simulated, group_size
 from .variants import PublishedAttention
@@ -31,7 +30,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     def __init__(self, segment_lengths=None, dilation_rates=None, ring_size=None, *, pattern=None, **options):
         self.given = pattern
         super().__init__(segment_lengths, dilation_rates, ring_size, **options)
-        self.execution = replace(self.execution, blocks=self.blocks)
+        if self.auto is None:
+            self.execution = replace(self.execution, blocks=self.blocks)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         name = type(self).__name__
@@ -65,10 +65,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         return super().extra_repr() + ("" if self.density is None else f", density={self.density}")
 
     def _attend(self, q, k, v, is_causal):
-        options = {"causal": is_causal, "backend": self.chain, "execution": self.execution}
         shards = 1 if self.group is None or isinstance(self.group, Simulated) else group_size(self.group)
-        pattern = self.pattern_for(q.shape[1] * shards, is_causal)
-        return attention(q, k, v, pattern, **options, **self._ranks(q.shape[1]))
+        return self._attend_to(self.pattern_for(q.shape[1] * shards, is_causal), q, k, v, is_causal)
 
 
 class BlockSparseOptimized(BlockSparseRingDilatedAttention):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import __version__, cli_estimate
+from . import __version__, cli_advise, cli_estimate
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
@@ -105,6 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     ask = command("estimate", _estimate, "what a call needs, without running it, and the longest sequence that fits")
     choose_profile(ask)
     cli_estimate.add_options(ask)
+
+    advise = command("advise", _advise, "say what to run for a length, on what evidence, with code (torch alone)")
+    choose_profile(advise)
+    cli_advise.add_options(advise)
 
     command("profiles", _profiles, "list the hardware profiles and which of them run here")
     return parser
@@ -248,6 +252,14 @@ def _estimate(arguments) -> int:
     try:
         print(cli_estimate.run(arguments))
     except (ValueError, NotImplementedError, TypeError) as error:  # JSON that is none is a ValueError too
+        return _refuse(" ".join(str(error).split()))
+    return OK
+
+
+def _advise(arguments) -> int:
+    try:
+        print(cli_advise.run(arguments))
+    except (ValueError, NotImplementedError) as error:
         return _refuse(" ".join(str(error).split()))
     return OK
 

@@ -39,7 +39,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
     add("--layout", default="contiguous", metavar="L", help="contiguous, zigzag, striped (default: contiguous)")
     add("--backend", default="auto", metavar="B", help="a kernel's name (default: auto)")
     add("--blocks", default="auto", metavar="WAY", help="how a block-sparse pattern runs (default: auto)")
-    add("--memory", type=_bytes, metavar="SIZE", help="of a rank, as 8GiB (default: the profile's)")
+    add("--memory", type=size_in_bytes, metavar="SIZE", help="of a rank, as 8GiB (default: the profile's)")
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
 
@@ -134,7 +134,12 @@ def _numbers(said: str) -> list[int]:
     return [int(part) for part in said.split(",")]
 
 
-def _bytes(said: str) -> int:
+def size_in_bytes(said: str) -> int:
+    """Bytes from a size as people write it, for argparse.
+
+    >>> size_in_bytes("8GiB"), size_in_bytes("1.5 MB"), size_in_bytes("1024")
+    (8589934592, 1500000, 1024)
+    """
     found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", said.strip(), re.IGNORECASE)
     if not found or found[2].upper() not in UNITS or found[1].count(".") > 1:
         raise argparse.ArgumentTypeError(f"a size is a number and a unit, as 8GiB, got {said!r}")

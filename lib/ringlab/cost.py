@@ -87,11 +87,24 @@ def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = Non
         alike[mine] = alike.get(mine, 0) + 1
     pairs = distinct = 0
     for mine, times in alike.items():
-        pairs += times * sum(_common_pairs((one,), n, causal) for one in mine)
+        alone = times * sum(_common_pairs((one,), n, causal) for one in mine)
+        pairs += alone
+        if _is_ladder(mine := sorted(mine), n):  # the branches that show a pair are neighbours
+            distinct += alone - times * sum(_common_pairs(two, n, causal) for two in zip(mine, mine[1:]))
+            continue
         for size in range(1, len(mine) + 1):  # inclusion-exclusion over the branches that show a pair
             sign = 1 if size % 2 else -1
             distinct += times * sign * sum(_common_pairs(some, n, causal) for some in combinations(mine, size))
     return pairs, distinct
+
+
+def _is_ladder(branches: list[tuple[int, int, int]], n: int) -> bool:
+    """Whether each branch's segments lie in the next one's, and its rows are among those of the one before."""
+    plain = all(length % rate == 0 or length >= n for length, rate, _ in branches)  # x mod length mod rate = x mod rate
+    return plain and all(
+        (long % short == 0 or long >= n) and sparse % rate == 0 and other % rate == offset
+        for (short, rate, offset), (long, sparse, other) in zip(branches, branches[1:])
+    )
 
 
 def _common_pairs(branches: tuple[tuple[int, int, int], ...], n: int, causal: bool) -> int:

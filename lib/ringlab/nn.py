@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import ring
+from .advise import Advice, Auto
 from .api import DEFAULT, REFUSED, attention
 from .local import Execution
 from .patterns import Pattern
@@ -19,8 +20,10 @@ class MultiheadAttention(nn.Module):
     ``group``, ``scheme``, ``layout``, ``backend`` and ``execution`` are those of ``ringlab.attention``: over a
     ProcessGroup or 1-D mesh, x is this rank's shard of the sequence. The weights are replicated then, and their
     gradients are this rank's part: sum them over the ranks. ``use_gradient_checkpointing`` keeps x alone for the
-    backward and computes the rest again, exchanges included. The state dict holds ``q_proj``, ``k_proj``, ``v_proj``
-    and ``out_proj``.
+    backward and computes the rest again, exchanges included. ``config="auto"`` chooses backend, scheme and execution by
+    advice for each shape that comes, where they were left at their defaults; an ``Advice``, as one that rests on
+    measured rows, is taken as it is. ``layer.advice`` is the last that was taken; no value changes. The state dict
+    holds ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``.
 
     Raises ValueError for sizes that do not fit, TypeError for an argument that it does not have, as dropout or a mask.
 
@@ -45,6 +48,7 @@ class MultiheadAttention(nn.Module):
         backend: str | tuple[str, ...] = "auto",
         execution: Execution = DEFAULT,
         use_gradient_checkpointing: bool = False,
+        config: str | Advice | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **refused,
@@ -64,6 +68,7 @@ class MultiheadAttention(nn.Module):
             )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.pattern, self.use_gradient_checkpointing = pattern, use_gradient_checkpointing
+        self.auto = None if config is None else Auto(config)
         self.options = {"causal": causal, "group": group, "backend": backend, "execution": execution}
         if group is not None:
             self.options |= {"scheme": scheme, "layout": layout}
@@ -89,10 +94,17 @@ class MultiheadAttention(nn.Module):
     def _forward(self, x: Tensor) -> Tensor:
         projected = ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
         q, k, v = (proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected)  # (b, n, h, d), (b, n, h_kv, d)
-        return self.out_proj(attention(q, k, v, self.pattern, **self.options).flatten(2))
+        options = self.options if self.auto is None else self.auto.fill(self.options, self.pattern, q, k)
+        return self.out_proj(attention(q, k, v, self.pattern, **options).flatten(2))
+
+    @property
+    def advice(self) -> Advice | None:
+        """The advice that the last call followed; None before, or without ``config``."""
+        return self.auto and self.auto.advice
 
     def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
+        said = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
+        return said if self.auto is None else f"{said}, {self.auto}"
 
 
 def _refuse(arguments: dict) -> None:

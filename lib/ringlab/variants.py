@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import hardware, kernels, memory, ring
+from .advise import Advice, Auto
 from .api import FLOATS, attention, check_tensors
 from .local import Execution
 from .patterns import Dilated
@@ -41,7 +42,9 @@ class PublishedAttention(nn.Module):
     ``.half()``, ``.to(dtype)`` and ``.to(device)`` change ``dtype`` and ``device`` like those of a module with weights.
     ``use_flash_attention=False`` keeps to kernels without flash. ``memory_pool_threshold_mb`` is in MiB.
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this rank's shards), or a
-    ``ring_size``, which is simulated on one device.
+    ``ring_size``, which is simulated on one device. ``config="auto"`` runs the same function by the backend, scheme and
+    execution that advice chooses for each shape, instead of those that name this system; switches that are given stay.
+    With an ``Advice`` they are taken from it, and the dtype where the system chooses it. ``.advice`` is the last taken.
     Raises TypeError for an argument that this system does not have, ValueError for bad values, NotImplementedError for
     several ring members in a system of one device.
 
@@ -69,6 +72,7 @@ class PublishedAttention(nn.Module):
         block_size: int | None = None,
         density: float | None = None,
         group=None,
+        config: str | Advice | None = None,
         **refused,
     ):
         super().__init__()
@@ -98,14 +102,19 @@ class PublishedAttention(nn.Module):
                 raise TypeError(f"{argument} must be True or False, got {value!r}")
         self.pattern = self._made_pattern(segment_lengths, dilation_rates, block_size, density)
         self.device = None if device is None else kernels.device_of(device)
+        self.auto = None if config is None else Auto(config)
         if dtype is None and self.auto_dtype:
-            dtype = self._policy_dtype()
+            dtype = self._policy_dtype() if self.advice is None else self.advice["dtype"]
         self.dtype = dtype
         self.group = Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
         self.chain = self.backend if use_flash_attention else FALLBACK
         self.use_gradient_checkpointing = use_gradient_checkpointing
         pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
         self.execution = Execution(gather=self.gather, cache=use_pattern_cache, pool=pool)
+        if self.auto is not None:  # what names the system is left open, what was asked for is not
+            self.chain = "auto" if use_flash_attention else FALLBACK
+            self.execution = replace(self.execution, gather=False)
+            self.scheme = self.scheme and "auto"
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         for argument, value in (("block_size", block_size), ("density", density)):
@@ -150,8 +159,19 @@ class PublishedAttention(nn.Module):
         return out.to(q.dtype)
 
     def _attend(self, q, k, v, is_causal):
+        return self._attend_to(self.pattern, q, k, v, is_causal)
+
+    def _attend_to(self, pattern, q, k, v, is_causal):
         options = {"causal": is_causal, "backend": self.chain, "execution": self.execution}
-        return attention(q, k, v, self.pattern, **options, **self._ranks(q.shape[1]))
+        options |= self._ranks(q.shape[1])
+        if self.auto is not None:
+            options = self.auto.fill(options, pattern, q, k)
+        return attention(q, k, v, pattern, **options)
+
+    @property
+    def advice(self) -> Advice | None:
+        """The advice that the last call followed; None before, or without ``config``."""
+        return self.auto and self.auto.advice
 
     def _ranks(self, rows: int) -> dict:
         """Arguments for ``attention`` that say who shares q, k, v of so many rows."""
@@ -165,7 +185,8 @@ class PublishedAttention(nn.Module):
         return [(name, runs, why, name == chosen) for name, runs, why, _ in rows]
 
     def extra_repr(self) -> str:
-        return f"{self.pattern}, dtype={self.dtype}, {self.execution}"
+        said = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
+        return said if self.auto is None else f"{said}, {self.auto}"
 
 
 class DilatedAttention(PublishedAttention):

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from .base import Kernel, capability, settled, settled_kernel
+from .base import Described, Kernel, capability, settled, settled_kernel
 from .eager import Eager
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_cpu import CpuFlash
@@ -70,7 +70,24 @@ def choose(
     raise NotImplementedError(f"backend {backend!r} cannot run on {device.type} in {dtype}: {reasons}")
 
 
-def order(device: torch.device) -> tuple[str, ...]:
+def expected(kind: str, having: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> Choice:
+    """The kernel of torch's own that "auto" should come to on a device that need not be here; nothing is called.
+
+    ``kind`` is "cpu" or "cuda", ``having`` its compute capability. Kernels of other packages go before it where they
+    are installed. Raises NotImplementedError for a GPU of unknown capability.
+
+    >>> expected("cuda", (6, 1), torch.float32, 64).name
+    'efficient'
+    """
+    if kind == "cuda" and having is None:
+        raise NotImplementedError("which kernel runs depends on the compute capability, and that is not known")
+    device = Described(kind, having)
+    why = {name: KERNELS[name].refuses(device, dtype, head_dim) for name in order(device) if name in (*SDPA, "eager")}
+    name = next(name for name in why if why[name] is None)  # eager refuses nothing
+    return Choice(KERNELS[name], {tried: reason for tried, reason in why.items() if reason})
+
+
+def order(device: torch.device | Described) -> tuple[str, ...]:
     """The names of all kernels, the fastest expected on ``device`` first."""
     if device.type != "cuda":
         return ("cpu_flash", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager")
@@ -147,4 +164,6 @@ def _with_index(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-__all__ = ["KERNELS", "SDPA", "Choice", "Kernel", "choose", "device_of", "order", "probe", "settled", "table"]
+__all__ = [
+    "KERNELS", "SDPA", "Choice", "Kernel", "choose", "device_of", "expected", "order", "probe", "settled", "table",
+]  # fmt: skip

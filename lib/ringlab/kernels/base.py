@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -73,8 +74,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+@dataclass(frozen=True)
+class Described:
+    """A device that need not be here, as far as a kernel asks before it is called."""
+
+    type: str
+    capability: tuple[int, int] | None = None
+
+
+def capability(device: torch.device | Described) -> tuple[int, int]:
+    return device.capability if isinstance(device, Described) else torch.cuda.get_device_capability(device)
 
 
 def needs_cuda(device: torch.device, least: tuple[int, int], most: tuple[int, int] | None = None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -49,11 +50,18 @@ def _rows(problem: Problem, rank: int, scheme: str) -> tuple[int, int]:
     sizes = [layout.size(j) * heads for j in range(p)]
     if scheme == "all_gather":
         return (p - 1) * sizes[rank], sum(sizes) - sizes[rank]
-    hops = [max((t for t in range(1, p) if problem.needs((j + t) % p, j)), default=0) for j in range(p)]
+    hops = _hops(problem)
     # A shard at distance t from home is sent on where it goes further; its gradient leaves every rank that it reached.
     forward = sum(sizes[(rank - t) % p] for t in range(p) if hops[(rank - t) % p] > t)
     gradients = sum(sizes[(rank - t) % p] for t in range(1, p) if hops[(rank - t) % p] >= t)
     return forward, gradients
+
+
+@lru_cache(maxsize=64)
+def _hops(problem: Problem) -> tuple[int, ...]:
+    """How far each rank's shard goes along the ring."""
+    ranks = range(p := problem.layout.ranks)
+    return tuple(max((t for t in ranks[1:] if problem.needs((j + t) % p, j)), default=0) for j in ranks)
 
 
 def _ulysses(problem: Problem, rank: int, broad: int, narrow: int) -> tuple[tuple[int, int], int]:

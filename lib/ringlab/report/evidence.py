@@ -1,0 +1,84 @@
+"""Stored rows as evidence for advice: pairs of rows that took turns and differ in one setting, both quotable."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from .. import hardware, measure
+from ..advise import Evidence
+from ..local import Execution
+from .places import reports_folder
+from .plan import REHEARSAL
+from .rows import SHORT
+from .study import Study, pattern_of, read_study, together
+
+SWITCHES = ("gather", "cache", "pool", "blocks")
+TAKEN = {"backend", "scheme", *SWITCHES}  # options that are settings; a row with others is of its own kind
+WORK = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes", "world_size")
+
+
+def evidence(study: Study, here: str | None = None) -> tuple[Evidence, ...]:
+    """Every comparison of two rows of a study that differ in one setting alone.
+
+    ``here``: the machine for which they count (default: their own); those of others, and a rehearsal's, decide nothing.
+    """
+    known = [(r, s) for r in study.good if r.median and not r.ranks.get("oversubscribed") and (s := settings(r))]
+    found = []
+    for (a, one), (b, two) in combinations(known, 2):
+        if not together(a, b) or any(getattr(a.point, name) != getattr(b.point, name) for name in WORK):
+            continue
+        changed = [name for name in one.keys() & two.keys() if one[name] != two[name]]
+        if len(changed) == 1 and (changed != ["pattern"] or _against_dense(one, two)):
+            found.append(_compared(study, changed[0], (a, one), (b, two), here))
+    return tuple(found)
+
+
+def stored(profile: hardware.Profile) -> tuple[Evidence, ...]:
+    """The evidence of the rows of a profile, or else of its rehearsal; none where there are neither."""
+    for folder in (profile.name, f"{profile.name}-{REHEARSAL}"):
+        study = read_study(profile, reports_folder() / folder / "data")
+        if study.results:
+            return evidence(study, here=measure.machine_id())
+    return ()
+
+
+def settings(result) -> dict[str, str]:
+    """What a row was run with, by setting; empty for a row that is not the library as it is called.
+
+    Dense SDPA has a dtype and a pattern. On several ranks a published system is its scheme.
+    """
+    point, options, plain = result.point, dict(result.point.options), Execution()
+    found = {"dtype": point.dtype, "pattern": str(pattern_of(point))}
+    if point.system == "dense_sdpa":
+        return found if not options else {}
+    scheme = result.ranks.get("scheme") if point.world_size > 1 else ""
+    if options.keys() - TAKEN or not (point.system == "ringlab" or (scheme and not options)):
+        return {}
+    found |= {name: str(options.get(name, getattr(plain, name))) for name in SWITCHES}
+    return found | {"backend": options.get("backend", "auto"), "scheme": scheme}
+
+
+def _against_dense(one: dict, two: dict) -> bool:
+    """Dense SDPA, and a sparse pattern as one would run it: two sparse ones are no measure of each other."""
+    sparse = [s for s in (one, two) if s["pattern"] != "dense"]
+    usual = {"backend": "auto", "gather": "False", "cache": "True", "blocks": "auto"}
+    return len(sparse) == 1 and all(sparse[0].get(name) == value for name, value in usual.items())
+
+
+def _compared(study: Study, about: str, quick: tuple, slow: tuple, here: str | None) -> Evidence:
+    (a, one), (b, two), point = quick, slow, quick[0].point
+    ratio = study.ratio(b, a)
+    dtype = "" if about == "dtype" else point.dtype
+    pattern = next(s["pattern"] for s in (one, two) if s["pattern"] != "dense" or about != "pattern")
+    label = [f"{point.seq_len:,} tokens", SHORT.get(dtype, dtype), "causal" if point.causal else "",
+             "forward" if point.passes == "fwd" else "forward and backward",
+             f"{point.world_size} ranks" if point.world_size > 1 else ""]  # fmt: skip
+    label = [pattern, *label] if about != "pattern" else label
+    foreign = here is not None and a.provenance.get("machine") != here
+    origin = [f"rows at commit {str(a.provenance.get('commit'))[:10]}", "a rehearsal" if study.rehearsal else "",
+              f"another machine ({study.device})" if foreign else ""]  # fmt: skip
+    return Evidence(
+        about, one[about], two[about], ratio.value, ratio.low, ratio.high, ", ".join(filter(None, label)),
+        ", ".join(filter(None, origin)), pattern=pattern, dtype=dtype, seq_len=point.seq_len, passes=point.passes,
+        causal=point.causal, ranks=point.world_size, counts=not (foreign or study.rehearsal), least=ratio.resolution,
+    )  # fmt: skip
