@@ -315,7 +315,7 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     for bad, why in ((["--ranks", "0"], "ranks must be a positive"), (["--memory", "1KB"], "1000 B cannot hold")):
         code, out, err = said("--seq-len", "1024", *bad)
         assert (code, out, err.count("\n")) == (2, "", 1) and why in err
-    for bad, why in ((["--memory", "8 cows"], "'8 cows' is no size"), (["--seq-len", "x"], "invalid int value")):
+    for bad, why in ((["--memory", "8 cows"], "got '8 cows'"), (["--seq-len", "x"], "invalid int value")):
         with pytest.raises(SystemExit, match="2"):
             said("--seq-len", "1024", *bad)
         assert why in capsys.readouterr().err

@@ -175,12 +175,12 @@ def step(execution):
 
 want = step(Execution())
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (size + (100 << 20),) * 2)  # scores: 144 MiB; 40 in tiles, then 8
+resource.setrlimit(resource.RLIMIT_AS, (size + (100 << 20),) * 2)  # scores: 72 MiB, 64 in tiles, then 8; a call holds two
 try:
     step(Execution())
 except RuntimeError as error:
     print("refused:", error)
-ladder = Ladder((2300, 1024, 256))
+ladder = Ladder((2900, 1024, 256))
 found = step(Execution(tile=ladder))
 print("level", ladder.level, "apart", max(float((a - b).norm() / b.norm()) for a, b in zip(found, want)))
 """
