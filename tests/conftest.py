@@ -2,7 +2,8 @@
 
 import pytest
 
-MEASURED_ONCE = ("test_ranks.py", "test_report.py", "test_runs.py")  # a fixture of half a minute serves the whole file
+# A fixture of half a minute serves the whole file.
+MEASURED_ONCE = ("test_ranks.py", "test_report.py", "test_runs.py", "test_triton.py")
 
 
 @pytest.hookimpl(optionalhook=True)

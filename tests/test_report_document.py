@@ -345,7 +345,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     assert "2 unstable points" in said and "Original (no optimizations), fp16, 8,192 tokens, fwd" in said
     assert "unstable" in document.implementations(page).markdown
     failed = document.failures(page)
-    assert len(failed.rows) == 6 and all(row[3] == "needs a CUDA device, this is cpu" for row in failed.rows)
+    assert len(failed.rows) == 7 and all(row[3] == "needs a CUDA device, this is cpu" for row in failed.rows)
     assert all(tables.cell(row[2]).text == "unsupported" for row in failed.rows)
     nothing = [replace(r, errors={"out": 1.0}) if r.point.dtype == "bfloat16" else r for r in whole_suite()]
     assert "bf16: no row passed, each with its reason below." in document.limits(page_of(nothing)).lines

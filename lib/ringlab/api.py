@@ -58,7 +58,7 @@ def attention(
     Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
     NotImplementedError, with the reason, for a backend that cannot serve the device or dtype. Differentiable once, by
     ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise NotImplementedError.
-    Under ``torch.compile`` it runs as it is, between the graphs.
+    Under ``torch.compile`` it runs as it is, between the graphs; ``backend="triton"`` within them.
 
     >>> from ringlab.patterns import Dilated
     >>> q = torch.randn(1, 100, 4, 16)

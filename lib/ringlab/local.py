@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from . import block_sparse, gather, kernels, memory, strided
 from . import cache as caches
+from .kernels import triton_op
 from .kernels.base import device_type_of
 from .patterns import BlockSparse, Pattern
 from .tiles import Ladder, Tiled
@@ -79,6 +80,9 @@ def named(text: str) -> Execution:
 
 def attend(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
+    if backend == "triton" and torch.compiler.is_compiling() and _plain(execution):
+        flip, positive = positive_scale(scale)
+        return triton_op.attend(flip(q), k, v, pattern, causal, positive)
     return outside_graphs(_attend)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
 
 
@@ -90,6 +94,17 @@ def outside_graphs(call):
 def _attend(q, k, v, *rest):
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     return _Attention.apply(q, k, v, *rest)
+
+
+def _plain(execution: Execution) -> bool:
+    """Whether nothing is asked for that a kernel of whole patterns does not do: it has no calls to choose or to cut."""
+    return not execution.gather and execution.tile is None and execution.blocks == "auto"
+
+
+def _whole(q, causal, backward: bool, backend, execution: Execution) -> kernels.PatternKernel | None:
+    """The kernel that runs the whole pattern, if it is such a one that was chosen."""
+    found = kernels.choose(q.device, q.dtype, q.shape[3], causal=causal, backward=backward, backend=backend).kernel
+    return found if _plain(execution) and isinstance(found, kernels.PatternKernel) else None
 
 
 def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, execution: Execution):
@@ -141,6 +156,9 @@ class _Attention(Once):
     @staticmethod
     def forward(q, k, v, pattern, causal, scale, backend, execution):
         flip, positive = positive_scale(scale)
+        if whole := _whole(q, causal, any(t.requires_grad for t in (q, k, v)), backend, execution):
+            with torch.autocast(q.device.type, enabled=False):
+                return whole.attend(flip(q), k, v, pattern, causal, positive, execution.cached)
         return _run("forward", (flip(q), k, v), pattern, causal, positive, backend, execution)
 
     @staticmethod
@@ -165,6 +183,11 @@ class _Gradients(FirstDerivative):
     def forward(dout, dlse, q, k, v, out, lse, pattern, causal, scale, backend, execution):
         flip, positive = positive_scale(scale)
         tensors = (dout, flip(q), k, v, out, lse)
+        if whole := _whole(q, causal, True, backend, execution):
+            with torch.autocast(q.device.type, enabled=False):
+                rest = (*tensors[1:], pattern, causal, positive, execution.cached)
+                dq, dk, dv = whole.gradients(dout, dlse, *rest)
+            return flip(dq), dk, dv
         d = q.shape[3]
         if dlse is not None:
             tensors = fold_lse_gradient(*tensors, dlse)

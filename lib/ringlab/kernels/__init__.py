@@ -7,15 +7,16 @@ from functools import lru_cache
 
 import torch
 
-from .base import Described, Kernel, capability, settled, settled_kernel
+from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel
 from .eager import Eager
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_cpu import CpuFlash
 from .torch_cuda import CuDNN, Efficient, Flash
+from .triton_lists import TritonLists
 
 KERNELS: dict[str, Kernel] = {
     k.name: k
-    for k in (CpuFlash(), FlashAttn3(), CuDNN(), FlashAttn2(), Flash(), Xformers(), Efficient(), Eager())
+    for k in (CpuFlash(), FlashAttn3(), CuDNN(), FlashAttn2(), Flash(), Xformers(), Efficient(), Eager(), TritonLists())
 }
 SDPA = ("cpu_flash", "cudnn", "flash", "efficient")  # what torch's scaled_dot_product_attention can dispatch to
 PROBE_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}  # far above rounding, far below a wrong function
@@ -88,12 +89,14 @@ def expected(kind: str, having: tuple[int, int] | None, dtype: torch.dtype, head
 
 
 def order(device: torch.device | Described) -> tuple[str, ...]:
-    """The names of all kernels, the fastest expected on ``device`` first."""
+    """The names of all kernels, the fastest expected on ``device`` first; what was never timed comes last."""
     if device.type != "cuda":
-        return ("cpu_flash", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager")
-    if capability(device) >= (9, 0):
-        return ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager", "cpu_flash")
-    return ("flash_attn_2", "flash", "cudnn", "xformers", "efficient", "eager", "flash_attn_3", "cpu_flash")
+        timed = ("cpu_flash", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager")
+    elif capability(device) >= (9, 0):
+        timed = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager", "cpu_flash")
+    else:
+        timed = ("flash_attn_2", "flash", "cudnn", "xformers", "efficient", "eager", "flash_attn_3", "cpu_flash")
+    return *timed, "triton"
 
 
 def table(
@@ -165,5 +168,6 @@ def _with_index(device: torch.device | str) -> torch.device:
 
 
 __all__ = [
-    "KERNELS", "SDPA", "Choice", "Kernel", "choose", "device_of", "expected", "order", "probe", "settled", "table",
+    "KERNELS", "SDPA", "Choice", "Kernel", "PatternKernel", "choose", "device_of", "expected", "order", "probe",
+    "settled", "table",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,17 @@ class Kernel(Protocol):
 
         With the (out, lse) of a larger softmax, of which these keys are a part, the gradients are exact for that one.
         """
+
+
+@runtime_checkable
+class PatternKernel(Kernel, Protocol):
+    """A kernel that also runs whole patterns; k and v may have fewer heads. ``cached(key, build)`` keeps its plans."""
+
+    def attend(self, q, k, v, pattern, causal: bool, scale: float, cached) -> tuple[Tensor, Tensor]:
+        """out (b, n, h, d) in q's dtype and lse (b, h, n); a query that sees nothing has out 0 and lse -inf."""
+
+    def gradients(self, dout, dlse, q, k, v, out, lse, pattern, causal: bool, scale: float, cached):
+        """dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse (b, h, n)."""
 
 
 _settled: ContextVar[tuple[Kernel, str] | None] = ContextVar("settled kernel", default=None)

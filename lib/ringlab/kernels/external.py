@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from .base import HALF, needs_bf16, needs_cuda, wants_dtype
 
 
-def _missing(module: str, package: str) -> str | None:
+def missing(module: str, package: str) -> str | None:
+    """Why the module of an optional package cannot be used, or None."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -27,7 +28,7 @@ class Xformers:
         return (
             needs_cuda(device, (5, 0))
             or needs_bf16(device, dtype)
-            or _missing("xformers.ops.fmha", "xformers")
+            or missing("xformers.ops.fmha", "xformers")
             or wants_dtype(dtype, (torch.float32, *HALF))
         )
 
@@ -62,7 +63,7 @@ class FlashAttn2:
             return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
         return (
             needs_cuda(device, (8, 0))
-            or _missing("flash_attn.flash_attn_interface", "flash-attn")
+            or missing("flash_attn.flash_attn_interface", "flash-attn")
             or wants_dtype(dtype, HALF)
         )
 
@@ -96,7 +97,7 @@ class FlashAttn3:
             return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
         return (
             needs_cuda(device, (9, 0), (9, 0))
-            or _missing("flash_attn_interface", "flash-attn 3")
+            or missing("flash_attn_interface", "flash-attn 3")
             or wants_dtype(dtype, HALF)
         )
 
