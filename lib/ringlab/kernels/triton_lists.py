@@ -60,10 +60,13 @@ SIZES = {
 }
 
 
-def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int]) -> Sizes:
-    """The sizes of the pass ``name`` on a compute capability, before a pattern of short pieces makes them smaller."""
+def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False) -> Sizes:
+    """The sizes of the pass ``name`` on a compute capability, before a pattern of short pieces makes them smaller.
+
+    ``joins``: of a launch that goes on from what another wrote, which takes more registers.
+    """
     small, large, single = next(x for most, x in SIZES[name].items() if head_dim <= most)
-    return single if dtype not in HALF else large if compute[0] in (9, 10) else small
+    return single if dtype not in HALF else large if compute[0] in (9, 10) and not joins else small
 
 
 def precision(head_dim: int, dtype: torch.dtype) -> str:
@@ -111,9 +114,9 @@ class TritonLists:
     def attend(self, q, k, v, pattern: Pattern, causal: bool, scale: float, cached=caches.GLOBAL.get):
         """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k and v (b, m, h_kv, d)."""
         (b, n, heads, _), kv_heads = q.shape, k.shape[2]
-        size = _sizes("forward", q)
-        sources = split(pattern, n, heads, kv_heads, size.rows)
-        found = [_lists(source, size, q, k, causal, "query", cached) for source in sources]
+        sources = split(pattern, n, heads, kv_heads, _sizes("forward", q).rows)
+        taken = [_sizes("forward", q, i > 0) for i in range(len(sources))]
+        found = [_lists(source, size, q, k, causal, "query", cached) for source, size in zip(sources, taken)]
         dtype = q.dtype if len(found) == 1 else torch.float32
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
@@ -121,7 +124,7 @@ class TritonLists:
             out.zero_()
             lse.fill_(-torch.inf)
         tensors = (q, k, v, out)
-        for i, lists in enumerate(found):
+        for i, (lists, size) in enumerate(zip(found, taken)):
             _launch("forward", lists, size, tensors, (q, k, v, out, lse), heads, kv_heads, n, scale, causal, i > 0)
         return out.to(q.dtype), lse
 
@@ -132,23 +135,23 @@ class TritonLists:
         less = _delta(dout, out, dlse, n, heads)
         grads = []
         for name, by, results in (("backward_q", "query", (q,)), ("backward_kv", "key", (k, v))):
-            size = _sizes(name, q)
-            sources = split(pattern, n, heads, kv_heads, size.rows)
-            found = [_lists(source, size, q, k, causal, by, cached) for source in sources]
+            sources = split(pattern, n, heads, kv_heads, _sizes(name, q).rows)
+            taken = [_sizes(name, q, i > 0) for i in range(len(sources))]
+            found = [_lists(source, size, q, k, causal, by, cached) for source, size in zip(sources, taken)]
             dtype = q.dtype if len(found) == 1 else torch.float32
             into = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in results]
             if not found[0].covered:
                 for t in into:
                     t.zero_()
             pointers, tensors = (dout, q, k, v, lse, less, *into), (dout, q, k, v, into[0])
-            for i, lists in enumerate(found):
+            for i, (lists, size) in enumerate(zip(found, taken)):
                 _launch(name, lists, size, tensors, pointers, heads, kv_heads, n, scale, causal, i > 0)
             grads += [t.to(q.dtype) for t in into]
         return tuple(grads)
 
 
-def _sizes(name: str, q: Tensor) -> Sizes:
-    return sizes(name, q.shape[3], q.dtype, _compute(q))
+def _sizes(name: str, q: Tensor, joins: bool = False) -> Sizes:
+    return sizes(name, q.shape[3], q.dtype, _compute(q), joins)
 
 
 def _compute(t: Tensor) -> tuple[int, int]:
