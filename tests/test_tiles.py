@@ -175,7 +175,7 @@ def step(execution):
 
 want = step(Execution())
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (size + (100 << 20),) * 2)  # scores: 72 MiB, 64 in tiles, then 8; a call holds two
+resource.setrlimit(resource.RLIMIT_AS, (size + (100 << 20),) * 2)  # scores: 72 MiB, in tiles 64, then 8; two at once
 try:
     step(Execution())
 except RuntimeError as error:
