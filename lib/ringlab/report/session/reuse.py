@@ -14,6 +14,8 @@ from ..tables import Table, size
 from ..trust import objection
 from . import rows
 
+SHORT = 512  # tokens of a call that is made to see what it borrows
+
 
 def each(row, count: int):
     """A row with the time of one of ``count`` alike things that its call does."""
@@ -77,7 +79,7 @@ def pool_workload(study: Study) -> Table:
                 times(study.ratio(off, on)), f"{reuses} of {reuses + made}" if None not in (reuses, made) else None,
                 size(kept) if kept is not None else None, error(on),
             ])  # fmt: skip
-    half = Point("ringlab", suite.WINDOW, seq_len=suite.LOOKED_UP, dtype="bfloat16")
+    half = Point("ringlab", suite.WINDOW, seq_len=SHORT, heads=1, dtype="bfloat16")
     asked = [lent(half.but(options={"blocks": way}), 0.0).asked for way in ("views", "batched")]
     named = "none" if not any(asked) else f"{max(asked)} buffers"
     return study.table(
