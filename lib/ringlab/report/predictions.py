@@ -12,7 +12,7 @@ from .study import Study
 from .tables import Cell, Table, number, size
 
 OPERATORS = 2000  # of all rows together that a page runs without data, so that it stays quick
-BLOCKS = 256  # planning of block-sparse calls is quadratic in them
+BLOCKS = 4096  # a block-sparse row beyond would take seconds to plan
 SHOWN = 14
 DENSE = "Dense SDPA"
 
