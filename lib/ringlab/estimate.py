@@ -21,7 +21,7 @@ from .patterns import BlockSparse, Pattern
 
 MARGIN = 1.1  # rates that a probe measured are raised by this before they bound anything, as in measuring
 ROWS = 128  # what the longest sequence is a multiple of, a rank
-FEW_BLOCKS = 1024  # up to which calls of a block-sparse pattern are planned to find it: for random parts that is quadratic
+FEW_BLOCKS = 1024  # up to which calls of a block-sparse pattern are planned; random parts take quadratic time
 
 
 @dataclass(frozen=True)
