@@ -11,6 +11,7 @@ from reporting import GOOD, made_up, whole_suite
 from ringlab import Dense, Dilated, Evidence, Execution, Simulated, advise, cli, hardware
 from ringlab.advise import ladder, local
 from ringlab.advise.balance import unevenness
+from ringlab.cost import count_pairs
 from ringlab.estimate import estimate, longest
 from ringlab.measure import Group, Point
 from ringlab.nn import MultiheadAttention
@@ -159,11 +160,18 @@ def test_rows_decide_and_those_of_others_do_not():
     assert chosen("scheme", replace(ring, pattern="dilated [8] / [1]"), ranks=2).value == "plan"
     assert chosen("scheme", ring, ranks=4).value == "plan"
 
-    lost = row("pattern", "dilated [2048] / [1]", "dense", 0.8)
-    assert chosen("pattern", lost).value == Dense() and chosen("pattern", lost, n=16384).value == ladder(16384)
-    won = chosen("pattern", lost, row("pattern", "dilated [2048] / [1]", "dense", 2.0, seq_len=16384), n=32768)
-    assert won.how.startswith("measured: 2x") and "pay from 16,384 on" in won.why and won.value == ladder(32768)
-    assert chosen("pattern", replace(lost, counts=False)).value == ladder(8192)
+    def pattern_by(*found, n=8192, **options):
+        return chosen("pattern", *found, n=n, passes="fwd", **options)
+
+    share = count_pairs(ladder(8192), 8192, 8)[0] / count_pairs(Dense(), 8192, 8)[0]
+    lost = row("pattern", "dilated [2048] / [1]", "dense", 0.8, share=share)
+    assert pattern_by(lost).value == Dense() and pattern_by(lost).how.startswith("measured: 0.8x")
+    won = pattern_by(row("pattern", "dilated [2048] / [1]", "dense", 2.0, share=1.2 * share))
+    assert won.how.startswith("measured: 2x") and "at 8,192 tokens" in won.why and won.value == ladder(8192)
+    for other in ({"passes": "fwd+bwd"}, {"causal": True}, {"dtype": "bfloat16"}, {"share": 0.6 * share}, {"ranks": 2},
+                  {"counts": False}):  # fmt: skip
+        found = pattern_by(replace(lost, **other))
+        assert (found.value, found.how) == (ladder(8192), "by policy"), other
 
 
 def study(results, rehearsal=False, tmp="cpu") -> Study:
@@ -289,8 +297,8 @@ def test_what_is_given_stays_and_an_advice_is_taken_as_it_is():
         (dict(pattern="ring"), "pattern must be a ringlab pattern or one of auto, dense, ladder, local, got 'ring'"),
         (dict(dtype=torch.int8), "dtype must be float64, float32, bfloat16 or float16, got torch.int8"),
         (dict(memory_bytes=2**20), "1 MiB cannot hold the inputs: q, k and v of a rank are 6 MiB"),
-        (dict(memory_bytes=0), "memory_bytes must be positive, got 0"),
-        (dict(seconds=float("nan")), "seconds must be positive, got nan"),
+        (dict(memory_bytes=0), "memory_bytes must be a positive number, got 0"),
+        (dict(seconds=float("nan")), "seconds must be a positive number, got nan"),
         (dict(profile="generic", seconds=1.0), "profile 'generic' has no rates, so no bound to hold to 1 s"),
         (dict(layout="rings", ranks=2), "unknown layout 'rings'"),
     ],

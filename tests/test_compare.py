@@ -190,8 +190,15 @@ def test_bytes_that_grow_by_more_than_a_hundredth_fail(side, call):
         (99 << 20, 4200, "more bytes sent, 8 KiB to 8.20 KiB (+208 bytes)"),
     ):
         side("now", with_bytes(peak, sent, 1))  # unstable times say nothing against their bytes
-        code, out, _ = call("check", "base", "--against", "now")
-        assert code == (said is not None) and (said or "check passed") in out
+        code, out, err = call("check", "base", "--against", "now")
+        assert code == (1 if said else 2)
+        assert (said or "no time of now may be compared with base: now: unstable") in out + err
+
+
+def test_rows_of_which_none_can_be_compared_do_not_pass(side, call):
+    side("base", rows()), side("now", [replace(r, seconds=tuple(-s for s in r.seconds)) for r in rows(seed=2)])
+    code, out, err = call("check", "base", "--against", "now")
+    assert (code, out) == (2, "") and "no time of now may be compared with base: now: suspect" in err
 
 
 def test_missing_points_are_said(side, call):

@@ -142,6 +142,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
 @pytest.mark.parametrize("given, said", [
     ({"ranks": 0}, "ranks must be a positive integer, got 0"), ({"seq_len": -5}, "seq_len must be a positive"),
     ({"profile": "gtx180"}, "unknown profile 'gtx180'"), ({"scheme": "ring"}, "for several ranks"),
+    ({"kv_heads": 0}, "kv_heads must be a positive integer, got 0"),
     ({"ranks": 2, "scheme": "rng"}, "unknown scheme 'rng'"), ({"ranks": 16, "scheme": "ulysses"}, "more than 8 heads"),
     ({"passes": "bwd"}, "unknown passes 'bwd'"), ({"kv_heads": 3}, "multiple of K/V heads"),
     ({"dtype": torch.int32}, "dtype must be float64"), ({"ranks": 2, "layout": "zagzig"}, "unknown layout"),
@@ -150,6 +151,22 @@ def test_what_cannot_be_is_refused_in_one_line(given, said):
     with pytest.raises(ValueError, match=said) as error:
         estimate(Dense(), **{"seq_len": 1024} | given)
     assert "\n" not in str(error.value)
+
+
+def test_what_attention_refuses_is_refused():
+    for way, dtype in (("flex", torch.float64), ("bsr", torch.float16)):
+        with pytest.raises(NotImplementedError, match=f"blocks='{way}' takes float32"):
+            estimate(BLOCKS, seq_len=1024, execution=Execution(blocks=way), dtype=dtype)
+    with pytest.raises(NotImplementedError, match="flash: needs compute capability 8.0 or newer, this is 6.1"):
+        estimate(Dense(), seq_len=1024, profile="gtx1080", backend="flash")
+    for wrong in ({"execution": "auto"}, {"profile": 3}):
+        with pytest.raises(TypeError, match="must be a"):
+            estimate(Dense(), seq_len=1024, **wrong)
+
+
+def test_no_length_is_promised_where_the_peak_is_a_lower_bound():
+    with pytest.raises(ValueError, match="does not run without data, so no length is sure to fit"):
+        longest(BLOCKS, 8 << 20, execution=Execution(blocks="bsr"), **SHAPE)
 
 
 def test_a_budget_smaller_than_the_inputs_is_refused():

@@ -10,10 +10,11 @@ from dataclasses import asdict
 import torch
 
 from . import blocks, hardware
+from .advise.records import duration, size
 from .cost import PASSES
 from .estimate import Estimate, estimate, longest
 from .local import Execution
-from .patterns import Dense, Dilated, Pattern, from_dict
+from .patterns import BlockSparse, Dense, Dilated, Pattern, from_dict
 
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -39,7 +40,8 @@ def add_options(one: argparse.ArgumentParser) -> None:
     add("--layout", default="contiguous", metavar="L", help="contiguous, zigzag, striped (default: contiguous)")
     add("--backend", default="auto", metavar="B", help="a kernel's name (default: auto)")
     add("--blocks", default="auto", metavar="WAY", help="how a block-sparse pattern runs (default: auto)")
-    add("--memory", type=size_in_bytes, metavar="SIZE", help="of a rank, as 8GiB (default: the profile's)")
+    add("--memory", type=size_in_bytes, metavar="SIZE",
+        help="of a rank, as 8GiB, and the longest sequence for it (default: the profile's)")
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
 
@@ -53,10 +55,15 @@ def run(given: argparse.Namespace) -> str:
     pattern = pattern_of(given)
     names = ("heads", "kv_heads", "head_dim", "batch", "causal", "passes", "ranks", "scheme", "layout", "backend")
     call = {name: getattr(given, name) for name in names} | {"dtype": dtype, "profile": profile}
+    if given.blocks != "auto" and not isinstance(pattern, BlockSparse):
+        raise ValueError(f"--blocks says how block-sparse patterns run; this is {pattern}")
     call["execution"] = Execution(blocks=given.blocks)
     found = None if given.seq_len is None else estimate(pattern, seq_len=given.seq_len, **call)
-    budget = given.memory or profile.memory_bytes
-    most = longest(pattern, budget, **call) if budget else None
+    budget = profile.memory_bytes if given.memory is None else given.memory
+    sought = given.seq_len is None or given.memory is not None  # it takes many runs without data
+    if sought and budget is None:
+        raise ValueError(f"profile {profile.name!r} states no memory; give --memory")
+    most = longest(pattern, budget, **call) if sought else None
     about = {
         "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": str(dtype)[6:],
         "shape": {name: getattr(given, name) for name in ("seq_len", "batch", "heads", "head_dim")},
@@ -67,17 +74,20 @@ def run(given: argparse.Namespace) -> str:
 
 def pattern_of(given: argparse.Namespace) -> Pattern:
     """The pattern that the options name; ValueError for none."""
-    name, size = given.pattern, given.block_size
+    name, block = given.pattern, given.block_size
+    if (given.segments or given.rates) and name != "dilated":
+        raise ValueError(f"--segments and --rates belong to dilated, not to {name}")
     if name.lstrip().startswith("{"):
-        return from_dict(json.loads(name))
+        try:
+            return from_dict(json.loads(name))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ValueError(f"--pattern {name} is no pattern's to_dict(): {error}") from None
     if name == "dilated":
         return Dilated(given.segments or [2048, 4096], given.rates or [1, 2])
-    if given.segments or given.rates:
-        raise ValueError(f"--segments and --rates belong to dilated, not to {name}")
     made = {
-        "dense": Dense, "window": lambda: blocks.sliding_window(2, block_size=size),
-        "local_global": lambda: blocks.local_global(2, 4, block_size=size),
-        "bigbird": lambda: blocks.bigbird(1, 2, 3, block_size=size),
+        "dense": Dense, "window": lambda: blocks.sliding_window(2, block_size=block),
+        "local_global": lambda: blocks.local_global(2, 4, block_size=block),
+        "bigbird": lambda: blocks.bigbird(1, 2, 3, block_size=block),
     }  # fmt: skip
     if name not in made:
         raise ValueError(f"unknown pattern {name!r}; known: dilated, {', '.join(made)}, or JSON")
@@ -86,7 +96,7 @@ def pattern_of(given: argparse.Namespace) -> Pattern:
 
 def as_dict(found: Estimate) -> dict:
     """An Estimate as JSON holds it."""
-    sent = [{"from": a, "to": b, "bytes": size} for (a, b), size in sorted(found.sent.items())]
+    sent = [{"from": a, "to": b, "bytes": nbytes} for (a, b), nbytes in sorted(found.sent.items())]
     return asdict(found) | {"sent": sent, "bound_s": found.bound_s, "binds": found.binds}
 
 
@@ -97,9 +107,7 @@ def text(about: dict, found: Estimate | None) -> str:
     if found:
         lines += _lines(about, found)
     if about["longest"]:
-        lines.append(f"longest    {about['longest']:,} tokens in {_size(about['memory_bytes'])} a rank")
-    else:
-        lines.append("longest    not known: the profile states no memory; give --memory")
+        lines.append(f"longest    {about['longest']:,} tokens in {size(about['memory_bytes'])} a rank")
     return "\n".join(lines)
 
 
@@ -108,30 +116,36 @@ def _lines(about: dict, found: Estimate) -> list[str]:
     cost = found.cost
     lines = [
         f"work       {about['shape']['seq_len']:,} tokens{ranks}: {cost.flops / 1e9:,.1f} GFLOP of use, "
-        f"{cost.folded_flops / 1e9:,.1f} to compute, {_size(cost.floor_bytes)} of inputs and results",
-        f"memory     {_size(found.peak_bytes)} a rank{' at least: ' + found.at_least if found.at_least else ''}",
+        f"{cost.folded_flops / 1e9:,.1f} to compute, {size(cost.floor_bytes)} of inputs and results",
+        f"memory     {size(found.peak_bytes)} a rank" + _fits(about["memory_bytes"], found),
     ]
-    lines += [f"  {part:<10} {_size(size):>10}" for part, size in found.parts.items() if size]
+    lines += [f"  {part:<10} {size(held):>10}" for part, held in found.parts.items() if held]
     if found.ranks > 1:
-        lines.append(f"sent       {_size(sum(found.sent.values()))} in all"
+        lines.append(f"sent       {size(sum(found.sent.values()))} in all"
                      + ("" if found.sent else ": no rank needs rows of another"))  # fmt: skip
-        lines += [f"  {a} to {b:<5} {_size(size):>10}" for (a, b), size in sorted(found.sent.items())]
-    known = ", ".join(f"{name} {seconds * 1e3:,.3g} ms" for name, seconds in found.bounds.items())
+        lines += [f"  {a} to {b:<5} {size(nbytes):>10}" for (a, b), nbytes in sorted(found.sent.items())]
+    known = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.bounds.items())
     unknown = [name for name in ("compute", "memory", *["network"] * (found.ranks > 1 and bool(found.sent)))
                if name not in found.bounds]  # fmt: skip
-    said = f"at least {found.bound_s * 1e3:,.3g} ms, by {found.binds}: {known}" if known else "no bound"
+    said = f"at least {duration(found.bound_s)}, by {found.binds}: {known}" if known else "no bound"
     return [*lines, f"time       {said}" + (f"; no rate known for {', '.join(unknown)}" if unknown else "")]
 
 
-def _size(size: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:,.4g} {unit}"
-    return f"{size} B"
+def _fits(budget: int | None, found: Estimate) -> str:
+    """What follows from a peak for the memory that there is, and whether the peak may be higher."""
+    more = f", at least: {found.at_least}" if found.at_least else ""
+    if budget is None:
+        return more
+    if found.peak_bytes > budget:
+        return f", which does not fit {size(budget)}{more}"
+    return more or f", which fits {size(budget)}"
 
 
 def _numbers(said: str) -> list[int]:
-    return [int(part) for part in said.split(",")]
+    try:
+        return [int(part) for part in said.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"numbers with commas between them, as 2048,4096, not {said!r}") from None
 
 
 def size_in_bytes(said: str) -> int:
@@ -140,7 +154,7 @@ def size_in_bytes(said: str) -> int:
     >>> size_in_bytes("8GiB"), size_in_bytes("1.5 MB"), size_in_bytes("1024")
     (8589934592, 1500000, 1024)
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", said.strip(), re.IGNORECASE)
-    if not found or found[2].upper() not in UNITS or found[1].count(".") > 1:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)", said.strip(), re.IGNORECASE)
+    if not found or found[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"a size is a number and a unit, as 8GiB, got {said!r}")
     return int(float(found[1]) * UNITS[found[2].upper()])

@@ -7,9 +7,10 @@ from functools import cached_property
 
 import torch
 
-from . import cost, hardware, local
+from . import bsr, cost, flex, hardware, local
 from .api import FLOATS
 from .dryrun import Cold, DryRun, kernel_for
+from .kernels.base import wants_dtype
 from .local import Execution
 from .patterns import LARGEST, BlockSparse, Pattern
 from .ring import Problem, choose
@@ -46,6 +47,10 @@ class Call:
             raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {self.dtype}")
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern must be a ringlab pattern, got {type(self.pattern).__name__}")
+        if not isinstance(self.execution, Execution):
+            raise TypeError(f"execution must be a ringlab.Execution, got {self.execution!r}")
+        if not isinstance(self.profile, hardware.Profile | None):
+            raise TypeError(f"profile must be a hardware profile or its name, got {self.profile!r}")
         if self.passes not in cost.PASSES:
             raise ValueError(f"unknown passes {self.passes!r}; known: {', '.join(cost.PASSES)}")
         if self.ranks == 1 and (self.scheme, self.layout) != ("auto", "contiguous"):
@@ -89,6 +94,8 @@ class Call:
 
     def outside(self, run: DryRun, way: str, q, k, dout) -> None:
         """A lower bound: inputs, results, and for torch.sparse, which needs data to run, one head's probabilities."""
+        if why := wants_dtype(self.dtype, flex.DTYPES if way == "flex" else bsr.DTYPES):
+            raise NotImplementedError(f"blocks={way!r} {why}")
         seen, size = self.pattern.blocks(q.shape[1]), self.pattern.block_size
         held = int((seen.tril() if self.causal else seen).sum()) * size * size if way == "bsr" else 0
         del seen

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import cache as caches
 from . import kernels, memory
-from .kernels.base import HALF
+from .kernels.base import HALF, Described
 from .local import Execution
 from .ring.comm import Post, Steps, Traffic
 from .tracking import LiveStorageTracker, storages
@@ -221,6 +221,12 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     names = (backend,) if isinstance(backend, str) else backend
     if unknown := [name for name in names if name not in ("auto", "sdpa", *kernels.KERNELS)]:
         raise ValueError(f"unknown backend {unknown[0]!r}; known: auto, sdpa, {', '.join(kernels.KERNELS)}")
+    if capability is not None:
+        device = Described(device_type, capability)
+        known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.SDPA}
+        if len(known) == len(names) and all(known.values()):
+            why = "; ".join(f"{n}: {reason}" for n, reason in known.items())
+            raise NotImplementedError(f"backend {backend!r} cannot run on this hardware in {dtype}: {why}")
     half = dtype == torch.float16 or (dtype == torch.bfloat16 and (capability or (8, 0)) >= (8, 0))
     fused = (dtype == torch.float32 or half) and head_dim * dtype.itemsize % 16 == 0
     return Fused() if fused and any(name not in ("eager", "cpu_flash") for name in names) else kernels.KERNELS["eager"]

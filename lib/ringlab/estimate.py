@@ -107,7 +107,7 @@ def estimate(
     ('plan', 549, {}, 'compute')
     """
     profile = hardware.resolve(profile) if isinstance(profile, str) else profile
-    shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim}
+    shape = {"batch": batch, "heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "head_dim": head_dim}
     call = Call(pattern, **shape, dtype=dtype, causal=causal, passes=passes, ranks=ranks, scheme=scheme, layout=layout,
                  backend=backend, execution=execution, profile=profile)  # fmt: skip
     run, used, at_least = call.at(seq_len)
@@ -179,13 +179,17 @@ def _peaks(pattern: Pattern, *, heads=8, head_dim=64, batch=1, kv_heads=None, dt
            profile=None):  # fmt: skip
     """(peak in bytes by length; what lengths are multiples of; the shortest; whether it is the only one)."""
     profile = hardware.resolve(profile) if isinstance(profile, str) else profile
-    call = Call(pattern, batch, heads, kv_heads or heads, head_dim, dtype, causal, passes, ranks, scheme, layout,
+    kv_heads = heads if kv_heads is None else kv_heads
+    call = Call(pattern, batch, heads, kv_heads, head_dim, dtype, causal, passes, ranks, scheme, layout,
                  backend, execution, profile)  # fmt: skip
     unit = low = ROWS * ranks
 
     @lru_cache(maxsize=64)
     def peak(n: int) -> int:
-        return call.at(n)[0].peak_bytes
+        run, _, more = call.at(n)
+        if more:
+            raise ValueError(f"{more}, so no length is sure to fit")
+        return run.peak_bytes
 
     if not isinstance(pattern, BlockSparse):
         return peak, unit, low, False

@@ -6,6 +6,7 @@ it is proposed, and nothing here changes one that is given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from .records import ASKED, ESTIMATE, POLICY, Choice, Evidence, Proposal, durati
 SHORTEST = 256  # first segment of a ladder
 MOST_RANKS = 32  # looked at for a sequence that does not fit
 STEP, TRIES = 128, 6  # positions a rank of a length that is tried to fit, and how many are
+NEAR = 1.5  # a row of so many times the share of dense's products, or one part in so many, is of like work
 KINDS = ("auto", "dense", "ladder", "local")
 
 
@@ -63,6 +65,8 @@ def advise(
     >>> advice["dtype"], advice["scheme"], advice["pattern"].segment_lengths[:3], advice.fits
     (torch.float32, 'plan', (2048, 4096, 8192), True)
     """
+    if not isinstance(profile, str | hardware.Profile):
+        raise TypeError(f"profile must be a hardware profile or its name, got {profile!r}")
     if isinstance(profile, str):
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
@@ -81,8 +85,8 @@ def advise(
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype!r}")
     for name, value in (("memory_bytes", memory_bytes), ("seconds", seconds)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value!r}")
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
     if not isinstance(pattern, Pattern) and pattern not in KINDS:
         raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {pattern!r}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
@@ -123,8 +127,9 @@ class _Advising:
         choices = (choice, self.dtype, self.backend, *placed.across, placed.execution, checkpointing)
         shape = {name: getattr(a, name) for name in ("profile", "seq_len", "ranks", "batch", "heads", "kv_heads",
                                                      "head_dim", "causal", "passes", "layers")}  # fmt: skip
+        compared = self._proposals(choice, wanted, checkpointing.value) if a.estimates else ()
         return Advice(
-            **shape, choices=choices, proposals=self._proposals(choice, wanted) if a.estimates else (),
+            **shape, choices=choices, proposals=compared,
             need_bytes=need, budget_bytes=a.budget,
             longest=self._longest(placed, checkpointing.value) if short else None,
             enough_ranks=self._enough_ranks(choice.value, checkpointing.value) if short else None,
@@ -141,33 +146,36 @@ class _Advising:
         if self.seconds is not None:
             return self._in_time()
         found = ladder(n)
-        pays = f"fewer pairs than dense from {2 * PAPER:,} tokens on"
+        share = self._share(found)
+        why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
         if wanted == "ladder":
-            return Choice("pattern", found, ASKED, f"LongNet's first segment of {PAPER:,}; {pays}")
+            return Choice("pattern", found, ASKED, why)
         if isinstance(found, Dense):
-            return Choice("pattern", found, ESTIMATE, f"a segment of {PAPER:,}, LongNet's first, holds all; {pays}")
-        return self._against_dense(found, pays)
+            return Choice("pattern", found, ESTIMATE, f"a segment of {PAPER:,}, LongNet's first, holds all")
+        if share >= 1:
+            return Choice("pattern", Dense(), ESTIMATE, f"it needs no more than {found}: {why}")
+        return self._against_dense(found, share, why)
 
-    def _against_dense(self, found: Dilated, pays: str) -> Choice:
-        """The ladder, unless rows show that a pattern of its kind does not pay at this length."""
+    def _share(self, pattern: Pattern) -> float:
+        """Of the products of dense attention, those that a pattern computes, branch by branch."""
+        return self._bounded(pattern).cost.pairs / self._bounded(Dense()).cost.pairs
+
+    def _against_dense(self, found: Dilated, share: float, why: str) -> Choice:
+        """The ladder, unless rows of such work (pass, causal or not, dtype, density) show that it does not pay."""
         a = self.asked
         rows = [e if e.against == "dense" else e.turned() for e in a.rows if e.about == "pattern" and "dense" in (
                 e.setting, e.against)]  # fmt: skip
-        rows = [e for e in rows if e.setting.startswith("dilated") and "head groups" not in e.setting and e.ranks == 1]
-        alike = [e for e in rows if (e.passes, e.causal) == (a.passes, a.causal)]
-        rows = sorted(alike or rows, key=lambda e: e.seq_len)
+        work = a.passes, a.causal, 1, str(self.dtype.value).removeprefix("torch.")
+        rows = [e for e in rows if (e.passes, e.causal, e.ranks, e.dtype) == work and e.setting.startswith("dilated")]
+        rows = tuple(sorted((e for e in rows if 1 / NEAR <= e.share / share <= NEAR), key=lambda e: e.seq_len))
         counting = [e for e in rows if e.counts]
-        lost = [e for e in counting if not e.faster]
-        won = [e for e in counting if e.faster and e.seq_len > max((x.seq_len for x in lost), default=0)]
-        if lost and a.seq_len <= lost[-1].seq_len:
-            e = min(lost, key=lambda e: abs(e.seq_len - a.seq_len))
-            return Choice("pattern", Dense(), e.how, f"{e.setting} is no faster at {e.seq_len:,}", tuple(rows))
-        why = f"LongNet's first segment of {PAPER:,}; {pays}"
-        if won and a.seq_len >= won[0].seq_len:
-            e = min(won, key=lambda e: abs(e.seq_len - a.seq_len))
-            why = f"{e.setting} at {e.seq_len:,} tokens; such patterns pay from {won[0].seq_len:,} on; {why}"
-            return Choice("pattern", found, e.how, why, tuple(rows))
-        return Choice("pattern", found, POLICY, why, tuple(rows))
+        if not counting:
+            return Choice("pattern", found, POLICY, why, rows)
+        e = min(counting, key=lambda e: abs(e.seq_len - a.seq_len))
+        at = f"{e.setting}, {100 * e.share:.3g} %, at {e.seq_len:,} tokens"
+        if not e.faster:
+            return Choice("pattern", Dense(), e.how, f"{at} is no faster than dense; {why}", rows)
+        return Choice("pattern", found, e.how, f"{at}; {why}", rows)
 
     def _in_time(self) -> Choice:
         """The ladder whose first segment is the longest that the time allows; dense if one holds all."""
@@ -189,7 +197,7 @@ class _Advising:
     def _bounded(self, pattern: Pattern):
         return self.asked.bounded(self.place(pattern), self.dtype.value)
 
-    def _proposals(self, choice: Choice, wanted: str | Pattern) -> tuple[Proposal, ...]:
+    def _proposals(self, choice: Choice, wanted: str | Pattern, checkpointing: bool) -> tuple[Proposal, ...]:
         """What is advised, dense attention, and the two sparse kinds where no pattern was given.
 
         Only the first two with their memory: it takes seconds to find.
@@ -202,7 +210,7 @@ class _Advising:
         found: dict[Pattern, Proposal] = {}
         for name, pattern in kinds.items():
             placed, bounded = self.place(pattern), self._bounded(pattern)
-            peak = a.need(placed.estimate) if name in ("advised", "dense") else None
+            peak = a.need(placed.estimate, checkpointing) if name in ("advised", "dense") else None
             found.setdefault(pattern, Proposal(name, pattern, bounded.cost.distinct_pairs / full, bounded.bound_s,
                                                bounded.binds, peak, sum(placed.sent)))  # fmt: skip
         return tuple(found.values())

@@ -43,6 +43,7 @@ class Evidence:
     ranks: int = 1
     counts: bool = True
     least: float = 1.0
+    share: float = 0.0  # of the pairs of dense attention that its pattern has, branch by branch; 0: not known
 
     @property
     def faster(self) -> bool:

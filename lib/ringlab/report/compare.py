@@ -137,7 +137,12 @@ def check(now: Side, base: Side, tolerance: float) -> tuple[Comparison, list[tup
     if now.study.rehearsal == base.study.rehearsal:  # else compare() says what is wrong
         demand_alike(now, base)
     found = compare(now, base)
-    return found, [(pair, why) for pair in found.pairs for why in _worse(pair, tolerance)]
+    failures = [(pair, why) for pair in found.pairs for why in _worse(pair, tolerance)]
+    if not found.timed and not failures:  # to pass would say that something was seen
+        why, count = Counter(pair.reason or "not timed" for pair in found.pairs).most_common(1)[0]
+        raise UsageError(f"no time of {now.name} may be compared with {base.name}: {why} ({count} of "
+                         f"{len(found.pairs)} points)")  # fmt: skip
+    return found, failures
 
 
 def _worse(pair: Pair, tolerance: float) -> Iterable[str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from .. import hardware, measure
+from .. import cost, hardware, measure
 from ..advise import Evidence
 from ..local import Execution
+from ..patterns import Dense
 from .places import reports_folder
 from .plan import REHEARSAL
 from .rows import SHORT
 from .study import Study, pattern_of, read_study, together
 
+DENSE = Dense()
 SWITCHES = ("gather", "cache", "pool", "blocks")
 TAKEN = {"backend", "scheme", *SWITCHES}  # options that are settings; a row with others is of its own kind
 WORK = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes", "world_size")
@@ -65,6 +67,13 @@ def _against_dense(one: dict, two: dict) -> bool:
     return len(sparse) == 1 and all(sparse[0].get(name) == value for name, value in usual.items())
 
 
+def _share(result) -> float:
+    """Of the pairs of dense attention, those that a row's pattern computes, branch by branch."""
+    p = result.point
+    shape = p.seq_len, p.heads, p.kv_heads, p.causal
+    return cost.count_pairs(pattern_of(p), *shape)[0] / cost.count_pairs(DENSE, *shape)[0]
+
+
 def _compared(study: Study, about: str, quick: tuple, slow: tuple, here: str | None) -> Evidence:
     (a, one), (b, two), point = quick, slow, quick[0].point
     ratio = study.ratio(b, a)
@@ -81,4 +90,5 @@ def _compared(study: Study, about: str, quick: tuple, slow: tuple, here: str | N
         about, one[about], two[about], ratio.value, ratio.low, ratio.high, ", ".join(filter(None, label)),
         ", ".join(filter(None, origin)), pattern=pattern, dtype=dtype, seq_len=point.seq_len, passes=point.passes,
         causal=point.causal, ranks=point.world_size, counts=not (foreign or study.rehearsal), least=ratio.resolution,
+        share=_share(b if pattern == two["pattern"] else a) if about == "pattern" else 0.0,
     )  # fmt: skip
