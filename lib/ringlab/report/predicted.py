@@ -26,7 +26,8 @@ from .study import cost_of, pattern_of
 
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 ENGINE = (*PUBLISHED, *BLOCK_SPARSE)
-NOT_OURS = "runs outside of this library"
+NO_ATTENTION = ("plan_build", "cache_workload", "pool_workload")
+NOT_OURS, CHOSEN = "runs outside of this library", "what it reads depends on the data"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def predict(results: Iterable, profile=None) -> list[Prediction]:
 
     On a CPU, rows of one dtype share the rates that their bounds tell of, and ranks share the machine.
     """
-    results = [r for r in results if r.status in ("ok", "suspect") and r.point.system != "plan_build"]
+    results = [r for r in results if r.status in ("ok", "suspect") and r.point.system not in NO_ATTENTION]
     rates = {dtype: rates_of([r for r in results if r.point.dtype == dtype])
              for dtype in {r.point.dtype for r in results}}  # fmt: skip
     found = []
@@ -86,7 +87,10 @@ def estimate_of(point: Point, threads: int, profile: str | None = None) -> Estim
             asked = {"ringlab": _ringlab}.get(point.system, _published if point.system in ENGINE else None)
             how = asked(point) if asked else None
             plain = how and how[4] is None and how[1] == getattr(torch, point.dtype)
-            return _engine(point, *how, profile=profile) if plain else _outside(point)
+            try:
+                return _engine(point, *how, profile=profile) if plain else _outside(point)
+            except NotImplementedError:  # by rule that kernel does not run there, and yet it did
+                return _outside(point)
         if point.system == "ringlab":
             return _engine(point, *_ringlab(point))
         if point.system in ENGINE:
@@ -230,11 +234,12 @@ def _traced(point: Point, cost: Cost, kernel, call: Callable, shape=None) -> Est
 
 
 def _outside(point: Point) -> Estimate:
-    """Inputs and results of what this library does not run."""
+    """Inputs and results of what does not run without data."""
     cost = cost_of(point)
     size = point.batch * point.seq_len * point.head_dim * getattr(torch, point.dtype).itemsize
     parts = {"q": size * point.heads, "k": size * point.kv_heads, "v": size * point.kv_heads, "out": size * point.heads}
     if point.passes != "fwd":
         parts["gradients"] = sum(parts.values())
     parts = dict.fromkeys(("q", "k", "v", "out", "lse", "gradients", "received", "workspace"), 0) | parts
-    return replace(Estimate(cost, 1, None, parts, sum(parts.values()), {}), at_least=NOT_OURS)
+    why = CHOSEN if point.system == "adaptive" else NOT_OURS
+    return replace(Estimate(cost, 1, None, parts, sum(parts.values()), {}), at_least=why)

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from . import figures
 from .cells import error
 from .figures import BLUE, INK, WIDTH, drawing
-from .predicted import Prediction, predict
+from .predicted import NO_ATTENTION, Prediction, predict
 from .study import Study
 from .tables import Cell, Table, number, size
 
@@ -20,7 +20,7 @@ DENSE = "Dense SDPA"
 def found(study: Study) -> tuple[list[Prediction], int]:
     """(the predictions of the rows that may be quoted, how many rows are left out): rows of few operators first."""
     rows = [r for r in study.good if r.memory.get("tracked_peak_bytes") and not r.option("twin")
-            and r.point.system not in ("plan_build", "sgemm")]  # fmt: skip
+            and r.point.system not in (*NO_ATTENTION, "sgemm")]  # fmt: skip
     rows.sort(key=lambda r: r.memory.get("operator_calls") or 0)
     kept, left = [], OPERATORS
     for row in rows:

@@ -46,7 +46,7 @@ def below_its_work(study: Study, claim: dict) -> Verdict:
     printed, n = _printed(claim["row"], "ring"), rows.stated()[1]["seq_len"]
     least, mine = rows.least_seconds(rows.work(), rows.card()), rows.extreme(study).get(n)
     passed = mine is not None and not objection(mine) and mine.median
-    ours = f"a window over {n:,} tokens, {mine.point.heads} heads: {number(mine.median * 1e3)} ms" if passed else None
+    ours = f"a window over {n:,} tokens, {rows.heads(mine.point)}: {number(mine.median * 1e3)} ms" if passed else None
     if printed["ms"] / 1e3 < least:
         why = (f"{printed['ms']} ms is below the {number(least * 1e3)} ms that the stated work takes at the peak "
                f"rate of its device, {rows.card().title}: by its source it computes {printed['computes']}")  # fmt: skip

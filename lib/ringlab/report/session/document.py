@@ -73,7 +73,7 @@ def _extreme_line(study: Study) -> str:
     ours = ""
     if found:
         n, row = max(found.items(), key=lambda x: x[0])
-        ours = f" A window over {n:,} tokens with {row.point.heads} heads passed here in {number(row.median)} s."
+        ours = f" A window over {n:,} tokens with {rows.heads(row.point)} passed here in {number(row.median)} s."
     return (
         f"**{printed['speedup']}×** is no attention: {printed['ms']} ms for {rows.stated()[1]['seq_len']:,} tokens, "
         f"where the stated work takes at least {number(least * 1e3)} ms on that {rows.card().title}.{ours}"

@@ -21,7 +21,7 @@ def ring(study: Study) -> Table:
          f"{x['speedup']}×" if "speedup" in x else None, x.get("computes") or x.get("recorded"), None, None, None, None]
         for x in rows.document()["ring"]
     ]  # fmt: skip
-    name = Cell("This library", f"{pattern_of(mine.point)}, {mine.point.heads} heads" if mine else "")
+    name = Cell("This library", f"{pattern_of(mine.point)}, {rows.heads(mine.point)}" if mine else "")
     lines.append([name, None, None, None, "another function, checked", ms(mine), bound(mine), rows.peak(mine),
                   error(mine)])  # fmt: skip
     floor = size(rows.work().floor_bytes)
@@ -88,7 +88,7 @@ def extreme(study: Study) -> Table:
         ])  # fmt: skip
     row = next(iter(rows.extreme(study).values()), None)
     p = row.point if row else None
-    named = f": {pattern_of(p)}, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}" if p else ""
+    named = f": {pattern_of(p)}, {rows.heads(p)} of {p.head_dim}, {SHORT[p.dtype]}" if p else ""
     return study.table(
         f"Extreme lengths, forward{named}",
         [">Tokens", ">Time (ms)", ">Lower bound (ms)", ">Error", ">Floor here", ">Peak (MB)",

@@ -115,6 +115,10 @@ def density(point) -> float:
     return patterns.from_dict(point.pattern).density(point.seq_len, point.causal)
 
 
+def heads(point) -> str:
+    return "one head" if point.heads == 1 else f"{point.heads} heads"
+
+
 def percent(share: float, digits: int = 3) -> str:
     return f"{number(100 * share, digits)} %"
 
@@ -170,6 +174,6 @@ def held(row) -> str | None:
         return None
     shape, p = document()["shape"], row.point
     return (
-        f"{number(peak_bytes(row) / MB)} MB with {p.heads} heads in {SHORT[p.dtype]}, in proportion "
+        f"{number(peak_bytes(row) / MB)} MB with {heads(p)} in {SHORT[p.dtype]}, in proportion "
         f"{number(there / MB)} MB with {shape['heads']} in {SHORT[shape['dtype']]}"
     )
