@@ -3,16 +3,19 @@
 import pytest
 
 # A fixture of many seconds serves the whole file.
+COMPILED_ONCE = "test_blocks.py::test_flex"
 MEASURED_ONCE = ("test_predicted.py", "test_ranks.py", "test_report.py", "test_runs.py", "test_triton.py")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Each test where there is room, the long files first and each in one process."""
+    """Each test where there is room, the long files first and each in one process, as are tests of one kernel."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
+            if COMPILED_ONCE in nodeid:
+                return COMPILED_ONCE
             file = nodeid.split("::", 1)[0]
             return file if file.endswith(MEASURED_ONCE) else nodeid
 
