@@ -11,7 +11,7 @@ import pytest
 import torch
 from ringlab.measure import Group, Point, run
 
-from ringlab.measure import neighbours, provenance, store, timing  # isort: skip
+from ringlab.measure import provenance, store, timing  # isort: skip
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem, contiguous
 from ringlab.ring.volume import sent_bytes
@@ -107,7 +107,6 @@ def builders(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "threads", lambda: 2)
         patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
-        patch.setattr(neighbours, "CROWDED", 99.0)  # other tests run beside these
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         yield folder
 

@@ -82,7 +82,6 @@ def broken(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
         patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
-        patch.setattr(neighbours, "CROWDED", 99.0)  # other tests run beside these
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         yield folder
 
