@@ -153,8 +153,6 @@ class LiveStorageTracker(TorchDispatchMode):
             if func.namespace == "aten" and not self._aside:
                 self._operators += 1
                 self._views += func.is_view
-            # Between two ops memory only shrinks, so the peak is exact if the freed bytes go before the new ones come.
-            self._drop_freed()
             given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
             if self._count_arguments:
                 self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta))
@@ -174,11 +172,16 @@ class LiveStorageTracker(TorchDispatchMode):
             if size != counted:  # new, or resized in place
                 self._live[key] = (reference, size)
                 self._current += size - counted
-        self._peak = max(self._peak, self._current)
+        # What was freed is looked for only where it decides: with many storages alive that takes longer than the op.
+        # An op frees nothing that lived before it, so what is freed now was freed before the new storages came.
+        if self._current > self._peak:
+            self._drop_freed()
+            self._peak = max(self._peak, self._current)
 
     def _drop_freed(self) -> None:
         # The storages' Python objects come and go while the memory stays, so only the C++ weak count tells.
-        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+        expired = torch.UntypedStorage._expired
+        for key in [key for key, (reference, _) in self._live.items() if expired(reference.cdata)]:
             self._current -= self._live.pop(key)[1]
 
 
