@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from .. import flex as compiled
 from .. import patterns
 from .contract import System, only
@@ -25,4 +27,5 @@ def flex(point: Point, device) -> System:
     if why:
         raise NotImplementedError(f"FlexAttention {why}")
     mask = compiled.prepare(pattern, point.seq_len, point.causal, device)
+    system.run([torch.zeros(shape, dtype=system.dtype, device=device) for shape in system.shapes()])  # compiles
     return system

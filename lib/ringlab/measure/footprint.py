@@ -16,6 +16,7 @@ from .systems import Output, System, build
 
 WARM_TOKENS = 512
 WORTH_BYTES = 32 << 20
+ALREADY_WARM = ("sgemm", "flex")  # one has no code of ours to load, the other is compiled for one length as it is built
 
 
 def footprint(system: System, device: torch.device) -> tuple[list, Output, dict, float]:
@@ -62,7 +63,7 @@ def warm(point: Point, device: torch.device) -> None:
     with memory.LiveStorageTracker():
         out = torch.nn.functional.scaled_dot_product_attention(x, x, x) @ x
         torch.autograd.grad(out.sum(), x)
-    if device.type != "cpu" or point.seq_len <= 4 * WARM_TOKENS or point.system == "sgemm":
+    if device.type != "cpu" or point.seq_len <= 4 * WARM_TOKENS or point.system in ALREADY_WARM:
         return
     try:
         system = build(point.but(seq_len=WARM_TOKENS), device)
