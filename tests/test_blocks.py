@@ -21,10 +21,11 @@ from ringlab import (
     patterns,
     reference,
 )
+from ringlab.block_tree import Cuts
 from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
 from ringlab.cost import count_pairs
 from ringlab.measure import Point, systems
-from ringlab.tiling import Cuts, Run
+from ringlab.tiling import Run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = 8

@@ -241,7 +241,7 @@ FLOORS = {
     2: ["ring"],
     1: ["local", "strided", "gather", "tiles", "block_sparse", "bsr", "flex", "chosen", "kernels"],
     0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware",
-        "blocks", "block_parts", "tiling", "pieces", "lists"],
+        "blocks", "block_parts", "block_tree", "tiling", "pieces", "lists"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 SIDEWAYS = {
@@ -266,7 +266,7 @@ SIDEWAYS = {
     "chosen": {"block_sparse", "local", "strided", "kernels"},
     "patterns": {"blocks"},
     "blocks": {"block_parts"},
-    "tiling": {"plan"},
+    "tiling": {"plan", "block_tree"},
     "pieces": {"patterns"},
     "lists": {"patterns", "pieces"},
     "reference": {"patterns", "merge"},

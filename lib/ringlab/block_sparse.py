@@ -15,11 +15,12 @@ from torch import Tensor
 
 from . import bsr, flex
 from . import cache as caches
+from .block_tree import Cuts
 from .blocks import AT_ONCE, BlockSparse, Random
 from .kernels.base import HALF, Kernel, wide
 from .merge import merge_
 from .strided import add_forward, head_block, piece_limit, pieces
-from .tiling import Cuts, Picked, Run, Tiling, copied, tile
+from .tiling import Picked, Run, Tiling, copied, tile
 
 WAYS = {
     "auto": "the way that is expected to be fastest here",

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..block_sparse import layers_of
+from ..block_tree import Cuts, layer
 from ..blocks import BlockSparse
-from ..tiling import Cuts, Tiling, layer, tile
+from ..tiling import Tiling, tile
 from .layout import Layout
 
 
