@@ -82,6 +82,8 @@ def tolerance(q, k, v, dout=None, *, pattern: Pattern | None = None, causal=Fals
 
 
 def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, float]:
+    if scale is not None and scale < 0:  # the same problem; torch's causal kernels multiply their -inf by the scale
+        q, scale = -q, -scale
     groups, segments = q.shape[2] // k.shape[2], min(q.shape[1], 1024) // m
     whole = (q, k, v, torch.randn_like(q) if dout is None else dout)
     *cut, g = (t[0, : segments * m].detach().unflatten(0, (segments, m)) for t in whole)  # (segments, m, h, d)

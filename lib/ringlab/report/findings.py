@@ -38,7 +38,7 @@ def limits(study: Study, *more: str) -> Text:
         count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
         lines.append(f"What {count} would have shown, for they are not measured: {_some(missing)}.")
     for (why, word, shape), names in _by_reason(study).items():
-        lines.append(f"{'; '.join(names)} ({shape}): {word}, {why}.")
+        lines.append(f"{'; '.join(names)} ({shape}): {word}, {why.rstrip('.')}.")
     if others := taken_by_others(study):
         lines.append(f"How fast this machine is when left alone: other processes used up to {others:g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
