@@ -1,16 +1,21 @@
-"""Run by test_triton.py where TRITON_INTERPRET=1: the list kernels on small CPU tensors, against the oracle.
+"""Run by test_triton.py where TRITON_INTERPRET=1: the Triton kernels on small CPU tensors, against the oracle.
 
 Prints one JSON object a line: a case, the error and the bound of each result.
 """
 
 import json
+from collections import defaultdict
 
 import torch
 from helpers import NAMES, errors, results
-from ringlab import Dense, Dilated, attention, blocks, kernels, pieces, reference
-from ringlab.kernels import KERNELS, triton_lists, triton_op
+from ringlab import Dense, Dilated, Execution, attention, blocks, estimate, fused, kernels, pieces, reference
+from ringlab import cache as caches
+from ringlab.kernels import KERNELS, triton_lists, triton_merge, triton_op
+from ringlab.kernels.eager import Eager
+from ringlab.plan import make_plan
+from ringlab.tracking import LiveStorageTracker
 
-F16, F32 = torch.float16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile
 CASES = {
     "folded, causal, grouped": (Dilated([32, 64], [1, 2]), 41, 2, 1, 16, True, F32, None, (16, 16)),
@@ -27,6 +32,33 @@ CASES = {
     "dense, padded head_dim, negative scale": (Dense(), 33, 1, 1, 24, True, F16, -0.3, (32, 16)),
     "dense, odd head_dim, scale 0": (Dense(), 18, 1, 1, 5, False, F32, 0.0, (32, 16)),
 }  # fmt: skip
+# the same without a tile: calls of a dense kernel that are joined
+JOINED = {
+    "in place": (Dilated([16, 32], [1, 2]), 64, 2, 2, 16, True, F16, None),
+    "in place, bfloat16": (Dilated([16, 32], [1, 2]), 32, 2, 2, 16, False, BF16, None),
+    "in place, batch folds": (Dilated([4, 8, 16], [1, 2, 4]), 16, 2, 2, 8, False, F32, None),
+    "short segments, grouped": (Dilated([4, 8], [1, 2], offsets="kv_head"), 14, 4, 2, 16, True, F16, None),
+    "rows uncovered, negative scale": (Dilated([8, 16], [3, 2], offsets="branch"), 16, 2, 1, 12, True, F32, -0.3),
+    "rates that do not divide, batch": (Dilated([6, 10], [1, 4], offsets="block"), 18, 2, 2, 5, False, F32, None),
+    "head groups": (Dilated([8, 4], [3, 2], "head_groups"), 13, 3, 1, 16, True, F16, None),
+}
+
+
+class Padded(Eager):
+    """Results in the inputs' dtype, laid out as GPU kernels do: by head before rows, log-sum-exps in rows of 32."""
+
+    def forward(self, q, k, v, causal, scale):
+        out, lse = super().forward(q, k, v, causal, scale)
+        rows = lse.new_full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), torch.nan)
+        rows[..., : lse.shape[2]] = lse
+        return by_head(out.to(q.dtype)), rows[..., : lse.shape[2]]
+
+    def backward(self, dout, q, *rest):
+        return tuple(by_head(g.to(q.dtype)) for g in super().backward(dout, q, *rest))
+
+
+def by_head(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def inside_inf(*shape, dtype) -> torch.Tensor:
@@ -35,13 +67,26 @@ def inside_inf(*shape, dtype) -> torch.Tensor:
     return torch.full((b, n + 40, heads, d + 30), torch.inf, dtype=dtype)[:, :n, :, :d].copy_(torch.randn(shape))
 
 
-def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
-    triton_lists.sizes = lambda *_: triton_lists.Sizes(*tile, 4, 1)
+def run(*case, batch=1):
+    triton_lists.sizes = lambda *_: triton_lists.Sizes(*case[-1], 4, 1)
+    return checked(*case[:-1], batch, inside_inf, backend="triton")
+
+
+def run_joined(*case, batch=1, draw=inside_inf):
+    with kernels.settled(Padded(), "cuda"):
+        return checked(*case, batch, draw, execution=Execution(merge="fused"))
+
+
+def plain(*shape, dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, draw, **how):
     torch.manual_seed(0)
-    q, k, v = (inside_inf(batch, n, h, d, dtype=dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
-    dout, dlse = inside_inf(batch, n, heads, d, dtype=dtype), torch.randn(batch, heads, n, dtype=torch.float64)
+    q, k, v = (draw(batch, n, h, d, dtype=dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
+    dout, dlse = draw(batch, n, heads, d, dtype=dtype), torch.randn(batch, heads, n, dtype=torch.float64)
     options = {"causal": causal, "scale": scale}
-    out, lse = attention(q, k, v, pattern, backend="triton", return_lse=True, **options)
+    out, lse = attention(q, k, v, pattern, return_lse=True, **how, **options)
     got = results(out, lse, q, k, v, dout, dlse)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     want = results(*reference.attention(*exact, pattern, **options), *exact, dout, dlse)
@@ -66,11 +111,12 @@ def main():
     folded = CASES["folded, causal, grouped"]
     counted = triton_lists.make_lists
     triton_lists.make_lists = lambda *args, **more: once(counted(*args, **more))
-    triton_lists.caches.GLOBAL.clear()
+    caches.GLOBAL.clear()
     show("each pair once", **run(*folded))
     triton_lists.make_lists = counted
-    triton_lists.caches.GLOBAL.clear()
+    caches.GLOBAL.clear()
     compiled(Dilated([8, 16], [1, 2]), 18, 1, 1, 16)
+    joined()
     show("bfloat16", refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64))
 
 
@@ -78,6 +124,80 @@ def once(lists):
     """The lists with M = 1 throughout: an answer that must be found wrong."""
     lists.entries[:, 1] -= (lists.entries[:, 1] >> 9 & 255).sub(1).clamp(min=0) << 9
     return lists
+
+
+def joined():
+    """Calls that are joined: values, what is read and written, what is held, and wrong joins that must be found."""
+    fused.ELEMENTS = 256  # several programs a head
+    for name, case in JOINED.items():
+        draw = plain if "folds" in name else inside_inf
+        show(f"joined, {name}", **run_joined(*case, batch=2 if "batch" in name else 1, draw=draw))
+    for name in ("in place", "short segments, grouped"):
+        show(f"joined, bytes, {name}", **traffic(*JOINED[name][:5]))
+    show("joined, held", **held(Dilated([16, 32], [1, 2]), 41))
+    case, build, join = JOINED["in place"], fused.make_rows, fused._join
+    fused._join = lambda into, lse, calls, parts, lses, *rest: join(
+        into, lse, calls, parts, tuple(map(torch.zeros_like, lses)), *rest)  # fmt: skip
+    show("joined, all parts weigh alike", **run_joined(*case))
+    fused._join, fused.make_rows = join, lambda calls, *rest: without_a_head(build(calls, *rest))
+    caches.GLOBAL.clear()
+    show("joined, a head forgotten", **run_joined(*case))
+    fused.make_rows = build
+    caches.GLOBAL.clear()
+
+
+def without_a_head(rows):
+    rows.table[1, 0, 2] = 0
+    return rows
+
+
+def traffic(pattern, n, heads, kv_heads, d):
+    """Bytes that the join moved, tables apart, and rows that the first call alone holds: equal in every bit?"""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    load, store, moved = Builder.create_masked_load, Builder.create_masked_store, [0, 0]
+
+    def counted_load(self, ptrs, mask, *rest):
+        element = ptrs.get_element_ty()
+        moved[0] += int(mask.data.sum()) * element.primitive_bitwidth // 8 if element.is_floating() else 0
+        return load(self, ptrs, mask, *rest)
+
+    def counted_store(self, ptrs, value, mask, *rest):
+        moved[1] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
+        return store(self, ptrs, value, mask, *rest)
+
+    Builder.create_masked_load, Builder.create_masked_store = counted_load, counted_store
+    q, k, v = (torch.randn(1, n, h, d).half() for h in (heads, kv_heads, kv_heads))
+    execution = Execution(merge="fused")
+    with kernels.settled(Padded(), "cuda"):
+        out = attention(q, k, v, pattern, execution=execution)
+        found = tuple(moved)
+        first = attention(q, k, v, Dilated(pattern.segment_lengths[:1], [1]), execution=execution)
+    Builder.create_masked_load, Builder.create_masked_store = load, store
+    plan = make_plan(pattern, n, heads, kv_heads)
+    alone = torch.ones(1, n, heads, 1, dtype=torch.bool)
+    for call in plan.blocks[0][1]:
+        if call.rate > 1:
+            call.view(alone, range(call.segments)).fill_(False)
+    same = (out == first).all(-1, keepdim=True)
+    untouched = bool(same[alone].all()) and not bool(same[~alone].any())
+    return {"moved": found, "told": fused.join_bytes(plan, 1, n, heads, d, F16), "untouched": untouched}
+
+
+def held(pattern, n):
+    """The peak of a first call, forward and backward, and what ``estimate`` says; the interpreter holds more."""
+    execution = Execution(merge="fused", cache=False)
+    told = estimate(pattern, seq_len=n, heads=4, kv_heads=2, head_dim=16, passes="fwd+bwd", execution=execution)
+    q, k, v, dout = (torch.randn(1, n, h, 16) for h in (4, 2, 2, 4))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    kernels.choose("cpu", F32, 16, backward=True)
+    join, triton_merge.join = triton_merge.join, defaultdict(lambda: lambda *_, **options: None)
+    with LiveStorageTracker() as tracker:
+        tracker.register(q, k, v, dout)
+        out = attention(q, k, v, pattern, execution=execution)
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+    triton_merge.join = join
+    return {"peak": tracker.peak_bytes, "told": told.peak_bytes, "grads": len(grads)}
 
 
 def compiled(pattern, n, heads, kv_heads, d):

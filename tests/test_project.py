@@ -239,7 +239,7 @@ FLOORS = {
     4: ["report", "measure"],
     3: ["api", "variants", "block_variants", "nn", "advise", "adaptive", "estimate", "dry_call", "dryrun"],
     2: ["ring"],
-    1: ["local", "strided", "gather", "tiles", "block_sparse", "bsr", "flex", "chosen", "kernels"],
+    1: ["local", "strided", "fused", "gather", "tiles", "block_sparse", "bsr", "flex", "chosen", "kernels"],
     0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware",
         "blocks", "block_parts", "block_tree", "tiling", "pieces", "lists"],
 }
@@ -256,9 +256,10 @@ SIDEWAYS = {
     "adaptive": {"api"},
     "estimate": {"api", "dry_call"},
     "dry_call": {"api", "dryrun"},
-    "local": {"block_sparse", "strided", "gather", "tiles", "kernels"},
+    "local": {"block_sparse", "strided", "fused", "gather", "tiles", "kernels"},
     "tiles": {"kernels"},
     "strided": {"kernels"},
+    "fused": {"strided", "kernels"},
     "gather": {"kernels"},
     "block_sparse": {"bsr", "flex", "kernels", "strided"},
     "bsr": {"kernels"},
@@ -276,7 +277,7 @@ SIDEWAYS = {
     "memory": {"tracking"},
 }
 PROBED = {"xformers", "flash_attn", "flash_attn_interface", "triton"}  # inside functions of kernels/ and hardware/ only
-DEVICE_CODE = {"triton_code"}  # needs triton to be read, so nothing imports it but functions, by its name
+DEVICE_CODE = {"triton_code", "triton_merge"}  # needs triton to be read: only functions import it, by its name
 TORCH_ALONE = {room for room, floor in FLOOR.items() if floor <= 3} | {"measure"}
 
 

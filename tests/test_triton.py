@@ -1,6 +1,6 @@
-"""The Triton backend without a GPU: its values by the interpreter, its device code by the compiler, and its refusals.
+"""The Triton kernels without a GPU: their values by the interpreter, device code by the compiler, and refusals.
 
-No test here can say how fast it is.
+No test here can say how fast they are.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ringlab import Dilated, attention, kernels
+from ringlab import Dilated, attention, fused, kernels
 from ringlab.kernels import triton_lists
 
 HERE = Path(__file__).parent
@@ -33,17 +33,34 @@ def interpreted() -> dict[str, dict]:
 
 @needs_triton
 def test_values_equal_the_oracle_forward_and_backward(interpreted):
-    checked = {name: found for name, found in interpreted.items() if "bound" in found and name != "each pair once"}
-    assert len(checked) == 9
+    checked = {name: found for name, found in interpreted.items() if "bound" in found and name not in WRONG}
+    assert len(checked) == 9 + 7
     for name, found in checked.items():
         assert found["error"].keys() == {"out", "lse", "dq", "dk", "dv"}
         for what, error in found["error"].items():
-            assert error <= found["bound"][what] < 2e-3, (name, what)
+            assert error <= found["bound"][what] < (2e-2 if "bfloat16" in name else 2e-3), (name, what)
+
+
+WRONG = ("each pair once", "joined, all parts weigh alike", "joined, a head forgotten")
 
 
 @needs_triton
-def test_a_multiplicity_left_out_is_found(interpreted):
-    assert min(interpreted["each pair once"]["error"].values()) > 0.01
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_found(interpreted, name):
+    assert min(interpreted[name]["error"].values()) > 0.01
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["in place", "short segments, grouped"])
+def test_a_join_moves_the_bytes_that_are_told_and_leaves_rows_of_one_call_alone(interpreted, name):
+    found = interpreted[f"joined, bytes, {name}"]
+    assert found["moved"] == found["told"] and min(found["told"]) > 0 and found["untouched"]
+
+
+@needs_triton
+def test_what_a_join_holds_is_told(interpreted):
+    found = interpreted["joined, held"]
+    assert found["peak"] == found["told"] and found["grads"] == 3
 
 
 @needs_triton
@@ -66,9 +83,7 @@ ELEMENTS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # of the tensors' o
 
 def resources(name: str, capability: int, head_dim: int, dtype: str = "bf16", *, causal: bool = True) -> dict[str, int]:
     """What a program with the default sizes takes: registers, stack, local and shared bytes."""
-    import triton
     from ringlab.kernels import triton_code
-    from triton.backends.compiler import GPUTarget
 
     kernel, kind = getattr(triton_code, name), torch.float32 if dtype == "fp32" else torch.bfloat16
     size = triton_lists.sizes(name, head_dim, kind, divmod(capability, 10))
@@ -76,19 +91,32 @@ def resources(name: str, capability: int, head_dim: int, dtype: str = "bf16", *,
              "CAUSAL": causal, "JOIN": False, "PRECISION": triton_lists.precision(head_dim, kind),
              "EARLY": triton_lists.early(divmod(capability, 10))}  # fmt: skip
     kinds = {"scale": "fp32", "lse": "*fp32", "less": "*fp32", "tiles": "*i32", "entries": "*i32"}
-    kinds |= dict.fromkeys(ELEMENTS, f"*{dtype}") | dict.fromkeys(fixed, "constexpr")
+    kinds |= dict.fromkeys(ELEMENTS, f"*{dtype}")
+    return used(kernel, kinds, fixed, capability, num_warps=size.warps, num_stages=size.stages)[0]
+
+
+def used(kernel, kinds: dict, fixed: dict, capability: int, **options) -> tuple[dict[str, int], str]:
+    """The same of any kernel, and its PTX; what is not in ``kinds`` is an int, strides and pointers are aligned."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kinds = kinds | dict.fromkeys(fixed, "constexpr")
     signature = {argument: kinds.get(argument, "i32") for argument in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, (argument, kind) in enumerate(signature.items())
-               if kind[0] == "*" or argument.startswith("s_")}  # fmt: skip
+    aligned = {}
+    for i, (argument, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(kind))}
+        elif kind[0] == "*" or argument.startswith("s_"):
+            aligned[i,] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constexprs=fixed, attrs=aligned)
-    options = {"num_warps": size.warps, "num_stages": size.stages}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / f"{name}.cubin"
+    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / f"{kernel.__name__}.cubin"
     cubin.write_bytes(made.asm["cubin"])
     shown = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     registers, stack, _, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", shown).groups())
-    return {"registers": registers, "stack": stack, "local": local, "shared": made.metadata.shared}
+    found = {"registers": registers, "stack": stack, "local": local, "shared": made.metadata.shared}
+    return found, made.asm["ptx"]
 
 
 @needs_triton
@@ -109,6 +137,40 @@ def test_default_sizes_fit_every_architecture(name, capability, head_dim, tmp_pa
     found = resources(name, capability, head_dim)
     assert (found["stack"], found["local"]) == (0, 0) and 0 < found["registers"] <= 255
     assert 0 < found["shared"] <= SHARED[capability] * 1024
+
+
+def join_resources(capability: int, head_dim: int, parts: int, weigh: bool, over: bool, group: int, dtype: str):
+    """The same of the join of so many calls, and its PTX."""
+    from ringlab.kernels import triton_merge
+
+    pad = triton_lists.padded(head_dim)
+    fixed = {"WEIGH": weigh, "OVER": over, "GROUP": group, "ROWS": fused.tile_rows(head_dim), "DIM": head_dim,
+             "PAD": pad, "ALIGNED": 8 if head_dim % 16 else 16}  # fmt: skip
+    kinds = {"parts": (f"*{dtype}",) * parts, "lses": ("*fp32" if weigh else f"*{dtype}",) * parts, "out": f"*{dtype}",
+             "lse": "*fp32" if weigh else f"*{dtype}", "table": "*i64", "firsts": "*i64"}  # fmt: skip
+    return used(triton_merge.join, kinds, fixed, capability, num_warps=4)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "case",
+    [
+        (80, 64, 3, True, True, 1, "bf16"),
+        (86, 128, 3, True, False, 1, "bf16"),
+        (89, 64, 2, False, True, 1, "fp32"),
+        (90, 128, 3, True, True, 1, "bf16"),
+        (100, 64, 2, False, False, 4, "bf16"),
+        (120, 136, 2, False, False, 1, "bf16"),
+    ],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def test_joins_fit_every_architecture_and_read_16_bytes_at_a_time(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found, ptx = join_resources(*case)
+    assert (found["stack"], found["local"]) == (0, 0) and 0 < found["registers"] <= 255
+    assert re.search(r"ld\.global\S*v4\.b32", ptx) and not re.search(r"ld\.global\S*b16", ptx)
+    if case[4]:  # in place: what stands there is read by all before one writes
+        assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from functools import cached_property
 
 import torch
 
-from . import bsr, cost, flex, hardware, local
+from . import bsr, cost, flex, fused, hardware, local
 from .api import FLOATS
 from .dryrun import Cold, DryRun, kernel_for
-from .kernels.base import wants_dtype
+from .kernels.base import Described, wants_dtype
 from .local import Execution
 from .patterns import LARGEST, BlockSparse, Pattern
 from .ring import Problem, choose
@@ -71,6 +71,9 @@ class Call:
         positive("seq_len", n)
         if self.ranks > 1:
             return *self.shared(named(self.layout, n, self.ranks)), ""
+        if self.execution.merge == "fused":
+            have = self.profile and self.profile.capability
+            fused.check(Described(self.device_type, have or (8, 0)), self.dtype, self.pattern)
         run = DryRun()
         rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", Cold.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import block_sparse, gather, kernels, memory, strided
+from . import block_sparse, fused, gather, kernels, memory, strided
 from . import cache as caches
 from .kernels import triton_op
 from .kernels.base import device_type_of
 from .patterns import BlockSparse, Pattern
 from .tiles import Ladder, Tiled
+
+MERGES = ("auto", "eager", "fused")
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class Execution:
     the global pool, False: fresh ones, or a ``MemoryPool``). ``tile``: form at most tile x tile scores at a time (None:
     whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that forms none gains
     nothing by it. ``blocks``: how a block-sparse pattern runs, one of ``block_sparse.WAYS``; "bsr" and the forward of
-    "flex" call no kernel of ours, so there is nothing to tile. Over a group ``gather`` plays no part, and ``blocks``
-    under ulysses alone.
+    "flex" call no kernel of ours, so there is nothing to tile. ``merge``: how the calls of a dilated pattern are
+    joined, "eager" one after another in place, "fused" all at once by one Triton kernel (``fused``: CUDA, more memory,
+    no pool); "auto" is "eager", for the other was never timed. Over a group ``gather`` and ``merge`` play no part, and
+    ``blocks`` under ulysses alone.
 
     >>> Execution(gather=True, cache=False)
-    Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto')
+    Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto', merge='auto')
     """
 
     gather: bool = False
@@ -39,6 +43,7 @@ class Execution:
     pool: bool | memory.MemoryPool = False
     tile: int | Ladder | None = None
     blocks: str = "auto"
+    merge: str = "auto"
 
     def __post_init__(self):
         kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": bool | memory.MemoryPool}
@@ -47,6 +52,10 @@ class Execution:
                 raise TypeError(f"Execution: {name} cannot be {getattr(self, name)!r}")
         if self.blocks not in block_sparse.WAYS:
             raise ValueError(f"Execution: unknown blocks {self.blocks!r}; known: {', '.join(block_sparse.WAYS)}")
+        if self.merge not in MERGES:
+            raise ValueError(f"Execution: unknown merge {self.merge!r}; known: {', '.join(MERGES)}")
+        if self.gather and self.merge == "fused":
+            raise ValueError("Execution: merge='fused' joins strided views, and gather=True makes copies")
         if isinstance(self.tile, int) and (isinstance(self.tile, bool) or self.tile < 1):
             raise ValueError(f"Execution: tile must be a positive number of rows, got {self.tile!r}")
 
@@ -98,7 +107,8 @@ def _attend(q, k, v, *rest):
 
 def _plain(execution: Execution) -> bool:
     """Whether nothing is asked for that a kernel of whole patterns does not do: it has no calls to choose or to cut."""
-    return not execution.gather and execution.tile is None and execution.blocks == "auto"
+    asked = execution.gather or execution.merge == "fused" or execution.tile is not None
+    return not asked and execution.blocks == "auto"
 
 
 def _whole(q, causal, backward: bool, backend, execution: Execution) -> kernels.PatternKernel | None:
@@ -114,6 +124,11 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
     needs_backward = passes == "backward" or any(t.requires_grad for t in tensors)
     found = kernels.choose(q.device, q.dtype, d, causal=causal, backward=needs_backward, backend=backend)
     kernel = execution.tiled(found.kernel)
+    if execution.merge == "fused":
+        if not q.is_meta:  # a run without data is of hardware that need not be here
+            fused.check(q.device, q.dtype, pattern)
+        with torch.autocast(device_type_of(q), enabled=False):
+            return getattr(fused, passes)(*tensors, pattern, causal, scale, kernel, execution.cached)
     if isinstance(pattern, BlockSparse):
         with torch.autocast(device_type_of(q), enabled=False):
             return block_sparse.run(passes, tensors, pattern, causal, scale, kernel, execution)

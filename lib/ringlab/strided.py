@@ -59,7 +59,7 @@ def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, poo
     b, n, heads, d = q.shape
     narrow = q.dtype in HALF and plan.merges
     first = plan.whole(n) if heads == k.shape[2] and _in_one_call(q, narrow) else None
-    views = first and _fold(_views(first, range(first.segments), (q, k, v), kv=(1, 2)))
+    views = first and fold(views_of(first, range(first.segments), (q, k, v), kv=(1, 2)))
     if views and len(views) == 1:  # one call writes every row: its result becomes the output
         o, l = kernel.forward(*views[0], causal, scale)  # (b', m, h, d), (b', h, m)
         out, lse = o.reshape(q.shape).to(q.dtype), l.transpose(1, 2).reshape(b, n, heads, 1)
@@ -77,7 +77,7 @@ def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, poo
                 for call in calls:
                     segments = call.within(start, stop)
                     if segments:
-                        views = _views(call, segments, (q, k, v), kv=(1, 2))
+                        views = views_of(call, segments, (q, k, v), kv=(1, 2))
                         into = call.view(lse, segments), call.view(accs[0], segments, origin=origins[0])
                         add_forward([*views, *into], piece_limit(q), call.first, causal, scale, kernel)
     return out, lse.squeeze(-1).transpose(1, 2)
@@ -107,9 +107,9 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
     lse = lse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
     reads = (dout, q, k, v, out, lse)
     first = plan.whole(n) if group == 1 and _in_one_call(q, narrow) else None
-    views = first and _fold(_views(first, range(first.segments), reads, kv=(2, 3)))
+    views = first and fold(views_of(first, range(first.segments), reads, kv=(2, 3)))
     if views and len(views) == 1:
-        grads = tuple(g.reshape(q.shape).to(q.dtype) for g in _call_backward(kernel, views[0], causal, scale))
+        grads = tuple(g.reshape(q.shape).to(q.dtype) for g in call_backward(kernel, views[0], causal, scale))
     else:
         first = None
         grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -130,7 +130,7 @@ def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, ke
                             for i, (acc, origin) in enumerate(zip(accs, origins))
                         ]
                         alone = call.first and group == 1 and not narrow  # nothing else wrote these rows before
-                        views = _views(call, segments, reads, kv=(2, 3))
+                        views = views_of(call, segments, reads, kv=(2, 3))
                         add_backward([*views, *into], piece_limit(q), alone, call.shares_kv, causal, scale, kernel)
     return grads
 
@@ -142,7 +142,7 @@ def add_backward(views, limit: int, alone: bool, shares_kv: bool, causal: bool, 
     same rows of k and v.
     """
     for *read, dq, dk, dv in pieces(views, limit):  # (b', m, h, d)
-        for i, (result, grad) in enumerate(zip((dq, dk, dv), _call_backward(kernel, read, causal, scale))):
+        for i, (result, grad) in enumerate(zip((dq, dk, dv), call_backward(kernel, read, causal, scale))):
             if alone:
                 result.copy_(grad)
             elif i > 0 and shares_kv:
@@ -156,16 +156,16 @@ def _in_one_call(q: Tensor, narrow: bool) -> bool:
     return not narrow and (q.dtype not in HALF or device_type_of(q) != "cpu")
 
 
-def _call_backward(kernel: Kernel, reads, causal: bool, scale: float):
+def call_backward(kernel: Kernel, reads, causal: bool, scale: float):
     dout, q, k, v, out, lse = reads
     return kernel.backward(dout, q, k, v, out, lse.squeeze(-1).transpose(1, 2), causal, scale)
 
 
-def _views(call, segments: range, tensors, kv: tuple[int, ...]) -> list[Tensor]:
+def views_of(call, segments: range, tensors, kv: tuple[int, ...]) -> list[Tensor]:
     return [call.view(t, segments, kv=i in kv) for i, t in enumerate(tensors)]
 
 
-def _fold(views: list[Tensor]) -> list[list[Tensor]]:
+def fold(views: list[Tensor]) -> list[list[Tensor]]:
     """(b, segments, m, h, d) views as lists of (b', m, h, d): one list where the strides let b and segments fold."""
     b, segments = views[0].shape[:2]
     if segments == 1:
@@ -177,7 +177,7 @@ def _fold(views: list[Tensor]) -> list[list[Tensor]]:
 
 def pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
     """The folded views, cut along the batch, then along the heads, to at most ``limit`` bytes of the last one each."""
-    for folded in _fold(views):
+    for folded in fold(views):
         batch, rows, heads, d = folded[-1].shape
         head_bytes = rows * d * folded[-1].element_size()
         # A CPU kernel shares out (batch, head) pairs: never fewer of them than threads.

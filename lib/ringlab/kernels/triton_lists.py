@@ -180,7 +180,7 @@ def _lists(source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, by: 
     return cached(caches.key("lists", source, n, m, heads, kv_heads, rows, cols, causal, by, q.device), build)
 
 
-def _device(t: Tensor):
+def on_device(t: Tensor):
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
@@ -189,7 +189,7 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, n: int, heads: int) -
     b, d, rows = dout.shape[0], dout.shape[3], 32
     found = torch.empty(b, heads, n, dtype=torch.float32, device=dout.device)
     extra = found if dlse is None else dlse.float().contiguous()
-    with _device(dout):
+    with on_device(dout):
         code.delta[(-(-n // rows), b * heads)](
             dout, out, extra, found, heads, n, *dout.stride()[:3], *out.stride()[:3],
             ROWS=rows, DIM=d, PAD=padded(d), HAS_LSE=dlse is not None,
@@ -203,7 +203,7 @@ def _launch(name, lists: Lists, size: Sizes, strided, pointers, heads, kv_heads,
     if not programs:
         return
     code = importlib.import_module("ringlab.kernels.triton_code")
-    with _device(strided[0]):
+    with on_device(strided[0]):
         getattr(code, name)[(programs * b,)](
             *pointers, lists.tiles, lists.entries, scale * LOG2E, programs, heads, heads // kv_heads, n,
             *(s for t in strided for s in t.stride()[:3]),

@@ -26,11 +26,11 @@ from .sharded import Sharded
 
 
 def ringlab(point: Point, device) -> System:
-    """This library; options backend, gather, blocks, cache, pool, and pool_threshold_mb for a pool of its own.
+    """This library; options backend, gather, blocks, merge, cache, pool, and pool_threshold_mb for a pool of its own.
 
     On several ranks, or ``simulated`` ones in this process: scheme and layout.
     """
-    switches = ("backend", "gather", "blocks", "cache", "pool", "pool_threshold_mb")
+    switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "pool_threshold_mb")
     options = only(point, *switches, "simulated", "scheme", "layout")
     across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
     group = ranks_of(point, options.pop("simulated", None))
