@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from ringlab.local import Execution
-from ringlab.ring import counting
+from ringlab.ring import comm, counting
 from ringlab.ring.ranks import attend
 
 
@@ -33,15 +33,18 @@ def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
     return [t.detach() for t in (out, lse, *grads)]
 
 
-def parity(cases):
-    """Each case's results on this rank, and the bytes that it sent."""
+def parity(cases, device="cpu", staged=False):
+    """Each case's results on this rank, and the bytes that it sent; ``staged`` as a GPU's tensors go over gloo."""
+    if staged:
+        comm._through_cpu = lambda *_: True
     rank, results = dist.get_rank(), []
     for pattern, layout, causal, heads, kv_heads, scheme, dtype, d, seed, with_lse in cases:
-        q, k, v, dout, dlse = tensors(layout, heads, kv_heads, d, dtype, seed)
+        q, k, v, dout, dlse = (t.to(device) for t in tensors(layout, heads, kv_heads, d, dtype, seed))
         shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
         g = layout.shard(dlse, rank, 2) if with_lse else None
         with counting() as traffic:
-            results.append((call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD), traffic.total))
+            found = call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD)
+        results.append(([t.cpu() for t in found], traffic.total))
     return results
 
 

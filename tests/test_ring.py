@@ -296,6 +296,9 @@ def test_gloo_ranks_are_the_simulated_ones(ranks):
             assert torch.equal(got, want[part]), (scheme, layout, part)
         agreement = 24 * (ranks - 1)  # two digests and a verdict to each peer, before the first exchange
         assert [each[i][1] - agreement for each in everyone] == [traffic.from_rank(r) for r in range(ranks)]
+    copied = launch(parity, ranks, cases, "cpu", True)
+    same = [torch.equal(a, b) for x, y in zip(everyone, copied) for (u, _), (w, _) in zip(x, y) for a, b in zip(u, w)]
+    assert all(same) and len(same) == 5 * ranks * len(cases)
     again = launch(parity, ranks, cases[:1] * 2)
     assert [each[0][1] - each[1][1] for each in again] == [agreement] * ranks, "agreed once"
 

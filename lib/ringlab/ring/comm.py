@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -128,10 +129,37 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
     if isinstance(request, AllToAll):
         return [dist.all_to_all_single(
             request.receive, request.send, request.received, request.sent, group=group, async_op=True)]  # fmt: skip
+    return [_Staged(request, group)] if _through_cpu(request, group) else _direct(request, group)
+
+
+def _direct(request: Exchange, group: dist.ProcessGroup) -> list:
     ops = []
     for op, peers in ((dist.isend, request.send), (dist.irecv, request.receive)):
         ops += [dist.P2POp(op, t, group=group, group_peer=peer) for peer, tensors in peers.items() for t in tensors]
     return dist.batch_isend_irecv(ops) if ops else []
+
+
+def _through_cpu(request: Exchange, group: dist.ProcessGroup) -> bool:
+    """gloo sends point to point from the CPU's memory alone."""
+    tensors = [t for peers in (request.send, request.receive) for each in peers.values() for t in each]
+    return any(t.is_cuda for t in tensors) and "cuda:gloo" in dist.get_backend_config(group)
+
+
+class _Staged:
+    """An exchange by way of copies in the CPU's memory; sent ones are made at once, received ones read at ``wait``."""
+
+    def __init__(self, request: Exchange, group: dist.ProcessGroup):
+        self.into = request.receive
+        self.copies = {peer: tuple(torch.empty_like(t, device="cpu") for t in ts) for peer, ts in self.into.items()}
+        sent = {peer: tuple(t.cpu() for t in tensors) for peer, tensors in request.send.items()}
+        self.works = _direct(Exchange(sent, self.copies), group)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        for peer, tensors in self.into.items():
+            for t, copy in zip(tensors, self.copies[peer]):
+                t.copy_(copy)
 
 
 def simulate(ranks: list[Steps]) -> list:
