@@ -82,3 +82,15 @@ def test_tolerance():
     assert all(2e-3 < x < 2e-2 for x in low.values())
     turned = reference.tolerance(*(t.half() for t in (q, k, v)), causal=True, scale=-0.25)
     assert all(2e-4 < x < 2e-3 for x in turned.values()), "torch's own causal kernels give nan at a negative scale"
+
+
+def test_an_error_of_many_parts_is_that_of_the_whole(monkeypatch):
+    ref = torch.randn(2, 3, 50, 4, dtype=torch.float64)
+    ref[0, 1, 7] = -torch.inf
+    x = ref + 1e-3 * torch.randn_like(ref)
+    whole = reference.error(x, ref, 1.0)
+    monkeypatch.setattr(reference, "PART", 100)
+    assert len(reference._parts(x)) == 13 and reference.error(x, ref, 1.0) == pytest.approx(whole, rel=1e-12)
+    assert reference.error(x[:, :, :26], ref, 1.0) == float("inf"), "of another shape, though its parts are alike"
+    x[1, 2, 49, 3] = torch.nan
+    assert reference.error(x, ref, 1.0) == float("inf")

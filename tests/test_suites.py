@@ -3,7 +3,7 @@
 import pytest
 from ringlab import hardware, patterns
 from ringlab.kernels import KERNELS
-from ringlab.measure import Point, ring_suites, suites
+from ringlab.measure import Point, kernel_suites, ring_suites, suites
 from ringlab.measure.systems import SYSTEMS
 
 TINY = Point("ringlab", patterns.Dilated([16, 32], [1, 2]), seq_len=64, heads=2, head_dim=8)
@@ -72,3 +72,32 @@ def test_a_backward_on_a_cpu_is_short():
     groups = suites.optimization(hardware.get_profile("cpu"), device="cpu")
     assert max(p.seq_len for g in groups for p in g.points) == 8192
     assert max(p.seq_len for g in groups if g.timed for p in g.points if p.passes != "fwd") == 4096
+
+
+@pytest.mark.parametrize("name", [n for n in hardware.profiles() if hardware.get_profile(n).kind == "cuda"])
+def test_the_suite_of_kernels_holds_every_way_and_peer_on_a_gpu_that_is_here(name):
+    profile = hardware.get_profile(name)
+    for device, rehearsal in (("cpu", True), ("cpu", False), ("cuda", True)):
+        assert kernel_suites.kernels(profile, device=device, rehearsal=rehearsal) == []
+    groups = {g.name: g for g in kernel_suites.kernels(profile, device="cuda")}
+    points = {p.id: p for g in groups.values() for p in g.points}.values()
+    assert {p.dtype for p in points} <= {"float16", "bfloat16"} and all(p.system in SYSTEMS for p in points)
+    for d in (128, 64):
+        for how in kernel_suites.PASSES:
+            (group,) = [g for x, g in groups.items() if x == f"rungs, head_dim {d}, {how}"]
+            asked = {(p.system, p.options) for p in group.points if dict(p.options) != kernel_suites.TWIN}
+            assert group.interleave and group.timed and asked >= {
+                ("ringlab", ()), ("ringlab", (("backend", "triton"),)), ("ringlab", (("backend", "sdpa"),)),
+                ("copying", ()), *(("contiguous_segments", (("backend", x),)) for x in ("cudnn", "flash"))}  # fmt: skip
+    large = (profile.memory_bytes or 0) > 70e9
+    ns = {p.seq_len for p in points if p.system == "copying"}
+    assert {16384, 65536} <= ns and (1_048_576 in ns) == large
+    (training, lists) = groups[kernel_suites.MEMORY].points
+    assert training.passes == "fwd+bwd" and training.seq_len == max(ns) and dict(lists.options)["backend"] == "triton"
+    assert kernel_suites.MASK.density(65536) == pytest.approx(0.1, abs=0.01)
+
+
+def test_no_two_suites_have_a_group_of_the_same_name():
+    for name, device in (("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")):
+        names = [g.name for make in suites.SUITES.values() for g in make(hardware.get_profile(name), device=device)]
+        assert len(set(names)) == len(names)

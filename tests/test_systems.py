@@ -70,6 +70,7 @@ def test_inputs_come_from_the_points_own_seed():
         ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, blocks, cache, pool"),
         ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
         ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
+        ({"system": "contiguous_segments", "options": {"backend": "xformers"}}, "unknown kernel of torch's 'xformers'"),
         ({"system": "RingDilatedAttentionV2Flash"}, "head groups with offsets by branch"),
         ({"system": "BlockSparseOptimized"}, "BlockSparseOptimized computes block-sparse patterns, not dilated"),
         ({"system": "flex"}, "flex computes block-sparse patterns, not dilated"),
@@ -104,3 +105,17 @@ def test_a_pools_threshold_is_an_option():
     assert all(errors[k] <= tolerance[k] for k in errors)
     with pytest.raises(ValueError, match="needs pool=True"):
         build(point.but(options={"pool_threshold_mb": 0.0}), "cpu")
+
+
+def test_torchs_kernel_on_contiguous_segments_is_the_one_that_is_named(monkeypatch):
+    point = TINY.but(system="contiguous_segments", passes="fwd+bwd", head_dim=16, options={"backend": "flash"})
+    with pytest.raises(NotImplementedError, match="flash: needs a CUDA device, this is cpu"):
+        build(point, "cpu")
+    monkeypatch.setattr("ringlab.measure.systems.kernels.choose", lambda *_, **__: None)
+    system = build(point, "cpu")  # torch has a flash kernel for a CPU too, and none of cuDNN's
+    inputs = system.inputs()
+    errors, tolerance = system.check(inputs, system.run(inputs))
+    assert errors.keys() == {"out", "dq", "dk", "dv"} and all(errors[k] <= tolerance[k] for k in errors)
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        system = build(point.but(options={"backend": "cudnn"}), "cpu")
+        system.run(system.inputs())

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .patterns import Dense, Pattern
 
+PART = 1 << 27  # elements
 EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 
@@ -43,14 +44,27 @@ def attention(q, k, v, pattern: Pattern, *, causal: bool = False, scale: float |
 
 def error(x: Tensor, ref: Tensor, floor: float) -> float:
     """``||x - ref|| / max(||ref||, floor)`` in float64; inf if x is not finite where ref is, or where -inf differs."""
-    x, ref = x.detach().double(), ref.detach().double()
-    apart, size = float((x - ref).norm()), float(ref.norm())
-    if not math.isfinite(apart + size):  # looked at only then, for it takes longer than the rest
-        finite = torch.isfinite(ref)
-        if not torch.equal(finite, torch.isfinite(x)) or not torch.equal(x[~finite], ref[~finite]):
-            return float("inf")
-        apart, size = float((x[finite] - ref[finite]).norm()), float(ref[finite].norm())
+    if x.shape != ref.shape:
+        return float("inf")
+    apart = size = 0.0
+    for part, right in zip(_parts(x.detach()), _parts(ref.detach())):
+        part, right = part.double(), right.double()
+        far, large = float((part - right).norm()), float(right.norm())
+        if not math.isfinite(far + large):  # looked at only then, for it takes longer than the rest
+            finite = torch.isfinite(right)
+            if not torch.equal(finite, torch.isfinite(part)) or not torch.equal(part[~finite], right[~finite]):
+                return float("inf")
+            far, large = float((part[finite] - right[finite]).norm()), float(right[finite].norm())
+        apart, size = math.hypot(apart, far), math.hypot(size, large)
     return apart / max(size, floor)
+
+
+def _parts(t: Tensor) -> tuple[Tensor, ...]:
+    """Parts of a tensor that are widened one by one: of a million tokens the whole would take tens of GB."""
+    if t.numel() <= PART:
+        return (t,)
+    longest = max(range(t.dim()), key=t.shape.__getitem__)
+    return t.split(max(1, PART * t.shape[longest] // t.numel()), longest)
 
 
 def gradient_floor(q, k, dout, scale: float | None = None) -> float:

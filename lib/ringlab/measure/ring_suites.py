@@ -82,6 +82,12 @@ def own_dtype(profile: hardware.Profile) -> str:
     return str(profile.default_dtype()).removeprefix("torch.")
 
 
+def half_dtype(profile: hardware.Profile, device: str) -> str:
+    """The half precision to use: the profile's own, bfloat16 on a CPU, else float16."""
+    own = own_dtype(profile)
+    return "bfloat16" if device == "cpu" else own if own != "float32" else "float16"
+
+
 def _lengths(rehearsal: bool, *lengths: int) -> list[int]:
     return [n for n in lengths if not rehearsal or n <= SHORTEST]
 

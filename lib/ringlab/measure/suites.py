@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from .. import hardware, kernels
 from ..patterns import Dense, Dilated
-from . import landscape_suites, ring_suites, session_suites
+from . import kernel_suites, landscape_suites, ring_suites, session_suites
 from .points import Group, Point, sgemm
-from .ring_suites import LARGE_MEMORY, TWIN, own_dtype
+from .ring_suites import LARGE_MEMORY, TWIN, half_dtype, own_dtype
 
 # Document 000: b = 1, h = 8, d = 64; head groups with offsets by branch is what its classes compute.
 DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
@@ -121,12 +121,6 @@ def reuse(profile: hardware.Profile, device: str) -> Group:
     return Group("cache and pool", tuple(points))
 
 
-def half_dtype(profile: hardware.Profile, device: str) -> str:
-    """The half precision to use: the profile's own, bfloat16 on a CPU, else float16."""
-    own = own_dtype(profile)
-    return "bfloat16" if device == "cpu" else own if own != "float32" else "float16"
-
-
 def engine(profile: hardware.Profile, device: str) -> list[Group]:
     """The engine's speed against what the machine can do, and its memory; dense SDPA at a shorter n is timed above."""
     n, half = long_length(profile, device), half_dtype(profile, device)
@@ -149,6 +143,7 @@ def engine(profile: hardware.Profile, device: str) -> list[Group]:
 
 
 SUITES: dict[str, Callable[..., list[Group]]] = {
+    **kernel_suites.SUITES,
     "optimization": optimization,
     **ring_suites.SUITES,
     **session_suites.SUITES,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import Execution, Simulated, attention, kernels, memory, patterns, reference
 from ..cost import Cost
@@ -23,6 +25,12 @@ from .planning import PlanBuild
 from .points import Point
 from .reuse import CacheWorkload, PoolWorkload
 from .sharded import Sharded
+
+TORCHS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def ringlab(point: Point, device) -> System:
@@ -90,12 +98,18 @@ def copying(point: Point, device) -> System:
 class ContiguousSegments(System):
     """torch's own kernel on segments that lie ready, as long as the first branch's selected rows: a ceiling for it.
 
-    Another function than the point's pattern: plain segments of m = w / r rows, checked as such. Raises ValueError if
-    m does not divide the sequence length.
+    Another function than the point's pattern: plain segments of m = w / r rows, checked as such. The option ``backend``
+    is a name of ``TORCHS``; without it torch takes which it likes. Raises ValueError if m does not divide the sequence
+    length, and NotImplementedError where the named kernel cannot run.
     """
 
     def __init__(self, point: Point, device):
-        only(point)
+        self.backend = only(point, "backend").get("backend")
+        if self.backend is not None:
+            if self.backend not in TORCHS:
+                raise ValueError(f"unknown kernel of torch's {self.backend!r}; known: {', '.join(TORCHS)}")
+            kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=point.causal,
+                           backward=point.passes == "fwd+bwd", backend=self.backend)  # fmt: skip
         pattern = patterns.from_dict(point.pattern)
         dilated = isinstance(pattern, patterns.Dilated)
         self.rows = pattern.segment_lengths[0] // pattern.dilation_rates[0] if dilated else point.seq_len
@@ -109,7 +123,8 @@ class ContiguousSegments(System):
         return [(p.batch * p.seq_len // self.rows, p.heads, self.rows, p.head_dim)] * 3  # (b * segments, h, m, d)
 
     def _sdpa(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.point.causal), None
+        with nullcontext() if self.backend is None else sdpa_kernel(TORCHS[self.backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.point.causal), None
 
     def as_bnhd(self, t):
         return t.transpose(1, 2).reshape(self.point.batch, self.point.seq_len, self.point.heads, self.point.head_dim)

@@ -11,6 +11,7 @@ from .trust import objection
 
 DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
 FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
+CONTIGUOUS = {"cudnn": "cuDNN", "flash": "torch's flash", "efficient": "torch's efficient"}
 PLAIN = {"gather": True, "cache": False, "pool": False, "backend": "eager"}
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
@@ -59,7 +60,7 @@ def label(result) -> str:
     names = {
         "dense_sdpa": "Dense SDPA",
         "copying": "Copying form",
-        "contiguous_segments": "torch's kernel, contiguous segments",
+        "contiguous_segments": f"{CONTIGUOUS.get(options.get('backend'), 'torch')}'s kernel, contiguous segments",
         "sgemm": "Matrix product",
         "plan_build": f"{steps_of(point)}, {'found' if options.get('warm') else 'built'}",
         "flex": f"FlexAttention, {patterns.from_dict(point.pattern)}",
