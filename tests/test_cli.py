@@ -103,7 +103,7 @@ def test_measure_takes_single_groups_of_a_suite(capsys, monkeypatch, tmp_path):
     assert said(capsys, *how)[0] == 0
     assert asked[0] == ["implementations", "lengths"] and len(asked[1]) > 2
     code, _, err = said(capsys, *how, "--group", "length")
-    assert code == 2 and "unknown group 'length'; optimization has here: implementations, lengths, " in err
+    assert code == 2 and "unknown group 'length'; known here: implementations; lengths; " in err
     assert err.count("\n") == 1 and len(asked) == 2
 
 
@@ -114,7 +114,23 @@ def test_report_packages_are_those_that_the_extra_installs():
 
 def test_unknown_suite_is_one_line(capsys):
     code, _, err = said(capsys, "measure", "--suite", "nothing")
-    assert code == 2 and "unknown suite 'nothing'; known: optimization" in err and err.count("\n") == 1
+    assert code == 2 and "unknown suite 'nothing'; known: all, kernels, optimization" in err and err.count("\n") == 1
+
+
+def test_measure_takes_every_suite_and_minutes_to_begin_groups_in(capsys, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(measure, "run", lambda groups, data, **how: asked.append((len(groups), how["minutes"])))
+    how = ["measure", "--profile", "cpu", "--data", str(tmp_path)]
+    assert said(capsys, *how, "--minutes", "8.5")[0] == said(capsys, *how, "--suite", "landscape")[0] == 0
+    every = sum(len(make(hardware.get_profile("cpu"), device="cpu")) for make in suites.SUITES.values())
+    assert asked == [(every, 8.5), (2, None)] and every > 20
+    code, _, err = said(capsys, *how, "--suite", "kernels")
+    assert code == 2 and err == "ringlab: suite 'kernels' has no points for 'cpu' here: it is for a GPU\n"
+    for minutes in ("0", "-1", "soon", "inf"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([*how, "--minutes", minutes])
+        assert f"'{minutes}' is no number of minutes" in capsys.readouterr().err
+    assert len(asked) == 2
 
 
 def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):

@@ -235,6 +235,31 @@ def test_only_the_points_that_were_killed_are_tried_again(measured, monkeypatch)
         ("table", ["broken:aborts", "broken:killed"])]  # fmt: skip
 
 
+def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(measured, tmp_path, monkeypatch, capsys):
+    folder, results = measured
+    begun, now = [], [100.0]
+
+    def run_group(self, group, points, earlier):
+        begun.append(group.name)
+        now[0] += 45.0
+
+    monkeypatch.setattr(session.Session, "run_group", run_group)
+    monkeypatch.setattr("ringlab.measure.runner.time.monotonic", lambda: now[0])
+    three = [ALONE, CHECKED, TABLE]
+    measure(three, tmp_path, minutes=1.0)
+    assert begun == ["alone", "checked"]
+    said = f"1 minutes are over: {len(TABLE.points)} points are left, of table; run again to go on\n"
+    assert capsys.readouterr().err.endswith(said)
+    measure(three, tmp_path, minutes=0.1)
+    assert begun.pop() == "alone", "one always is"
+    rows = (folder / store.NAME).read_text().splitlines(keepends=True)
+    (tmp_path / store.NAME).write_text("".join(row for row in rows if select(results, "alone")[0].run in row))
+    begun.clear()
+    assert measure(three, tmp_path, minutes=0.1) == select(results, "alone") and begun == ["checked"]
+    with pytest.raises(ValueError, match="minutes must be positive, got 0"):
+        measure(three, tmp_path, minutes=0)
+
+
 SLOW = [TINY.but(system="broken:slow", options={"x": x}) for x in range(3)]
 RUN_SLOW = """
 import signal, sys

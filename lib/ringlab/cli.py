@@ -69,9 +69,12 @@ def _parser() -> argparse.ArgumentParser:
 
     measure = command("measure", _measure, "measure what is missing, without a report (torch alone)")
     choose_profile(measure)
-    measure.add_argument("--suite", default="optimization", metavar="NAME", help="which points (default: optimization)")
+    measure.add_argument("--suite", default="all", metavar="NAME", help="the points of which pages (default: all)")
     measure.add_argument(
-        "--group", action="append", metavar="NAME", help="only this group of the suite; may be repeated (default: all)"
+        "--group", action="append", metavar="NAME", help="only this group of points; may be repeated (default: all)"
+    )
+    measure.add_argument(
+        "--minutes", type=_minutes, metavar="N", help="begin no group after so long; run again to go on (default: none)"
     )
     measure.add_argument("--data", type=_folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
     measure.add_argument("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
@@ -132,6 +135,16 @@ def _part(text: str) -> float:
     return found
 
 
+def _minutes(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes")
+    return found
+
+
 def _refuse(message: str, code: int = REFUSED) -> int:
     print(f"ringlab: {message}", file=sys.stderr)
     return code
@@ -176,22 +189,26 @@ def _measure(arguments) -> int:
     from .report.places import UsageError, reports_folder
     from .report.plan import plan
 
-    if arguments.suite not in suites.SUITES:
-        return _refuse(f"unknown suite {arguments.suite!r}; known: {', '.join(suites.SUITES)}")
+    if arguments.suite not in ("all", *suites.SUITES):
+        return _refuse(f"unknown suite {arguments.suite!r}; known: all, {', '.join(suites.SUITES)}")
+    asked_for = [arguments.suite] if arguments.suite != "all" else list(suites.SUITES)
     reports = reports_folder()
     try:
         asked = plan(arguments.profile, hardware.detect(), reports, strict=_strict(arguments), recorded=False)
     except UsageError as error:
         return _refuse(str(error))
-    groups = suites.SUITES[arguments.suite](asked.profile, device=asked.device, rehearsal=asked.rehearsal)
+    how = {"device": asked.device, "rehearsal": asked.rehearsal}
+    groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)]
+    if not groups:
+        return _refuse(f"suite {arguments.suite!r} has no points for {asked.profile.name!r} here: it is for a GPU")
     known = [g.name for g in groups]
     if unknown := [name for name in arguments.group or () if name not in known]:
-        return _refuse(f"unknown group {unknown[0]!r}; {arguments.suite} has here: {', '.join(known)}")
+        return _refuse(f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}")
     groups = [g for g in groups if not arguments.group or g.name in arguments.group]
     if asked.why:
         print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
     data = arguments.data or reports / asked.folder / "data"
-    how = {"profile": asked.profile, "device": asked.device, "rehearsal": asked.rehearsal, "force": arguments.force}
+    how |= {"profile": asked.profile, "force": arguments.force, "minutes": arguments.minutes}
     try:
         measure.run(groups, data, progress=True, **how)
     except measure.Busy as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,13 +40,15 @@ def run(
     progress: bool = False,
     force: bool = False,
     memory_bytes: int | None = None,
+    minutes: float | None = None,
 ) -> list[Result]:
     """Measure the points of ``groups`` that have no rows in ``folder`` yet, and return the results of all of them.
 
     ``profile``: a hardware profile or its name, whose figures bound GPU times. ``device``: "cuda" or "cpu", by default
     what the profile is for, and "cpu" for a rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point
     on stderr. ``force``: measure again what is there. ``memory_bytes``: how much a worker on the CPU may grow, by
-    default what is available.
+    default what is available. ``minutes``: after so long no further group is begun (one always is), what is left is
+    said, and the next run goes on there.
 
     A point is done where a result exists for the same point, group, engine, method, torch, device, machine and threads,
     and, if the group is interleaved, the same points in it. A worker that was killed from outside, a time that was too
@@ -52,7 +56,8 @@ def run(
     Raises Interrupted on Ctrl-C (all rows so far are kept), Busy where another run holds the folder, OSError where the
     folder cannot be written, and ValueError for arguments that cannot be.
     """
-    groups = _checked(groups, timeout_s)
+    groups = _checked(groups, timeout_s, minutes)
+    until = time.monotonic() + (math.inf if minutes is None else 60 * minutes)
     name = getattr(profile, "name", profile)
     if device is None:
         device = "cpu" if rehearsal else hardware.get_profile(name).kind
@@ -80,7 +85,11 @@ def run(
         session.progress = Progress(todo, device, progress)
         session.bounds = Bounds(device, None if rehearsal else name, here["threads"], session.probe)
         try:
-            for group, points in todo:
+            for number, (group, points) in enumerate(todo):
+                if number and time.monotonic() >= until:
+                    session.progress.clear()
+                    warn(_left(todo[number:], minutes))
+                    break
                 anew = force or group.name in {name for name, _ in again}
                 session.run_group(group, points, None if anew else unfinished(folder, group, here, rehearsal))
         except KeyboardInterrupt:
@@ -93,7 +102,12 @@ def run(
     return latest(found)
 
 
-def _checked(groups, timeout_s: float) -> list[Group]:
+def _left(todo: list[tuple[Group, list]], minutes: float) -> str:
+    points, names = sum(len(points) for _, points in todo), [group.name for group, _ in todo]
+    return f"{minutes:g} minutes are over: {points} points are left, of {'; '.join(names)}; run again to go on"
+
+
+def _checked(groups, timeout_s: float, minutes: float | None) -> list[Group]:
     groups = [groups] if isinstance(groups, Group) else list(groups)
     for group in groups:
         if not isinstance(group, Group):
@@ -103,6 +117,8 @@ def _checked(groups, timeout_s: float) -> list[Group]:
         raise ValueError(f"two groups have the name {next(n for n in names if names.count(n) > 1)!r}")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes must be positive, got {minutes!r}")
     return groups
 
 
