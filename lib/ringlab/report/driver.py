@@ -25,6 +25,8 @@ REPORTS = {
     "landscape": ("landscape.document", "landscape"),
     "claims": ("ledger", ""),
 }
+# Suites whose rows a report shows in an appendix.
+BESIDE = {"optimization_results": ("kernels",)}
 
 
 def run(
@@ -88,9 +90,10 @@ def _suite(notebooks: Sequence[Path]) -> Callable:
     from ..measure import suites
 
     def groups(profile, **how):
-        wanted = dict.fromkeys(REPORTS[n.stem][1] for n in notebooks)
-        if "" in wanted:
-            wanted = dict.fromkeys(suite for _, suite in REPORTS.values() if suite)
+        names = [n.stem for n in notebooks]
+        if not all(REPORTS[name][1] for name in names):
+            names = [*REPORTS]
+        wanted = dict.fromkeys(s for name in names for s in (REPORTS[name][1], *BESIDE.get(name, ())) if s)
         return [g for suite in wanted for g in suites.SUITES[suite](profile, **how)]
 
     return groups
