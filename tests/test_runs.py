@@ -235,6 +235,18 @@ def test_only_the_points_that_were_killed_are_tried_again(measured, monkeypatch)
         ("table", ["broken:aborts", "broken:killed"])]  # fmt: skip
 
 
+def test_processes_of_a_gpus_group_start_side_by_side(tmp_path, monkeypatch):
+    calls, start, step = [], session.Session._start_point, session.Session._step
+    monkeypatch.setattr(session, "EARLY", ("cpu",))
+    monkeypatch.setattr(session.Session, "_start_point", lambda self, *a: (calls.append("start"), start(self, *a))[1])
+    monkeypatch.setattr(session.Session, "_step", lambda self, group, member, command, *a, **k: (
+        calls.append(command), step(self, group, member, command, *a, **k))[1])  # fmt: skip
+    results = measure([Group("both", [TINY, TINY.but(system="nothing"), CAUSAL], timed=False)], tmp_path)
+    assert calls == ["start"] * 3 + ["prepare"] * 3
+    assert [r.status for r in results] == ["ok", "unsupported", "ok"] and results[0].errors["out"] <= 5e-6
+    assert [r.reason[:24] for r in results] == ["", "unknown system 'nothing'", ""]
+
+
 def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(measured, tmp_path, monkeypatch, capsys):
     folder, results = measured
     begun, now = [], [100.0]

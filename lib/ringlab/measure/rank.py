@@ -19,12 +19,12 @@ class RankWorker(Worker):
     """A worker that joins the others in ``prepare``; every time it tells is the slowest rank's."""
 
     def __init__(self, point: Point, settings: dict):
-        super().__init__(point, settings["device"], settings.get("tolerance", {}))
+        super().__init__(point, settings["device"])
         self.rank, self.folder, self.timeout_s = settings["rank"], settings["folder"], settings["timeout_s"]
 
-    def prepare(self) -> dict:
+    def prepare(self, tolerance: dict) -> dict:
         self._join()
-        reply = super().prepare()
+        reply = super().prepare(tolerance)
         self.cold_s = slowest(self.cold_s, self.device)
         found = self.system.sent()
         reply["sent"] = found

@@ -22,6 +22,7 @@ from .stats import summary
 from .store import Store, Unfinished, result_row, warn
 from .timing import rounds_for
 
+EARLY = ("cuda",)  # devices whose processes take seconds to be ready: those of a group start side by side
 CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, its libraries' workspaces included
 
 
@@ -93,6 +94,8 @@ class Session:
         origin = self.here | provenance.moment(self.settings["device"]) | {"timeout_s": self.timeout_s}
         starved, others = [], Neighbours(self.here["threads"] if self.settings["device"] == "cpu" else 0)
         try:
+            if self.settings["device"] in EARLY:
+                self._start_early(group, members)
             for member in members:
                 self._step(group, member, "prepare", START_S)
                 if member.row["status"] == "oom" and any(m.handle for m in members):
@@ -107,6 +110,14 @@ class Session:
         for member in starved:  # once more, with all of the memory
             last = self._run_together(group, run, [Member(member.point)], last)
         return last
+
+    def _start_early(self, group: Group, members: list[Member]) -> None:
+        """Start the processes of points on one rank; ``prepare`` tells of what goes wrong."""
+        for member in (m for m in members if m.point.world_size == 1):
+            try:
+                member.handle = self._start_point(group, member)
+            except Died:
+                return
 
     def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: Neighbours) -> int:
         for member in members:
@@ -137,6 +148,8 @@ class Session:
     def _step(self, group: Group, member: Member, command: str, work_s: float, text: str = "", **arguments) -> dict:
         """One command to a point's process; what goes wrong is that point's status and reason."""
         start, reply = time.monotonic(), {}
+        if command == "prepare":
+            arguments["tolerance"] = self.tolerances.get(_drawn(member.point), {})
         try:
             if member.handle is None:
                 member.handle = self._start_point(group, member)
@@ -162,7 +175,7 @@ class Session:
 
     def _start_point(self, group: Group, member: Member) -> Handle | Ranks:
         point, cores = member.point, self.settings["threads"]
-        more = {"point": point.to_dict(), "tolerance": self.tolerances.get(_drawn(point), {})}
+        more = {"point": point.to_dict(), "early": point.world_size == 1 and self.settings["device"] in EARLY}
         if group.ranks > 1:
             more |= {"threads": max(1, cores // group.ranks), "timeout_s": self.timeout_s}
             member.row["ranks"] = {"threads": more["threads"], "oversubscribed": point.world_size > cores}

@@ -46,19 +46,26 @@ def outcome(error: Exception) -> tuple[str, str]:
 class Worker:
     """A point on its way: its system, its inputs, and what its first call gave. Every method returns a reply."""
 
-    def __init__(self, point: Point, device: str, tolerance: dict, flush_l2: bool = True):
+    def __init__(self, point: Point, device: str, flush_l2: bool = True):
         self.point, self.device, self.flush_l2 = point, torch.device(device), flush_l2
         self.system: System | None = None
         self.inputs: list = []
         self.checked: Output | None = None
         self.latest: Output | None = None
-        self.tolerance = tolerance
+        self.tolerance: dict[str, float] = {}
         self.loops, self.keep, self.cold_s = 1, False, 0.0
 
-    def prepare(self) -> dict:
-        """Build, take the memory of the first call, and check it."""
+    def start(self) -> dict:
+        """Load libraries and build the system, which tries its kernel."""
         warm(self.point, self.device)
         self.system = build(self.point, self.device)
+        return {}
+
+    def prepare(self, tolerance: dict) -> dict:
+        """Take the memory of the first call, and check it; ``tolerance``: what is known of it already."""
+        if self.system is None:
+            self.start()
+        self.tolerance = tolerance
         self.system.tolerance = self.tolerance
         reply = {"cost": asdict(self.system.cost)}
         self.inputs, self.checked, reply["memory"], self.cold_s = footprint(self.system, self.device)
@@ -131,7 +138,7 @@ def worker_for(point: Point, settings: dict) -> Worker:
         from .rank import RankWorker  # it is built on this module
 
         return RankWorker(point, settings)
-    return Worker(point, settings["device"], settings.get("tolerance", {}))
+    return Worker(point, settings["device"])
 
 
 def serve(channel: socket.socket, settings: dict) -> None:
@@ -151,6 +158,9 @@ def serve(channel: socket.socket, settings: dict) -> None:
     torch.set_num_threads(settings["threads"])
     limit_memory(settings.get("memory_bytes"))
     worker = None
+    if settings.get("early"):  # while others of its group do so too; what goes wrong, prepare will meet again
+        worker = worker_for(Point.from_dict(settings["point"]), settings)
+        worker.answer("start")
     while True:
         request = requests.get()
         command = request.pop("do")

@@ -38,8 +38,8 @@ def versions(study: Study) -> Table | Text:
          "Cause"],
         lines,
         note="Rates count useful work, branch by branch. Cause: the products that are computed, over the useful ones "
-        "(lists: fewer where branches fold, more where a tile is hidden in part), and what must be moved between memory "
-        "and kernels. Best peer: the faster of cuDNN and torch's flash on segments that lie contiguous.",
+        "(lists: fewer where branches fold, more where a tile is hidden in part), and what kernels must read and "
+        "write. Best peer: the faster of cuDNN and torch's flash on segments that lie contiguous.",
     )  # fmt: skip
 
 
