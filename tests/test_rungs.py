@@ -35,8 +35,9 @@ def on_gpu(point, group, rate: float | None = None, noise: float = 0.0):
     if noise:
         timed |= {"median": stats.summary(taken).median, "ci": stats.summary(taken).ci}
     where = row.provenance | {"device": "cuda", "device_name": "NVIDIA H200", "device_memory_bytes": 150_000_000_000}
-    held = {"floor_bytes": work.floor_bytes, "tracked_peak_bytes": int(1.02 * work.floor_bytes), "operator_calls": 40,
-            "allocator_peak_bytes": int(1.05 * work.floor_bytes)}  # fmt: skip
+    held = {"floor_bytes": work.floor_bytes, "tracked_peak_bytes": int(1.02 * work.floor_bytes),
+            "allocator_peak_bytes": int(1.05 * work.floor_bytes),
+            "operator_calls": 3 if way_of(point) == "lists" else 40}  # fmt: skip
     errors = dict.fromkeys(row.errors, 2e-3)
     checked = {"errors": errors, "tolerance": dict.fromkeys(errors, 4e-3), "cost": {"flops": flops}, "share": None}
     return replace(row, point=point, composition=group.composition(point), provenance=where, memory=held,
@@ -142,12 +143,17 @@ def test_versions_stand_beside_their_prediction_and_cause(whole):
     lists = by["Tile lists (Triton)", "forward, head_dim 128"]
     assert lists["Predicted (TFLOP/s)"] == "550 to 620" and lists["Measured (TFLOP/s)"].text == "580"
     assert lists["Of the best peer"].text == "90.6 %"
-    assert lists["Cause"].text.startswith("0.786 of the useful products, 1.07 GB at least, 40 operator calls, one l")
+    assert lists["Cause"].startswith("0.786 of the useful products, 1.07 GB at least, 3 operator calls, one launch")
     strided = by["torch's kernels on strided views, eager merges", "forward, head_dim 128"]
-    assert strided["Cause"].text.startswith("1.000 of the useful products, 2.48 GB at least, ")
+    assert strided["Cause"].startswith("1.000 of the useful products, 2.48 GB at least, 40 operator calls, a call")
     both = by["Tile lists (Triton)", "forward and backward, head_dim 64"]
-    assert both["Cause"].text.startswith("1.010 of the useful products, 40")  # 18 / 14 of 0.786
-    assert by["Tile lists (Triton)", "causal, head_dim 128"]["Cause"].text.startswith("0.928 of")
+    assert both["Cause"].startswith("1.010 of the useful products, 3 ")  # 18 / 14 of 0.786
+    assert by["Tile lists (Triton)", "causal, head_dim 128"]["Cause"].startswith("0.928 of")
+    default = by["Default path", "forward, head_dim 128"]["Cause"]
+    assert default.endswith("2.48 GB at least, 40 operator calls, as torch's kernels on strided views, eager merges")
+    few = changed(whole, is_default(), memory=next(r for r in whole if r.option("backend") == "triton").memory)
+    row = next(row for row in rungs.versions(study_of(few)).rows if row[0] == "Default path")
+    assert row[-1] == "0.786 of the useful products, 1.07 GB at least, 3 operator calls, as Tile lists (Triton)"
     assert by["cuDNN, contiguous segments", "causal, head_dim 128"]["Predicted (TFLOP/s)"] == "484"
     assert by["Dense SDPA", "forward, head_dim 128"]["Of the best peer"] is None
     shown = [f(study_of(whole)) for f in (rungs.lengths, rungs.blocks, rungs.memory, rungs.sources)]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .patterns import Dense, Pattern
 
-PART = 1 << 27  # elements
+PART = 1 << 27  # elements that are widened at a time
 EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 

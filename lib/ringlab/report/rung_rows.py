@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .. import kernels, patterns
+from .. import patterns
 from ..kernels import triton_lists
 from ..lists import make_lists
 from ..measure import kernel_suites as suite
@@ -81,15 +81,14 @@ def expected(study: Study, way: str, name: str, head_dim: int) -> list | None:
     return data()["expected"].get(way, {}).get(str(head_dim), {}).get(name)
 
 
-def by_lists(way: str, point, capability) -> bool:
-    """Whether a way runs tile lists; of the default path, whether it should on such a GPU."""
-    if way != "default":
-        return way == "lists"
-    try:
-        found = kernels.expected("cuda", capability, getattr(torch, point.dtype), point.head_dim)
-    except NotImplementedError:
-        return False
-    return isinstance(found.kernel, kernels.PatternKernel)
+def path_of(study: Study, way: str, name: str, head_dim: int) -> str:
+    """The way that another one turns out to be: the default path runs as the one that makes the same operator calls."""
+    own = one(study, way, name, head_dim)
+    if way != "default" or own is None or not own.memory.get("operator_calls"):
+        return way
+    others = {other: one(study, other, name, head_dim) for other in suite.WAYS if other != way}
+    calls = own.memory["operator_calls"]
+    return next((x for x, r in others.items() if r is not None and r.memory.get("operator_calls") == calls), way)
 
 
 @lru_cache(maxsize=64)

@@ -46,19 +46,22 @@ def versions(study: Study) -> Table | Text:
 def _version(study: Study, way: str, name: str, row, peer) -> list:
     p, about = row.point, rows.data()["ways"][way]
     own, foreseen = rows.rate(row), rows.expected(study, way, name, p.head_dim)
-    listed = rows.by_lists(way, p, study.profile.capability)
-    products = rows.computed(p, study.profile.capability) if listed else 1.0
-    moved = rows.least_bytes("lists" if listed else "strided" if way == "default" else way, p)
+    path = rows.path_of(study, way, name, p.head_dim)
+    # How much of a causal diagonal torch's kernels compute in vain is not known here.
+    known = path not in ("dense", "default") and not p.causal
+    products = rows.computed(p, study.profile.capability) if path == "lists" else 1.0 if known else None
+    moved = rows.least_bytes(path, p)
     part = rows.over(study, peer, row, per_work=True) if way != "dense" else None
-    cause = [f"{products:.3f} of the useful products"] if way != "dense" else []
+    cause = [f"{products:.3f} of the useful products"] if products else []
     cause += [f"{number(moved / rows.GB)} GB at least"] if moved else []
     cause += [f"{calls:,} operator calls"] if (calls := row.memory.get("operator_calls")) else []
+    cause.append(about["why"] if path == way else f"as {rows.data()['ways'][path]['name']}")
     return [
         about["name"], f"{name}, head_dim {p.head_dim}",
         None if foreseen is None else " to ".join(dict.fromkeys(map(number, foreseen))),
         Cell(number(own[0]), f"{number(own[1])} to {number(own[2])}") if own else Cell(status(row), kind="bad"),
         None if part is None else Cell(_percent(part[0]), f"{_percent(part[1])} to {_percent(part[2])}"),
-        ms(row), error(row), Cell(", ".join([*cause, about["why"]])),
+        ms(row), error(row), ", ".join(cause),
     ]  # fmt: skip
 
 
