@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import errors, results
 from ring_cases import parity, tensors
-from ringlab import Dense, Dilated, Execution, Ladder, attention, blocks, kernels, reference
+from ringlab import Dense, Dilated, Execution, Ladder, attention, blocks, fused, kernels, reference
 from ringlab.memory import MemoryPool
 from ringlab.ring import contiguous, zigzag
 from ringlab.ring.launch import launch
@@ -42,6 +42,15 @@ def draw(*shape, dtype, seed: int, layout: str = "own") -> torch.Tensor:
     if layout == "part":  # as q is of a product that makes q, k and v at once; whoever reads past a row shows it
         return torch.full((*shape[:2], 3, *shape[2:]), torch.nan, device=DEVICE, dtype=dtype)[:, :, 1].copy_(t)
     return t
+
+
+def fused_here(dtype) -> Execution:
+    """One join of a kernel's results, or a skipped test that says why there is none here."""
+    try:
+        fused.check(DEVICE, dtype, FOLDED)
+    except NotImplementedError as why:
+        pytest.skip(str(why))
+    return Execution(merge="fused")
 
 
 def check(pattern, n, heads, kv_heads, d, dtype, *, causal=False, lse_cotangent=False, layout="own", batch=1, **how):
@@ -87,6 +96,18 @@ def test_a_kernel_runs_a_pattern_as_the_oracle_does(name, dtype, d, causal):
     """Branches that fold, of an odd length, with K/V heads that serve two heads each."""
     kernel_for(name, dtype, d)
     check(FOLDED, 1031, 4, 2, d, dtype, causal=causal, backend=name)
+
+
+@pytest.mark.parametrize("layout", ["own", "part"])
+@pytest.mark.parametrize(
+    "name, dtype, d, causal",
+    [("cudnn", BF16, 128, True), ("cudnn", F16, 64, False), ("flash", BF16, 256, True), ("efficient", F32, 64, False)],
+)
+def test_one_join_of_a_kernels_results_is_the_oracles(name, dtype, d, causal, layout):
+    kernel_for(name, dtype, d)
+    how = {"backend": name, "execution": fused_here(dtype), "layout": layout}
+    check(FOLDED, 1031, 4, 2, d, dtype, causal=causal, batch=2, **how)
+    check(Dilated([384, 768], [3, 2], offsets="branch"), 1024, 4, 4, d, dtype, causal=causal, **how)
 
 
 @pytest.mark.parametrize("name", kernels.KERNELS)
@@ -276,14 +297,16 @@ def recorded(step):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "flash", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "flash", "triton", "auto, fused"])
 def test_a_training_step_is_captured_and_replayed_on_new_data(backend, causal):
+    backend, _, merge = backend.partition(", ")
     kernel_for("eager" if backend == "auto" else backend, BF16, 64)
+    execution = fused_here(BF16) if merge else Execution()
     q, k, v, dout = (draw(1, 1024, 4, 64, dtype=BF16, seed=i) for i in range(4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
 
     def step():
-        out = attention(q, k, v, FOLDED, causal=causal, backend=backend)
+        out = attention(q, k, v, FOLDED, causal=causal, backend=backend, execution=execution)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     run = recorded(step) if GPU else step

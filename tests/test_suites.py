@@ -86,13 +86,14 @@ def test_the_suite_of_kernels_holds_every_way_and_peer_on_a_gpu_that_is_here(nam
         for how in kernel_suites.PASSES:
             (group,) = [g for x, g in groups.items() if x == f"rungs, head_dim {d}, {how}"]
             asked = {(p.system, p.options) for p in group.points if dict(p.options) != kernel_suites.TWIN}
-            assert group.interleave and group.timed and asked >= {
-                ("ringlab", ()), ("ringlab", (("backend", "triton"),)), ("ringlab", (("backend", "sdpa"),)),
-                ("copying", ()), *(("contiguous_segments", (("backend", x),)) for x in ("cudnn", "flash"))}  # fmt: skip
+            ways = [(), (("backend", "triton"),), *((("backend", "sdpa"), ("merge", x)) for x in ("eager", "fused"))]
+            peers = [("contiguous_segments", (("backend", x),)) for x in ("cudnn", "flash")]
+            wanted = {("copying", ()), *peers, *(("ringlab", way) for way in ways)}
+            assert group.interleave and group.timed and asked >= wanted
     large = (profile.memory_bytes or 0) > 70e9
     ns = {p.seq_len for p in points if p.system == "copying"}
     assert {16384, 65536} <= ns and (1_048_576 in ns) == large
-    (training, lists) = groups[kernel_suites.MEMORY].points
+    training, lists, _ = groups[kernel_suites.MEMORY].points
     assert training.passes == "fwd+bwd" and training.seq_len == max(ns) and dict(lists.options)["backend"] == "triton"
     assert kernel_suites.MASK.density(65536) == pytest.approx(0.1, abs=0.01)
 

@@ -19,12 +19,13 @@ TOKENS, HEADS, HEAD_DIMS = 65536, 16, (128, 64)
 LONGER = (262_144, 1_048_576)
 MASK = local_global(128, 4)  # of 65,536 positions about a tenth of all pairs
 
-# Each way of this library by the options of the system "ringlab". The next one, as strided views whose partial results
-# one kernel merges, is one more row here and one in report/rungs.toml.
+# Each way of this library by the options of the system "ringlab"; the next one is one more row here and one in
+# report/rungs.toml.
 WAYS: dict[str, dict] = {
     "default": {},
     "lists": {"backend": "triton"},
-    "strided": {"backend": "sdpa"},
+    "fused": {"backend": "sdpa", "merge": "fused"},
+    "strided": {"backend": "sdpa", "merge": "eager"},
 }
 PEERS = ("cudnn", "flash")  # torch's own kernels, on segments that lie contiguous already
 PASSES: dict[str, dict] = {
@@ -51,7 +52,8 @@ def kernels(profile: hardware.Profile, *, device: str, rehearsal: bool = False) 
     groups += [by_length(first.but(seq_len=n)) for n in (TOKENS // 4, *longer)]
     groups += [on_blocks(first.but(pattern=MASK, **PASSES[name]), name) for name in ("forward", "forward and backward")]
     training = first.but(seq_len=max(longer, default=TOKENS), passes="fwd+bwd")
-    return [*groups, Group(MEMORY, (training, _way(training, "lists")), interleave=False)]
+    trained = (training, _way(training, "lists"), _way(training, "fused"))
+    return [*groups, Group(MEMORY, trained, interleave=False)]
 
 
 def rungs(point: Point, name: str) -> Group:
@@ -64,10 +66,13 @@ def rungs(point: Point, name: str) -> Group:
 
 
 def by_length(point: Point) -> Group:
-    """The default, the lists and the copying form; dense attention where it takes less than a tenth of a second."""
-    points = [point, _way(point, "lists"), point.but(system="copying")]
+    """Every way but eager merges, and the copying form; dense attention where it takes less than a tenth of a second.
+
+    A million tokens leave the copying form no room beside others: each has the GPU to itself.
+    """
+    points = [point, _way(point, "lists"), _way(point, "fused"), point.but(system="copying")]
     points += [_dense(point)] if point.seq_len <= TOKENS else []
-    return Group(f"{LENGTHS}, {point.seq_len:,} tokens", tuple(points))
+    return Group(f"{LENGTHS}, {point.seq_len:,} tokens", tuple(points), interleave=point.seq_len < max(LONGER))
 
 
 def on_blocks(point: Point, name: str) -> Group:

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from .. import patterns
+from ..fused import join_bytes
 from ..kernels import triton_lists
 from ..lists import make_lists
 from ..measure import kernel_suites as suite
 from ..measure.baselines import parts_of
 from ..pieces import split
+from ..plan import make_plan
 from .study import Study, best, cost_of, pattern_of
 from .trust import objection
 
@@ -110,10 +112,12 @@ def computed(point, capability: tuple[int, int]) -> float:
 def least_bytes(way: str, point) -> int | None:
     """Bytes that a forward of a dilated pattern moves at least between the GPU's memory and its kernels.
 
-    Lists: q, k, v and out once. Branch by branch: the rows of each, read and written; to merge, those of all but the
-    first once more, read with what they join, and that written. The copying form copies all of them before and after.
+    Lists: q, k, v and out once. Branch by branch: the rows of each, read and written; merged one after another, those
+    of all but the first once more, read with what they join, and that written; merged by one kernel, what it says. The
+    copying form copies all of them before and after.
     """
-    if point.passes != "fwd" or point.pattern["kind"] != "dilated" or way not in ("lists", "strided", "copying"):
+    known = way in ("lists", "strided", "fused", "copying")
+    if point.passes != "fwd" or point.pattern["kind"] != "dilated" or not known:
         return None
     row = point.head_dim * getattr(torch, point.dtype).itemsize * point.batch
     branches = [
@@ -126,4 +130,8 @@ def least_bytes(way: str, point) -> int | None:
         return 4 * whole
     if way == "strided":
         return 4 * rows + 3 * later
+    if way == "fused":
+        plan = make_plan(pattern_of(point), point.seq_len, point.heads, point.kv_heads)
+        dtype = getattr(torch, point.dtype)
+        return 4 * rows + sum(join_bytes(plan, point.batch, point.seq_len, point.heads, point.head_dim, dtype))
     return 4 * rows + 2 * 4 * rows + (len(branches) + 1) * whole

@@ -79,18 +79,19 @@ def _absent(study: Study) -> str:
 
 
 def lengths(study: Study) -> Table | None:
-    """The default path and the lists against the copying form, over n."""
+    """The ways against the copying form, over n."""
     found = sorted({r.point.seq_len for r in study.rows(rows.measured(study), system="copying", head_dim=128)})
     lines = []
     for n in found:
-        ours, lists, copied = (rows.one(study, way, seq_len=n) for way in ("default", "lists", "copying"))
-        lines.append([n, ms(ours), ms(lists), ms(copied), times(study.ratio(copied, ours)),
-                      times(study.ratio(copied, lists)), ms(rows.one(study, "dense", seq_len=n)), peak(ours),
-                      peak(copied)])  # fmt: skip
+        ways = ("default", "lists", "fused", "copying", "dense")
+        ours, lists, fused, copied, dense = (rows.one(study, way, seq_len=n) for way in ways)
+        lines.append([n, ms(ours), ms(lists), ms(fused), ms(copied), times(study.ratio(copied, ours)), ms(dense),
+                      peak(ours), peak(fused), peak(copied)])  # fmt: skip
     return study.table(
         "Over length, forward, head_dim 128",
-        [">Tokens", ">Default path (ms)", ">Tile lists (ms)", ">Copying form (ms)", ">Copying over default",
-         ">Copying over lists", ">Dense SDPA (ms)", PEAK, ">Peak memory, copying"],
+        [">Tokens", ">Default path (ms)", ">Tile lists (ms)", ">One merging kernel (ms)", ">Copying form (ms)",
+         ">Copying over default", ">Dense SDPA (ms)", ">Peak, default (× tensors)", ">Peak, merging kernel",
+         ">Peak, copying"],
         lines,
     ) if lines else None  # fmt: skip
 
