@@ -217,9 +217,12 @@ def test_method_hash_sees_how_a_point_is_measured_and_not_who_runs_it(tmp_path):
     assert hashed(bounds="x = 2") != base and hashed(bounds="x = 1", systems="x = 1") != base
 
 
-def test_commit_is_unknown_outside_a_checkout(tmp_path):
+def test_commit_is_unknown_outside_a_checkout_unless_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("RINGLAB_COMMIT", raising=False)
     (tmp_path / "patterns.py").write_text("")
     assert provenance.git_state(tmp_path) == ("unknown", "unknown")
+    monkeypatch.setenv("RINGLAB_COMMIT", "0123abc")
+    assert provenance.git_state(tmp_path) == ("0123abc", "unknown")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

@@ -67,7 +67,7 @@ def test_inputs_come_from_the_points_own_seed():
     "changes, said",
     [
         ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
-        ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, blocks, cache, pool"),
+        ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, blocks, merge, cache"),
         ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
         ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
         ({"system": "contiguous_segments", "options": {"backend": "xformers"}}, "unknown kernel of torch's 'xformers'"),

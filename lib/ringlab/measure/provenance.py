@@ -88,7 +88,10 @@ def machine_id() -> str:
 
 
 def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
-    """(commit, dirty) of the checkout that holds this package, reports/ aside; ("unknown", "unknown") outside one."""
+    """(commit, dirty) of the checkout that holds this package, reports/ aside.
+
+    A copy outside of git is of the commit that RINGLAB_COMMIT names, or of an "unknown" one, and "unknown" if changed.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -103,7 +106,7 @@ def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
     ours = top is not None and git("ls-files", "--error-unmatch", str(package / "patterns.py")) is not None
     commit = git("rev-parse", "HEAD") if ours else None
     if commit is None:
-        return "unknown", "unknown"
+        return os.environ.get("RINGLAB_COMMIT") or "unknown", "unknown"
     changed = git("status", "--porcelain", "--", top, ":(exclude,top)reports")
     return commit, bool(changed) if changed is not None else "unknown"
 
