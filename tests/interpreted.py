@@ -4,19 +4,25 @@ Prints one JSON object a line: a case, the error and the bound of each result.
 """
 
 import json
+import os
+import tempfile
 from collections import defaultdict
+from dataclasses import replace
+from unittest import mock
 
 import torch
 from helpers import NAMES, errors, results
 from ringlab import Dense, Dilated, Execution, attention, blocks, estimate, fused, kernels, pieces, reference
 from ringlab import cache as caches
-from ringlab.kernels import KERNELS, triton_lists, triton_merge, triton_op
+from ringlab.kernels import KERNELS, triton_choices, triton_lists, triton_merge, triton_op, triton_sizes, triton_tune
 from ringlab.kernels.eager import Eager
+from ringlab.kernels.triton_sizes import Sizes
 from ringlab.plan import make_plan
 from ringlab.tracking import LiveStorageTracker
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile
+LAUNCH, CHOSEN = triton_lists._launch, triton_choices.chosen
+# pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile and how it is read if not by pointers
 CASES = {
     "folded, causal, grouped": (Dilated([32, 64], [1, 2]), 41, 2, 1, 16, True, F32, None, (16, 16)),
     "folded thrice, half": (Dilated([32, 32, 32], [1, 1, 2]), 35, 1, 1, 16, False, F16, None, (16, 32)),
@@ -31,6 +37,11 @@ CASES = {
     ),
     "dense, padded head_dim, negative scale": (Dense(), 33, 1, 1, 24, True, F16, -0.3, (32, 16)),
     "dense, odd head_dim, scale 0": (Dense(), 18, 1, 1, 5, False, F32, 0.0, (32, 16)),
+    "descriptors, folded, batch": (Dilated([32, 64], [1, 2]), 38, 2, 1, 16, True, F32, None, (16, 16, "descriptors")),
+    "descriptors, odd length": (Dilated([32, 64], [1, 2]), 37, 1, 1, 16, False, F16, None, (16, 16, "descriptors")),
+    "specialized, folded, grouped": (Dilated([32, 64], [1, 2]), 36, 2, 1, 16, True, F16, None, (16, 16, "specialized")),
+    "specialized, nothing masked": (Dilated([32, 64], [1, 2]), 64, 1, 1, 16, False, F32, None,
+                                    (16, 16, "specialized")),
 }  # fmt: skip
 # the same without a tile: calls of a dense kernel that are joined
 JOINED = {
@@ -64,12 +75,27 @@ def by_head(t: torch.Tensor) -> torch.Tensor:
 def inside_inf(*shape, dtype) -> torch.Tensor:
     """Random numbers as a view into a buffer of inf: whoever reads past it shows it."""
     b, n, heads, d = shape
-    return torch.full((b, n + 40, heads, d + 30), torch.inf, dtype=dtype)[:, :n, :, :d].copy_(torch.randn(shape))
+    return torch.full((b, n + 40, heads, d + 32), torch.inf, dtype=dtype)[:, :n, :, :d].copy_(torch.randn(shape))
+
+
+def record(tile) -> set[str]:
+    """Make a tile the one that is used, as if tuned; returns how launches read, as they happen."""
+    reads = set()
+
+    def launch(name, one, *args):
+        reads.add(one.size.reads)
+        return LAUNCH(name, one, *args)
+
+    triton_lists.sizes = lambda *_: Sizes(*tile[:2], 4, 1)
+    same = tile[2:] != ("specialized",)
+    triton_choices.chosen = lambda use, *_: Sizes(*tile[:2], 4, 1, *tile[2:]) if same or use.name == "forward" else None
+    triton_lists._launch = launch
+    return reads
 
 
 def run(*case, batch=1):
-    triton_lists.sizes = lambda *_: triton_lists.Sizes(*case[-1], 4, 1)
-    return checked(*case[:-1], batch, inside_inf, backend="triton")
+    reads = record(case[-1])
+    return {**checked(*case[:-1], batch, inside_inf, backend="triton"), "reads": sorted(reads)}
 
 
 def run_joined(*case, batch=1, draw=inside_inf):
@@ -113,8 +139,12 @@ def main():
     triton_lists.make_lists = lambda *args, **more: once(counted(*args, **more))
     caches.GLOBAL.clear()
     show("each pair once", **run(*folded))
+    triton_lists.make_lists = lambda *args, **more: replace(counted(*args, **more), stride=1)
+    caches.GLOBAL.clear()
+    show("neighbours in place of a class", **run(*CASES["descriptors, folded, batch"]))
     triton_lists.make_lists = counted
     caches.GLOBAL.clear()
+    tuning()
     compiled(Dilated([8, 16], [1, 2]), 18, 1, 1, 16)
     joined()
     show("bfloat16", refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64))
@@ -124,6 +154,20 @@ def once(lists):
     """The lists with M = 1 throughout: an answer that must be found wrong."""
     lists.entries[:, 1] -= (lists.entries[:, 1] >> 9 & 255).sub(1).clamp(min=0) << 9
     return lists
+
+
+def tuning():
+    """Two passes on the sizes of a GPU of 9.0, by a timer that likes one way of reading; attention then takes it."""
+    triton_lists.compute_of = triton_tune.compute_of = lambda q: (9, 0)
+    triton_lists.sizes, triton_choices.chosen = triton_sizes.sizes, CHOSEN
+    pattern, (q, k, v) = Dilated([128], [1]), (torch.randn(1, 128, 1, 64).half() for _ in range(3))
+    before = triton_lists.tuned("forward", q, k, False, False)
+    times = iter(range(100, 0, -1))
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, RINGLAB_CACHE=folder):
+        found = triton_tune.tune(q, k, v, pattern, passes=("forward",), timer=lambda call: call() and next(times))
+        after = triton_lists.tuned("forward", q, k, False, False)
+    show("tuned", uses=[str(one.use) for one in found], timed=[str(x) for x in found[0].seconds],
+         refused=list(map(str, found[0].refused.items())), before=str(before), after=str(after))  # fmt: skip
 
 
 def joined():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import __version__, cli_advise, cli_estimate
+from . import __version__, cli_advise, cli_estimate, cli_tune
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
@@ -112,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     advise = command("advise", _advise, "say what to run for a length, on what evidence, with code (torch alone)")
     choose_profile(advise)
     cli_advise.add_options(advise)
+
+    tune = command("tune", _tune, "time the Triton kernels' tile sizes on this GPU and keep the fastest")
+    choose_profile(tune)
+    cli_tune.add_options(tune)
 
     command("profiles", _profiles, "list the hardware profiles and which of them run here")
     return parser
@@ -278,6 +282,19 @@ def _advise(arguments) -> int:
         print(cli_advise.run(arguments))
     except (ValueError, NotImplementedError) as error:
         return _refuse(" ".join(str(error).split()))
+    return OK
+
+
+def _tune(arguments) -> int:
+    import torch
+
+    try:
+        for line in cli_tune.run(arguments):
+            print(line, flush=True)
+    except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
+        return _refuse(" ".join(str(error).split()))
+    except OSError as error:
+        return _refuse(f"cannot write {error.filename}: {error.strerror or error}", FAILED)
     return OK
 
 

@@ -22,11 +22,7 @@ UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10
 def add_options(one: argparse.ArgumentParser) -> None:
     """The options of the command; ``--profile`` is there already."""
     add = one.add_argument
-    add("--pattern", default="dilated", metavar="P",
-        help="dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON (default: dilated)")
-    add("--segments", type=_numbers, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
-    add("--rates", type=_numbers, metavar="R,R", help="their dilation rates (default: 1,2)")
-    add("--block-size", type=int, default=128, metavar="B", help="of block-sparse patterns (default: 128)")
+    add_pattern(one)
     add("--seq-len", type=int, metavar="N", help="tokens; without it, only the longest sequence")
     add("--batch", type=int, default=1, metavar="N", help="(default: 1)")
     add("--heads", type=int, default=8, metavar="N", help="(default: 8)")
@@ -43,6 +39,16 @@ def add_options(one: argparse.ArgumentParser) -> None:
     add("--memory", type=size_in_bytes, metavar="SIZE",
         help="of a rank, as 8GiB, and the longest sequence for it (default: the profile's)")
     add("--json", action="store_true", help="JSON instead of text (default: no)")
+
+
+def add_pattern(one: argparse.ArgumentParser) -> None:
+    """The options that ``pattern_of`` reads."""
+    add = one.add_argument
+    add("--pattern", default="dilated", metavar="P",
+        help="dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON (default: dilated)")
+    add("--segments", type=_numbers, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
+    add("--rates", type=_numbers, metavar="R,R", help="their dilation rates (default: 1,2)")
+    add("--block-size", type=int, default=128, metavar="B", help="of block-sparse patterns (default: 128)")
 
 
 def run(given: argparse.Namespace) -> str:

@@ -7,7 +7,7 @@ nothing grows with n squared but what a block-sparse pattern shows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Lists:
     tile's own. ``member``: which query head of the K/V head's group, where K/V heads own the tiles. The last entry is
     padding, so that the next one can always be fetched early.
     ``rows``, ``cols``: of a tile owned and of one met. ``covered``: every row of every head lies in a tile.
+    ``stride``: of every tile, or 0 where they differ. ``whole``: no tile met needs to be masked.
     """
 
     tiles: Tensor
@@ -39,6 +40,8 @@ class Lists:
     rows: int
     cols: int
     covered: bool
+    stride: int
+    whole: bool
 
     @property
     def visits(self) -> int:
@@ -46,7 +49,7 @@ class Lists:
         return int(self.tiles[:, [FULL, MASKED]].sum())
 
     def to(self, device) -> Lists:
-        return Lists(self.tiles.to(device), self.entries.to(device), self.rows, self.cols, self.covered)
+        return replace(self, tiles=self.tiles.to(device), entries=self.entries.to(device))
 
     def of(self, tile: int) -> list[tuple[int, int, int, int, bool]]:
         """What tile number ``tile`` meets: (first position, rows, M, member, whether it must be masked)."""
@@ -112,8 +115,9 @@ def make_lists(
         at += len(entries)
     tiles = torch.cat([torch.zeros(0, MASKED + 1, dtype=torch.int64), *(t for t, _ in parts)])
     entries = torch.cat([*(e for _, e in parts), torch.zeros(1, 2, dtype=torch.int64)])
+    strides = tiles[:, STRIDE].unique().tolist()
     return Lists(*(t.to(torch.int32) for t in (tiles[_order(tiles, source, heads // kv_heads, by)], entries)),
-                 rows, cols, covered)  # fmt: skip
+                 rows, cols, covered, strides[0] if len(strides) == 1 else 0, not tiles[:, MASKED].any())  # fmt: skip
 
 
 def _check(source: Source, n: int, members: int, rows: int, cols: int) -> None:

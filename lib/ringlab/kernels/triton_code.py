@@ -5,6 +5,10 @@ writes another's rows, so there are no atomics and results are deterministic. Sc
 softmax scale times log2(e); M counts by adding log2(M) to the exponent. Sums are in fp32. The log-sum-exp outside is
 natural. The offset of a row is 64 bits wide before it is multiplied. EARLY: the next entry of a list is fetched an
 iteration early, for a load that another load waits for costs pipeline stages.
+
+READS: tensors are read by pointers, or by tensor descriptors over the view (b, STEP, h, n / STEP, d), in which a tile
+of one residue class mod STEP is a block that the copy engine fetches: fewer registers. "specialized" (forward alone)
+leaves the reading to warps of its own, which Triton does for one loop alone: with MASK that masks all that it meets.
 """
 
 import triton
@@ -64,14 +68,20 @@ def _unpack(packed):
 
 
 @triton.jit
+def _block(tensor, batch, head, first, STEP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """(ROWS, DIM) from position ``first`` on, STEP apart, by a descriptor; zeros past the end of the sequence."""
+    return tensor.load([batch, first % STEP, head, first // STEP, 0]).reshape(ROWS, DIM)
+
+
+@triton.jit
 def _forward_part(
-    acc, total, top, q, mine, k, v, s_kn, s_vn, entries, count, base, start, partial, full, stride, scale,
-    COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    acc, total, top, q, mine, k, v, s_kn, s_vn, batch, kv_head, entries, count, base, start, partial, full, stride,
+    scale, COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, READS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     span = tl.arange(0, COLS)
     next_first, next_packed = _entry(entries, _place(0, start, partial, full, MASK))
-    for i in range(count):
+    for i in tl.range(0, count, warp_specialize=READS == "specialized"):
         if EARLY:
             first, packed = next_first, next_packed
             next_first, next_packed = _entry(entries, _place(i + 1, start, partial, full, MASK))
@@ -80,7 +90,10 @@ def _forward_part(
         rows, bonus, _ = _unpack(packed)
         other = base + first + span * stride  # (COLS,)
         valid = span < rows
-        keys = _rows(k, other, s_kn, valid, DIM, PAD, MASK)  # (COLS, PAD)
+        if READS == "pointers":
+            keys = _rows(k, other, s_kn, valid, DIM, PAD, MASK)  # (COLS, PAD)
+        else:
+            keys = _block(k, batch, kv_head, base + first, STEP, COLS, DIM)
         s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)  # (ROWS, COLS)
         if MASK:
             seen = valid[None, :]
@@ -93,7 +106,10 @@ def _forward_part(
         p = tl.math.exp2(s * scale - (shift - bonus)[:, None])
         fade = tl.math.exp2(top - shift)
         total = total * fade + tl.sum(p, 1)
-        values = _rows(v, other, s_vn, valid, DIM, PAD, MASK)  # (COLS, PAD)
+        if READS == "pointers":
+            values = _rows(v, other, s_vn, valid, DIM, PAD, MASK)  # (COLS, PAD)
+        else:
+            values = _block(v, batch, kv_head, base + first, STEP, COLS, DIM)
         acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
         top = high
     return acc, total, top
@@ -104,20 +120,33 @@ def forward(
     q, k, v, out, lse, tiles, entries, scale, programs, heads, group, n,
     s_qb, s_qn, s_qh, s_kb, s_kn, s_kh, s_vb, s_vn, s_vh, s_ob, s_on, s_oh,
     ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr,
-    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, READS: tl.constexpr, STEP: tl.constexpr,
+    MASK: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one tile of queries; JOIN: together with what stands there."""
+    """out and lse of one tile of queries; JOIN: together with what stands there; MASK: if one loop serves, it masks."""
     batch = (tl.program_id(0) // programs).to(tl.int64)
     tile = tiles + (tl.program_id(0) % programs) * COLUMNS
-    head, stride, base = tl.load(tile + HEAD).to(tl.int64), tl.load(tile + STRIDE), tl.load(tile + BASE)
+    head, base = tl.load(tile + HEAD).to(tl.int64), tl.load(tile + BASE)
     start, partial, full = tl.load(tile + START), tl.load(tile + PARTIAL), tl.load(tile + FULL)
+    stride = STEP if READS != "pointers" else tl.load(tile + STRIDE)
     span = tl.arange(0, ROWS)
-    mine, valid = tl.load(tile + FIRST) + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
-    k += batch * s_kb + head // group * s_kh
-    v += batch * s_vb + head // group * s_vh
+    first = tl.load(tile + FIRST)
+    mine, valid = first + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
+    kv_head = head // group
     out += batch * s_ob + head * s_oh
     lse += (batch * heads + head) * n + mine
-    queries = _rows(q + batch * s_qb + head * s_qh, mine, s_qn, valid, DIM, PAD, True)  # (ROWS, PAD)
+    if READS == "pointers":
+        k += batch * s_kb + kv_head * s_kh
+        v += batch * s_vb + kv_head * s_vh
+        queries = _rows(q + batch * s_qb + head * s_qh, mine, s_qn, valid, DIM, PAD, True)  # (ROWS, PAD)
+    else:
+        if READS == "specialized":  # two groups of warps share the rows, and only a descriptor made here can be cut
+            q += batch * s_qb + head * s_qh + (first % STEP).to(tl.int64) * s_qn
+            rows = tl.make_tensor_descriptor(q, [n // STEP, DIM], [s_qn * STEP, 1], [ROWS, DIM])
+            queries = rows.load([first // STEP, 0])
+        else:
+            queries = _block(q, batch.to(tl.int32), head.to(tl.int32), first, STEP, ROWS, DIM)
+        batch, kv_head = batch.to(tl.int32), kv_head.to(tl.int32)
     if JOIN:
         acc = _rows(out, mine, s_on, valid, DIM, PAD, True).to(tl.float32)
         top = tl.load(lse, mask=valid, other=float("-inf")) * LOG2E
@@ -126,170 +155,20 @@ def forward(
         acc = tl.zeros([ROWS, PAD], tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-    acc, total, top = _forward_part(
-        acc, total, top, queries, mine, k, v, s_kn, s_vn, entries, full, base, start, partial, full, stride, scale,
-        COLS, DIM, PAD, CAUSAL, False, PRECISION, EARLY,
-    )  # fmt: skip
-    acc, total, top = _forward_part(
-        acc, total, top, queries, mine, k, v, s_kn, s_vn, entries, tl.load(tile + MASKED), base, start, partial, full,
-        stride, scale, COLS, DIM, PAD, CAUSAL, True, PRECISION, EARLY,
-    )  # fmt: skip
+    if READS == "specialized":  # the entries of a tile lie side by side: partial ones, whole ones, masked ones
+        acc, total, top = _forward_part(
+            acc, total, top, queries, mine, k, v, s_kn, s_vn, batch, kv_head, entries, full + tl.load(tile + MASKED),
+            base, start, 0, 0, stride, scale, COLS, DIM, PAD, CAUSAL, MASK, PRECISION, EARLY, READS, STEP,
+        )  # fmt: skip
+    else:
+        acc, total, top = _forward_part(
+            acc, total, top, queries, mine, k, v, s_kn, s_vn, batch, kv_head, entries, full, base, start, partial,
+            full, stride, scale, COLS, DIM, PAD, CAUSAL, False, PRECISION, EARLY, READS, STEP,
+        )  # fmt: skip
+        acc, total, top = _forward_part(
+            acc, total, top, queries, mine, k, v, s_kn, s_vn, batch, kv_head, entries, tl.load(tile + MASKED), base,
+            start, partial, full, stride, scale, COLS, DIM, PAD, CAUSAL, True, PRECISION, EARLY, READS, STEP,
+        )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # a query that sees nothing: out 0, lse -inf, as top is
     _put(out, acc / total[:, None], mine, s_on, valid, DIM, PAD, False)
     tl.store(lse, (top + tl.math.log2(total)) * LN2, mask=valid)
-
-
-@triton.jit
-def delta(
-    dout, out, dlse, found, heads, n, s_gb, s_gn, s_gh, s_ob, s_on, s_oh,
-    ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """rowsum(dout * out) - dlse, (b, h, n) in fp32: what a flash backward subtracts from ``dout v^T``."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid = mine < n
-    g = _rows(dout + batch * s_gb + head * s_gh, mine, s_gn, valid, DIM, PAD, True).to(tl.float32)
-    o = _rows(out + batch * s_ob + head * s_oh, mine, s_on, valid, DIM, PAD, True).to(tl.float32)
-    at = (batch * heads + head) * n + mine
-    total = tl.sum(g * o, 1)
-    if HAS_LSE:
-        total -= tl.load(dlse + at, mask=valid, other=0.0)
-    tl.store(found + at, total, mask=valid)
-
-
-@triton.jit
-def _alive(lse, valid):
-    """log2-sum-exps by which probabilities are 0 where a row sees nothing, or is none."""
-    found = tl.load(lse, mask=valid, other=float("inf"))
-    return tl.where(found == float("-inf"), float("inf"), found * LOG2E)
-
-
-@triton.jit
-def _dq_part(
-    acc, q, g, lse, less, mine, k, v, s_kn, s_vn, entries, count, base, start, partial, full, stride, scale,
-    COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    span = tl.arange(0, COLS)
-    next_first, next_packed = _entry(entries, _place(0, start, partial, full, MASK))
-    for i in range(count):
-        if EARLY:
-            first, packed = next_first, next_packed
-            next_first, next_packed = _entry(entries, _place(i + 1, start, partial, full, MASK))
-        else:
-            first, packed = _entry(entries, _place(i, start, partial, full, MASK))
-        rows, bonus, _ = _unpack(packed)
-        other = base + first + span * stride
-        valid = span < rows
-        keys = _rows(k, other, s_kn, valid, DIM, PAD, MASK)  # (COLS, PAD)
-        values = _rows(v, other, s_vn, valid, DIM, PAD, MASK)  # (COLS, PAD)
-        s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)  # (ROWS, COLS)
-        p = tl.math.exp2(s * scale - (lse - bonus)[:, None])
-        if MASK:
-            seen = valid[None, :]
-            if CAUSAL:
-                seen = seen & (other[None, :] <= mine[:, None])
-            p = tl.where(seen, p, 0.0)
-        ds = p * (tl.dot(g, tl.trans(values), input_precision=PRECISION) - less[:, None])
-        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def backward_q(
-    dout, q, k, v, lse, less, dq, tiles, entries, scale, programs, heads, group, n,
-    s_gb, s_gn, s_gh, s_qb, s_qn, s_qh, s_kb, s_kn, s_kh, s_vb, s_vn, s_vh, s_db, s_dn, s_dh,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr,
-    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """dq of one tile of queries by the final lse and ``less``, which ``delta`` wrote; JOIN: added to what is there."""
-    batch = (tl.program_id(0) // programs).to(tl.int64)
-    tile = tiles + (tl.program_id(0) % programs) * COLUMNS
-    head, stride, base = tl.load(tile + HEAD).to(tl.int64), tl.load(tile + STRIDE), tl.load(tile + BASE)
-    start, partial, full = tl.load(tile + START), tl.load(tile + PARTIAL), tl.load(tile + FULL)
-    span = tl.arange(0, ROWS)
-    mine, valid = tl.load(tile + FIRST) + span * stride, span < tl.load(tile + COUNT)
-    k += batch * s_kb + head // group * s_kh
-    v += batch * s_vb + head // group * s_vh
-    at = (batch * heads + head) * n + mine
-    queries = _rows(q + batch * s_qb + head * s_qh, mine, s_qn, valid, DIM, PAD, True)
-    g = _rows(dout + batch * s_gb + head * s_gh, mine, s_gn, valid, DIM, PAD, True)
-    final, minus = _alive(lse + at, valid), tl.load(less + at, mask=valid, other=0.0)
-    acc = tl.zeros([ROWS, PAD], tl.float32)
-    acc = _dq_part(
-        acc, queries, g, final, minus, mine, k, v, s_kn, s_vn, entries, full, base, start, partial, full, stride, scale,
-        COLS, DIM, PAD, CAUSAL, False, PRECISION, EARLY,
-    )  # fmt: skip
-    acc = _dq_part(
-        acc, queries, g, final, minus, mine, k, v, s_kn, s_vn, entries, tl.load(tile + MASKED), base, start, partial,
-        full, stride, scale, COLS, DIM, PAD, CAUSAL, True, PRECISION, EARLY,
-    )  # fmt: skip
-    _put(dq + batch * s_db + head * s_dh, acc * (scale * LN2), mine, s_dn, valid, DIM, PAD, JOIN)
-
-
-@triton.jit
-def _dkv_part(
-    dk, dv, keys, values, mine, dout, q, lse, less, s_gn, s_gh, s_qn, s_qh, n, entries, count, base, start, partial,
-    full, stride, scale,
-    COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    span = tl.arange(0, COLS)
-    next_first, next_packed = _entry(entries, _place(0, start, partial, full, MASK))
-    for i in range(count):
-        if EARLY:
-            first, packed = next_first, next_packed
-            next_first, next_packed = _entry(entries, _place(i + 1, start, partial, full, MASK))
-        else:
-            first, packed = _entry(entries, _place(i, start, partial, full, MASK))
-        rows, bonus, member = _unpack(packed)
-        member = member.to(tl.int64)
-        other = base + first + span * stride
-        valid = span < rows
-        queries = _rows(q + member * s_qh, other, s_qn, valid, DIM, PAD, MASK)  # (COLS, PAD)
-        g = _rows(dout + member * s_gh, other, s_gn, valid, DIM, PAD, MASK)  # (COLS, PAD)
-        final = _alive(lse + member * n + other, valid)
-        minus = tl.load(less + member * n + other, mask=valid, other=0.0)
-        s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (ROWS, COLS)
-        p = tl.math.exp2(s * scale - (final - bonus)[None, :])
-        if MASK:
-            if CAUSAL:
-                p = tl.where(mine[:, None] <= other[None, :], p, 0.0)
-        dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(values, tl.trans(g), input_precision=PRECISION) - minus[None, :])
-        dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit
-def backward_kv(
-    dout, q, k, v, lse, less, dk, dv, tiles, entries, scale, programs, heads, group, n,
-    s_gb, s_gn, s_gh, s_qb, s_qn, s_qh, s_kb, s_kn, s_kh, s_vb, s_vn, s_vh, s_db, s_dn, s_dh,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr,
-    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of one tile of keys, over the queries of all heads of the group; dk and dv have the same strides."""
-    batch = (tl.program_id(0) // programs).to(tl.int64)
-    tile = tiles + (tl.program_id(0) % programs) * COLUMNS
-    head, stride, base = tl.load(tile + HEAD).to(tl.int64), tl.load(tile + STRIDE), tl.load(tile + BASE)
-    start, partial, full = tl.load(tile + START), tl.load(tile + PARTIAL), tl.load(tile + FULL)
-    span = tl.arange(0, ROWS)
-    mine, valid = tl.load(tile + FIRST) + span * stride, span < tl.load(tile + COUNT)
-    keys = _rows(k + batch * s_kb + head * s_kh, mine, s_kn, valid, DIM, PAD, True)
-    values = _rows(v + batch * s_vb + head * s_vh, mine, s_vn, valid, DIM, PAD, True)
-    q += batch * s_qb + head * group * s_qh
-    dout += batch * s_gb + head * group * s_gh
-    lse += (batch * heads + head * group) * n
-    less += (batch * heads + head * group) * n
-    sum_k, sum_v = tl.zeros([ROWS, PAD], tl.float32), tl.zeros([ROWS, PAD], tl.float32)
-    sum_k, sum_v = _dkv_part(
-        sum_k, sum_v, keys, values, mine, dout, q, lse, less, s_gn, s_gh, s_qn, s_qh, n, entries, full, base, start,
-        partial, full, stride, scale, COLS, DIM, PAD, CAUSAL, False, PRECISION, EARLY,
-    )  # fmt: skip
-    sum_k, sum_v = _dkv_part(
-        sum_k, sum_v, keys, values, mine, dout, q, lse, less, s_gn, s_gh, s_qn, s_qh, n, entries,
-        tl.load(tile + MASKED), base, start, partial, full, stride, scale, COLS, DIM, PAD, CAUSAL, True, PRECISION,
-        EARLY,
-    )  # fmt: skip
-    _put(dk + batch * s_db + head * s_dh, sum_k * (scale * LN2), mine, s_dn, valid, DIM, PAD, JOIN)
-    _put(dv + batch * s_db + head * s_dh, sum_v, mine, s_dn, valid, DIM, PAD, JOIN)

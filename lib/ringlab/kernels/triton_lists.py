@@ -5,16 +5,19 @@ are one softmax in one kernel; the next launch, if a pattern needs several, goes
 Nothing is allocated but results, a row sum per query and, for half precision in several launches, fp32 results.
 
 Proved without a GPU: values, by Triton's interpreter, and that the default sizes compile for every architecture from
-8.0 to 12.0 without spills and within its shared memory. Not measured: any speed; so ``backend="auto"`` never takes it.
-Open for measuring: sizes per GPU, the order of programs, ``split``'s rule, tensor descriptors in place of pointers.
+8.0 to 12.0 within its shared memory and without spills, but for 8 bytes where dq of head_dim 256 goes on from another
+launch. Not measured: any speed; so ``backend="auto"`` never takes it.
+Tile sizes, and whether q, k and v are read by tensor descriptors, are what ``triton_tune`` chose for this GPU, else the
+defaults, by pointers. Open for measuring: the order of programs, ``split``'s rule.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,65 +26,16 @@ from .. import cache as caches
 from ..lists import Lists, make_lists
 from ..patterns import BlockSparse, Dense, Pattern
 from ..pieces import Source, piece_rows, split
+from . import triton_choices
 from .base import HALF, capability, needs_cuda, wants_dtype
 from .external import missing
+from .triton_reads import as_read, why_pointers, with_scratch
+from .triton_sizes import LEAST, Sizes, early, padded, precision, sizes
 
-WIDEST, LEAST = 256, 16  # head_dim; rows of the smallest tile that tensor cores take
+WIDEST = 256  # head_dim
 LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Rows of a tile that a program owns and of one that it meets, warps of a program, stages of its pipeline."""
-
-    rows: int
-    cols: int
-    warps: int
-    stages: int
-
-
-# By pass, then head_dim up to: (2-byte dtypes; the same on Hopper and data-centre Blackwell; fp32 anywhere).
-SIZES = {
-    "forward": {
-        64: (Sizes(128, 64, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 32, 8, 1)),
-        128: (Sizes(64, 64, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 16, 8, 1)),
-        256: (Sizes(64, 64, 8, 1), Sizes(128, 32, 8, 2), Sizes(16, 16, 4, 1)),
-    },
-    "backward_q": {
-        64: (Sizes(128, 64, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 32, 8, 1)),
-        128: (Sizes(128, 32, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 16, 8, 2)),
-        256: (Sizes(32, 32, 8, 1), Sizes(32, 32, 8, 1), Sizes(16, 16, 8, 2)),
-    },
-    "backward_kv": {
-        64: (Sizes(128, 32, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 16, 4, 1)),
-        128: (Sizes(64, 32, 8, 2), Sizes(128, 32, 8, 2), Sizes(32, 16, 8, 1)),
-        256: (Sizes(32, 32, 8, 1), Sizes(32, 32, 8, 1), Sizes(16, 16, 8, 1)),
-    },
-}
-
-
-def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False) -> Sizes:
-    """The sizes of the pass ``name`` on a compute capability, before a pattern of short pieces makes them smaller.
-
-    ``joins``: of a launch that goes on from what another wrote, which takes more registers.
-    """
-    small, large, single = next(x for most, x in SIZES[name].items() if head_dim <= most)
-    return single if dtype not in HALF else large if compute[0] in (9, 10) and not joins else small
-
-
-def precision(head_dim: int, dtype: torch.dtype) -> str:
-    """How products are taken: of fp32 as three of tf32, which keeps its accuracy, or, of wide heads, one by one."""
-    return "tf32" if dtype in HALF else "tf32x3" if head_dim <= 64 else "ieee"
-
-
-def early(compute: tuple[int, int]) -> bool:
-    """Whether a program fetches the next entry of its list early; Triton 3.7 fails to compile that for 10.x."""
-    return compute[0] != 10
-
-
-def padded(head_dim: int) -> int:
-    """Columns that a program computes with: a power of two that tensor cores take."""
-    return max(LEAST, 1 << (head_dim - 1).bit_length())
+CODE = {"forward": "triton_code", "backward_q": "triton_backward", "backward_kv": "triton_backward"}
+Pick = Callable[[str, Tensor, Tensor, bool, bool], Sizes]  # by pass, q, k, causal and joins
 
 
 def interpreted() -> bool:
@@ -89,10 +43,34 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+class Launch(NamedTuple):
+    """One launch of a pass; ``why``: what keeps the sizes that were picked from serving, so that the defaults do."""
+
+    size: Sizes
+    lists: Lists
+    why: str | None
+
+
+def tuned(name: str, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
+    """The sizes that were tuned for a launch on this GPU, else the defaults."""
+    d, compute = q.shape[3], compute_of(q)
+    found = None
+    if q.is_cuda or interpreted():
+        use = triton_choices.Use.of(name, d, q.dtype, causal, joins, q.shape[2] // k.shape[2])
+        found = triton_choices.chosen(use, q.device, compute)
+    return found or sizes(name, d, q.dtype, compute, joins)
+
+
 class TritonLists:
-    """Attention by tile lists: a dense kernel like the others, and whole patterns by ``attend`` and ``gradients``."""
+    """Attention by tile lists: a dense kernel like the others, and whole patterns by ``attend`` and ``gradients``.
+
+    ``pick`` chooses the sizes of a launch.
+    """
 
     name = "triton"
+
+    def __init__(self, pick: Pick = tuned) -> None:
+        self._pick = pick
 
     def refuses(self, device, dtype, head_dim):
         why = None if interpreted() else needs_cuda(device, (8, 0))
@@ -113,52 +91,65 @@ class TritonLists:
 
     def attend(self, q, k, v, pattern: Pattern, causal: bool, scale: float, cached=caches.GLOBAL.get):
         """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k and v (b, m, h_kv, d)."""
-        (b, n, heads, _), kv_heads = q.shape, k.shape[2]
-        sources = split(pattern, n, heads, kv_heads, _sizes("forward", q).rows)
-        taken = [_sizes("forward", q, i > 0) for i in range(len(sources))]
-        found = [_lists(source, size, q, k, causal, "query", cached) for source, size in zip(sources, taken)]
+        b, n, heads, _ = q.shape
+        found = self.launches("forward", q, k, v, pattern, causal, cached)
         dtype = q.dtype if len(found) == 1 else torch.float32
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
-        if not found[0].covered:
+        if not found[0].lists.covered:
             out.zero_()
             lse.fill_(-torch.inf)
-        tensors = (q, k, v, out)
-        for i, (lists, size) in enumerate(zip(found, taken)):
-            _launch("forward", lists, size, tensors, (q, k, v, out, lse), heads, kv_heads, n, scale, causal, i > 0)
+        for i, one in enumerate(found):
+            arguments = (*as_read(one.size, one.lists, (q,), (k, v)), out, lse)
+            _launch("forward", one, (q, k, v, out), arguments, k.shape[2], n, scale, causal, i > 0)
         return out.to(q.dtype), lse
 
     def gradients(self, dout, dlse, q, k, v, out, lse, pattern: Pattern, causal, scale, cached=caches.GLOBAL.get):
         """dq, dk, dv for the cotangents ``dout`` and ``dlse`` (b, h, n) or None, with the final out and lse."""
-        (_, n, heads, _), kv_heads = q.shape, k.shape[2]
-        dout, out, lse = _dense_rows(dout), _dense_rows(out), lse.contiguous()
-        less = _delta(dout, out, dlse, n, heads)
-        grads = []
-        for name, by, results in (("backward_q", "query", (q,)), ("backward_kv", "key", (k, v))):
-            sources = split(pattern, n, heads, kv_heads, _sizes(name, q).rows)
-            taken = [_sizes(name, q, i > 0) for i in range(len(sources))]
-            found = [_lists(source, size, q, k, causal, by, cached) for source, size in zip(sources, taken)]
-            dtype = q.dtype if len(found) == 1 else torch.float32
-            into = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in results]
-            if not found[0].covered:
-                for t in into:
-                    t.zero_()
-            pointers, tensors = (dout, q, k, v, lse, less, *into), (dout, q, k, v, into[0])
-            for i, (lists, size) in enumerate(zip(found, taken)):
-                _launch(name, lists, size, tensors, pointers, heads, kv_heads, n, scale, causal, i > 0)
-            grads += [t.to(q.dtype) for t in into]
-        return tuple(grads)
+        dout, lse, less = dense_rows(dout), lse.contiguous(), row_sums(dout, out, dlse)
+        parts = (self.gradient(name, dout, less, q, k, v, lse, pattern, causal, scale, cached)
+                 for name in ("backward_q", "backward_kv"))  # fmt: skip
+        return tuple(t for part in parts for t in part)
+
+    def gradient(self, name, dout, less, q, k, v, lse, pattern: Pattern, causal, scale, cached=caches.GLOBAL.get):
+        """(dq,) of "backward_q" or (dk, dv) of "backward_kv"; ``less`` is of ``row_sums``."""
+        found = self.launches(name, q, k, v, pattern, causal, cached, dout)
+        dtype = q.dtype if len(found) == 1 else torch.float32
+        into = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in ((q,) if name == "backward_q" else (k, v))]
+        if not found[0].lists.covered:
+            for t in into:
+                t.zero_()
+        for i, one in enumerate(found):
+            if name == "backward_q":
+                read = as_read(one.size, one.lists, (dout, q), (k, v))
+            else:
+                *mine, g, queries = as_read(one.size, one.lists, (k, v), (dout, q))
+                read = g, queries, *mine
+            arguments = (*read, lse, less, *into)
+            _launch(name, one, (dout, q, k, v, into[0]), arguments, k.shape[2], q.shape[1], scale, causal, i > 0)
+        return tuple(t.to(q.dtype) for t in into)
+
+    def launches(self, name, q, k, v, pattern: Pattern, causal: bool, cached=caches.GLOBAL.get, dout=None):
+        """What the pass ``name`` launches, one after the other; a backward pass says its ``dout``."""
+        tensors = (q, k, v) if dout is None else (dout, q, k, v)
+        (_, n, heads, d), kv_heads, by = q.shape, k.shape[2], "key" if name == "backward_kv" else "query"
+        found: list[Launch] = []
+        for source in split(pattern, n, heads, kv_heads, self._pick(name, q, k, causal, False).rows):
+            size = self._pick(name, q, k, causal, bool(found))
+            lists = _lists(source, size, q, k, causal, by, cached)
+            if why := why_pointers(size, lists, tensors):
+                size = sizes(name, d, q.dtype, compute_of(q), bool(found))
+                lists = _lists(source, size, q, k, causal, by, cached)
+            found.append(Launch(size, lists, why))
+        return found
 
 
-def _sizes(name: str, q: Tensor, joins: bool = False) -> Sizes:
-    return sizes(name, q.shape[3], q.dtype, _compute(q), joins)
-
-
-def _compute(t: Tensor) -> tuple[int, int]:
+def compute_of(t: Tensor) -> tuple[int, int]:
+    """The compute capability under a tensor; that of the oldest supported where Triton interprets."""
     return capability(t.device) if t.is_cuda else (8, 0)
 
 
-def _dense_rows(t: Tensor) -> Tensor:
+def dense_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -184,9 +175,11 @@ def on_device(t: Tensor):
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, n: int, heads: int) -> Tensor:
-    code = importlib.import_module("ringlab.kernels.triton_code")
-    b, d, rows = dout.shape[0], dout.shape[3], 32
+def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, (b, h, n) in fp32, for (b, n, h, d): what every gradient pass subtracts."""
+    code = importlib.import_module("ringlab.kernels.triton_backward")
+    dout, out = dense_rows(dout), dense_rows(out)
+    (b, n, heads, d), rows = dout.shape, 32
     found = torch.empty(b, heads, n, dtype=torch.float32, device=dout.device)
     extra = found if dlse is None else dlse.float().contiguous()
     with on_device(dout):
@@ -197,17 +190,22 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, n: int, heads: int) -
     return found
 
 
-def _launch(name, lists: Lists, size: Sizes, strided, pointers, heads, kv_heads, n, scale, causal, join) -> None:
+def _launch(name, one: Launch, strided, arguments, kv_heads, n, scale, causal, join) -> None:
     """One program for each tile and batch entry."""
-    programs, (b, *_, d) = len(lists.tiles), strided[0].shape
+    (size, lists, _), (b, _, heads, d) = one, strided[0].shape
+    programs = len(lists.tiles)
     if not programs:
         return
-    code = importlib.import_module("ringlab.kernels.triton_code")
+    kernel = getattr(importlib.import_module(f"ringlab.kernels.{CODE[name]}"), name)[(programs * b,)]
+    fixed = {
+        "ROWS": lists.rows, "COLS": lists.cols, "DIM": d, "PAD": padded(d), "CAUSAL": causal, "JOIN": join,
+        "PRECISION": precision(d, strided[0].dtype), "EARLY": early(compute_of(strided[0]), size.reads),
+        "num_warps": size.warps, "num_stages": size.stages,
+    }  # fmt: skip
+    fixed |= {"READS": size.reads, "STEP": 0 if size.reads == "pointers" else lists.stride}
+    if name == "forward":
+        fixed["MASK"] = size.reads != "specialized" or not lists.whole
+    strides = (s for t in strided for s in t.stride()[:3])
+    scalars = (scale * LOG2E, programs, heads, heads // kv_heads, n, *strides)
     with on_device(strided[0]):
-        getattr(code, name)[(programs * b,)](
-            *pointers, lists.tiles, lists.entries, scale * LOG2E, programs, heads, heads // kv_heads, n,
-            *(s for t in strided for s in t.stride()[:3]),
-            ROWS=lists.rows, COLS=lists.cols, DIM=d, PAD=padded(d), CAUSAL=causal, JOIN=join,
-            PRECISION=precision(d, strided[0].dtype), EARLY=early(_compute(strided[0])),
-            num_warps=size.warps, num_stages=size.stages,
-        )  # fmt: skip
+        with_scratch(strided[0].device, size, kernel, *arguments, lists.tiles, lists.entries, *scalars, **fixed)

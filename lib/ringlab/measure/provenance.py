@@ -19,7 +19,7 @@ from .. import __version__, hardware
 PACKAGE = Path(__file__).resolve().parent.parent
 OUTSIDE_ENGINE = (
     "measure", "report", "cli.py", "cli_estimate.py", "__main__.py", "estimate.py", "dry_call.py", "dryrun.py",
-    "cli_advise.py", "advise",
+    "cli_advise.py", "advise", "cli_tune.py",
 )  # fmt: skip
 # What of measure/ only says which points there are, who runs them and where the rows go.
 OUTSIDE_METHOD = (

@@ -1,0 +1,194 @@
+"""Tile sizes of the list kernels: the defaults, and the few others that tuning may choose among.
+
+Those that are listed were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256 on 8.0, 8.6, 9.0, 10.0 and
+12.0: none spills registers to memory or needs more shared memory than there is. Which is fastest, only a GPU can say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import HALF
+
+LEAST = 16  # rows of the smallest tile that tensor cores take
+PASSES = ("forward", "backward_q", "backward_kv")
+READS = ("pointers", "descriptors", "specialized")  # how tiles are read; only forward has the last
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows of a tile that a program owns and of one that it meets, warps of a program, stages of its pipeline.
+
+    >>> str(Sizes(128, 64, 8, 2))
+    '128 x 64, 8 warps, 2 stages, pointers'
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+    reads: str = "pointers"
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.cols}, {self.warps} warps, {self.stages} stages, {self.reads}"
+
+
+# By pass, then head_dim up to: (2-byte dtypes; the same on Hopper and data-centre Blackwell; fp32 anywhere).
+SIZES = {
+    "forward": {
+        64: (Sizes(128, 64, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 32, 8, 1)),
+        128: (Sizes(64, 64, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 16, 8, 1)),
+        256: (Sizes(64, 64, 8, 1), Sizes(128, 32, 8, 2), Sizes(16, 16, 4, 1)),
+    },
+    "backward_q": {
+        64: (Sizes(128, 64, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 32, 8, 1)),
+        128: (Sizes(128, 32, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 16, 8, 2)),
+        256: (Sizes(32, 32, 8, 1), Sizes(32, 32, 8, 1), Sizes(16, 16, 8, 2)),
+    },
+    "backward_kv": {
+        64: (Sizes(128, 32, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 16, 4, 1)),
+        128: (Sizes(64, 32, 8, 2), Sizes(128, 32, 8, 2), Sizes(32, 16, 8, 1)),
+        256: (Sizes(32, 32, 8, 1), Sizes(32, 32, 8, 1), Sizes(16, 16, 8, 1)),
+    },
+}
+
+
+def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False) -> Sizes:
+    """The default of the pass ``name`` on a compute capability, before a pattern of short pieces makes it smaller.
+
+    ``joins``: of a launch that goes on from what another wrote, which takes more registers.
+    """
+    small, large, single = next(x for most, x in SIZES[name].items() if head_dim <= most)
+    return single if dtype not in HALF else large if compute[0] in (9, 10) and not joins else small
+
+
+def candidates(
+    name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False
+) -> tuple[Sizes, ...]:
+    """What tuning times, at most six: the default first, then what compiles well for the architecture.
+
+    >>> candidates("backward_kv", 128, torch.float32, (8, 6))
+    (Sizes(rows=32, cols=16, warps=8, stages=1, reads='pointers'),)
+    """
+    default = sizes(name, head_dim, dtype, compute, joins)
+    if dtype not in HALF:
+        return (default,)
+    listed = next(x for most, x in CANDIDATES[_class(compute)][name].items() if head_dim <= most)
+    plain = head_dim == padded(head_dim) and not joins  # descriptors read whole rows, and start from nothing
+    return (default, *(x for x in listed if x != default and (plain or x.reads == "pointers")))
+
+
+def _class(compute: tuple[int, int]) -> str:
+    """Architectures that compile alike: by shared memory, and by how tensor cores are fed."""
+    if compute[0] in (9, 10):
+        return f"{compute[0]}.x"
+    return "8.0" if compute in ((8, 0), (8, 7)) else "small"
+
+
+def precision(head_dim: int, dtype: torch.dtype) -> str:
+    """How products are taken: of fp32 as three of tf32, which keeps its accuracy, or, of wide heads, one by one."""
+    return "tf32" if dtype in HALF else "tf32x3" if head_dim <= 64 else "ieee"
+
+
+def early(compute: tuple[int, int], reads: str = "pointers") -> bool:
+    """Whether a program fetches the next entry of its list early.
+
+    Triton 3.7 fails to compile that for 10.x, and 3.6 and 3.7 for specialized warps whose loop masks nothing.
+    """
+    return compute[0] != 10 and reads != "specialized"
+
+
+def padded(head_dim: int) -> int:
+    """Columns that a program computes with: a power of two that tensor cores take."""
+    return max(LEAST, 1 << (head_dim - 1).bit_length())
+
+
+def _pointers(*found: tuple[int, int, int, int]) -> tuple[Sizes, ...]:
+    return tuple(Sizes(*x) for x in found)
+
+
+def _described(*found: tuple[int, int, int, int]) -> tuple[Sizes, ...]:
+    return tuple(Sizes(*x, "descriptors") for x in found)
+
+
+def _specialized(*found: tuple[int, int, int]) -> tuple[Sizes, ...]:
+    """Triton adds the warps that read to the four asked for, on 9.0 alone."""
+    return tuple(Sizes(rows, cols, 4, stages, "specialized") for rows, cols, stages in found)
+
+
+# By architecture class, pass, then head_dim up to; for 2-byte dtypes, in addition to the default.
+CANDIDATES = {
+    "9.x": {
+        "forward": {
+            64: (*_described((128, 128, 8, 2), (128, 64, 8, 3)), *_specialized((128, 128, 2), (128, 64, 3)),
+                 *_pointers((64, 64, 4, 3))),
+            128: (*_described((128, 64, 8, 3), (128, 128, 8, 2)), *_specialized((128, 64, 3), (128, 128, 2)),
+                  *_pointers((128, 32, 8, 3))),
+            256: (*_described((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)), *_pointers((64, 64, 8, 2))),
+        },
+        "backward_q": {
+            64: (*_described((128, 64, 8, 3), (128, 128, 8, 2)), *_pointers((64, 64, 4, 2), (128, 64, 8, 3))),
+            128: (*_described((128, 64, 8, 3), (128, 64, 8, 2)), *_pointers((128, 32, 8, 3), (64, 32, 4, 2))),
+            256: (*_described((64, 32, 8, 2)), *_pointers((32, 32, 4, 1), (32, 64, 8, 1))),
+        },
+        "backward_kv": {
+            64: (*_described((128, 64, 8, 3), (128, 64, 8, 2)),
+                 *_pointers((128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))),
+            128: (*_described((128, 32, 8, 2), (64, 64, 8, 2)), *_pointers((64, 32, 8, 2), (64, 64, 8, 2))),
+            256: _pointers((32, 64, 8, 1)),
+        },
+    },
+    "10.x": {
+        "forward": {
+            64: (*_described((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2)), *_pointers((128, 64, 4, 2))),
+            128: (*_described((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 2)), *_pointers((128, 32, 8, 2))),
+            256: (*_described((128, 64, 8, 2), (128, 32, 8, 2)), *_pointers((64, 64, 8, 2))),
+        },
+        "backward_q": {
+            64: (*_described((128, 64, 8, 3)), *_pointers((128, 32, 8, 2), (64, 64, 4, 2))),
+            128: (*_described((128, 64, 8, 2)), *_pointers((64, 64, 8, 2))),
+            256: _pointers((32, 64, 8, 1)),
+        },
+        "backward_kv": {
+            64: (*_described((128, 64, 8, 2)), *_pointers((128, 32, 8, 2), (64, 64, 8, 2))),
+            128: (*_described((128, 32, 8, 2)), *_pointers((64, 32, 8, 2), (64, 64, 8, 2))),
+            256: _pointers((32, 64, 8, 1)),
+        },
+    },
+    "8.0": {
+        "forward": {
+            64: _pointers((128, 32, 4, 2), (64, 64, 4, 2)),
+            128: _pointers((64, 32, 4, 2), (64, 32, 4, 3)),
+            256: _pointers((64, 32, 8, 2), (32, 32, 4, 2)),
+        },
+        "backward_q": {
+            64: _pointers((128, 32, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3)),
+            128: _pointers((64, 64, 8, 2), (128, 32, 8, 3)),
+            256: _pointers((64, 64, 8, 1), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1)),
+        },
+        "backward_kv": {
+            64: _pointers((64, 64, 4, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
+            128: _pointers((64, 64, 8, 1)),
+            256: _pointers((32, 64, 8, 1)),
+        },
+    },
+    "small": {
+        "forward": {
+            64: _pointers((128, 32, 4, 2), (64, 64, 4, 2)),
+            128: _pointers((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3)),
+            256: _pointers((64, 32, 8, 2), (32, 32, 4, 2)),
+        },
+        "backward_q": {
+            64: _pointers((128, 32, 8, 2)),
+            128: _pointers((64, 64, 8, 2), (64, 32, 4, 2)),
+            256: _pointers((32, 32, 4, 1)),
+        },
+        "backward_kv": {
+            64: _pointers((64, 32, 4, 2)),
+            128: _pointers((32, 32, 4, 2)),
+            256: (),
+        },
+    },
+}  # fmt: skip
