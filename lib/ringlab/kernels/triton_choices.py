@@ -60,7 +60,7 @@ def folder() -> Path:
     """``RINGLAB_CACHE``, else ``ringlab`` in the user's cache folder; it need not exist."""
     if given := os.environ.get("RINGLAB_CACHE"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringlab"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ringlab"
 
 
 @lru_cache(maxsize=64)

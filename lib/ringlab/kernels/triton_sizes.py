@@ -148,7 +148,7 @@ CANDIDATES = {
         },
         "backward_q": {
             64: (*_described((128, 64, 8, 3)), *_pointers((128, 32, 8, 2), (64, 64, 4, 2))),
-            128: (*_described((128, 64, 8, 2)), *_pointers((64, 64, 8, 2))),
+            128: _pointers((64, 64, 8, 2)),
             256: _pointers((32, 64, 8, 1)),
         },
         "backward_kv": {
