@@ -17,6 +17,7 @@ from ringlab import cache as caches
 from ringlab.kernels import KERNELS, triton_choices, triton_lists, triton_merge, triton_op, triton_sizes, triton_tune
 from ringlab.kernels.eager import Eager
 from ringlab.kernels.triton_sizes import Sizes
+from ringlab.local import IN_GRAPHS
 from ringlab.plan import make_plan
 from ringlab.tracking import LiveStorageTracker
 
@@ -251,7 +252,7 @@ def compiled(pattern, n, heads, kv_heads, d):
     def step(q, k, v):
         return attention(q, k, v, pattern, causal=True, scale=-0.3, backend="triton", return_lse=True)
 
-    graph = torch.compile(step, fullgraph=True, backend="aot_eager")
+    graph = torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")
     a, b = (results(*f(q, k, v), q, k, v, torch.ones(()), torch.ones(1, heads, n)) for f in (step, graph))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     text = triton_op._text(pattern)

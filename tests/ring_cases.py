@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ringlab.local import Execution
+from ringlab.local import IN_GRAPHS, Execution
 from ringlab.ring import comm, counting
 from ringlab.ring.ranks import attend
 
@@ -117,7 +117,7 @@ def compiled(pattern, layout, scheme):
         ours = op == torch.ops.ringlab.ranks_forward.default
         return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
-    fullgraph = torch.compile(step, fullgraph=True, backend="aot_eager")
+    fullgraph = torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")
     results, messages = [], []
     for run in (
         step,

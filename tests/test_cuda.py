@@ -11,6 +11,7 @@ import torch
 from helpers import errors, results
 from ring_cases import parity, tensors
 from ringlab import Dense, Dilated, Execution, Ladder, attention, blocks, fused, kernels, reference
+from ringlab.local import IN_GRAPHS
 from ringlab.memory import MemoryPool
 from ringlab.ring import contiguous, zigzag
 from ringlab.ring.launch import launch
@@ -188,7 +189,7 @@ def test_the_triton_operator_is_one_graph_and_passes_torchs_checks():
 
     dlse = draw(1, 4, 700, dtype=torch.float64, seed=9)
     eager, graph = (results(*f(q, k, v), q, k, v, dout, dlse)
-                    for f in (step, torch.compile(step, fullgraph=True, backend="aot_eager")))  # fmt: skip
+                    for f in (step, torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")))  # fmt: skip
     assert {name for name in eager if not torch.equal(eager[name], graph[name])} == set()
     text = triton_op._text(FOLDED)
     checks = torch.library.opcheck(triton_op.lists_forward, (q, k, v, text, True, 0.125))

@@ -18,6 +18,7 @@ from .patterns import BlockSparse, Pattern
 from .tiles import Ladder, Tiled
 
 MERGES = ("auto", "eager", "fused")
+IN_GRAPHS = torch.__version__ >= (2, 13)  # compilers before it take no pattern as a constant of a graph
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def named(text: str) -> Execution:
 
 def attend(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
-    if backend == "triton" and torch.compiler.is_compiling() and _plain(execution):
+    if backend == "triton" and IN_GRAPHS and torch.compiler.is_compiling() and _plain(execution):
         flip, positive = positive_scale(scale)
         return triton_op.attend(flip(q), k, v, pattern, causal, positive)
     return outside_graphs(_attend)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists

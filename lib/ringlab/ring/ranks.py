@@ -75,7 +75,11 @@ def attend(q, k, v, pattern, *, causal, scale, backend, execution, group, scheme
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels take no other
     if isinstance(group, Simulated):
         return _simulated(q, k, v, pattern, causal, scale, backend, execution, group.ranks, scheme, layout)
-    group = process_group(group)
+    over = _over_group if local.IN_GRAPHS else local.outside_graphs(_over_group)
+    return over(q, k, v, pattern, causal, scale, backend, execution, process_group(group), scheme, layout)
+
+
+def _over_group(q, k, v, pattern, causal, scale, backend, execution, group, scheme, layout):
     p, shape = dist.get_world_size(group), (q.shape[1], q.shape[2], k.shape[2])
     texts = _texts(pattern, layout, p, dist.get_rank(group), shape, causal, scheme, execution)
     if p == 1:
