@@ -11,6 +11,7 @@ import torch
 from helpers import errors, results
 from ring_cases import parity, tensors
 from ringlab import Dense, Dilated, Execution, Ladder, attention, blocks, fused, kernels, reference
+from ringlab.kernels import triton_choices, triton_lists, triton_sizes, triton_tune
 from ringlab.local import IN_GRAPHS
 from ringlab.memory import MemoryPool
 from ringlab.ring import contiguous, zigzag
@@ -175,6 +176,30 @@ def test_rows_are_read_where_they_lie(backend, layout):
 def test_flex_attention_runs_a_block_sparse_pattern():
     pattern = blocks.local_global(1, 1, block_size=128)
     check(pattern, 1024, 4, 2, 64, BF16, causal=True, execution=Execution(blocks="flex"))
+
+
+@gpu_only
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_size_that_tuning_may_choose_is_right(monkeypatch, causal, head_dim):
+    kernel, pattern = kernel_for("triton", BF16, head_dim), Dilated([1024, 2048], [1, 2])
+    q, k, v = (draw(1, 2048, heads, head_dim, dtype=BF16, seed=0) for heads in (4, 2, 2))
+    for name in triton_sizes.PASSES:
+        for size in triton_sizes.candidates(name, head_dim, BF16, torch.cuda.get_device_capability(DEVICE))[1:]:
+            monkeypatch.setattr(triton_choices, "chosen", lambda use, *_, of={name: size}: of.get(use.name))
+            (one,) = kernel.launches(name, q, k, v, pattern, causal)
+            assert one.size == size
+            check(pattern, 2048, 4, 2, head_dim, BF16, causal=causal, backend="triton")
+
+
+@gpu_only
+def test_what_is_tuned_here_is_kept_and_taken(monkeypatch, tmp_path):
+    kernel_for("triton", BF16, 64)
+    monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
+    q, k, v = (draw(1, 4096, 4, 64, dtype=BF16, seed=i) for i in range(3))
+    (found,) = triton_tune.tune(q, k, v, Dilated([2048], [1]), passes=("forward",))
+    assert found.refused == {} and min(found.seconds.values()) > 0
+    assert triton_lists.tuned("forward", q, k, False, False) == found.best
 
 
 def test_the_triton_operator_is_one_graph_and_passes_torchs_checks():

@@ -1,7 +1,8 @@
 """Tile sizes of the list kernels: the defaults, and the few others that tuning may choose among.
 
-Those that are listed were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256 on 8.0, 8.6, 9.0, 10.0 and
-12.0: none spills registers to memory or needs more shared memory than there is. Which is fastest, only a GPU can say.
+Those listed as candidates were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256, causal or not, on 8.0,
+8.6, 9.0, 10.0 and 12.0: none spills registers to memory or needs more shared memory than there is. Which is fastest,
+only a GPU can say.
 """
 
 from __future__ import annotations
@@ -159,25 +160,25 @@ CANDIDATES = {
     },
     "8.0": {
         "forward": {
-            64: _pointers((128, 32, 4, 2), (64, 64, 4, 2)),
+            64: _pointers((64, 64, 4, 2)),
             128: _pointers((64, 32, 4, 2), (64, 32, 4, 3)),
             256: _pointers((64, 32, 8, 2), (32, 32, 4, 2)),
         },
         "backward_q": {
-            64: _pointers((128, 32, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3)),
+            64: _pointers((128, 32, 8, 2), (128, 64, 8, 3)),
             128: _pointers((64, 64, 8, 2), (128, 32, 8, 3)),
             256: _pointers((64, 64, 8, 1), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1)),
         },
         "backward_kv": {
-            64: _pointers((64, 64, 4, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
+            64: _pointers((128, 32, 8, 3), (64, 32, 4, 2)),
             128: _pointers((64, 64, 8, 1)),
             256: _pointers((32, 64, 8, 1)),
         },
     },
     "small": {
         "forward": {
-            64: _pointers((128, 32, 4, 2), (64, 64, 4, 2)),
-            128: _pointers((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3)),
+            64: _pointers((64, 64, 4, 2)),
+            128: _pointers((64, 32, 4, 2), (64, 32, 4, 3)),
             256: _pointers((64, 32, 8, 2), (32, 32, 4, 2)),
         },
         "backward_q": {
