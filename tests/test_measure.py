@@ -217,6 +217,16 @@ def test_method_hash_sees_how_a_point_is_measured_and_not_who_runs_it(tmp_path):
     assert hashed(bounds="x = 2") != base and hashed(bounds="x = 1", systems="x = 1") != base
 
 
+def test_rows_of_other_tuned_sizes_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
+    assert provenance.tuning() is None and provenance.collect("cpu")["tuning"] is None
+    found = []
+    for choice in ("a", "b"):
+        (tmp_path / "triton-lists-0123.json").write_text(choice)
+        found.append({"tuning": provenance.tuning()})
+    assert provenance.differs(*found) == ["tuning"] and provenance.key(found[0]) != provenance.key(found[1])
+
+
 def test_commit_is_unknown_outside_a_checkout_unless_it_is_told(tmp_path, monkeypatch):
     monkeypatch.delenv("RINGLAB_COMMIT", raising=False)
     (tmp_path / "patterns.py").write_text("")

@@ -21,6 +21,7 @@ import torch
 from .triton_sizes import Sizes, candidates
 
 CODE = ("triton_code.py", "triton_backward.py", "triton_lists.py", "triton_reads.py", "../lists.py", "../pieces.py")
+FILES = "triton-lists-*.json"
 MOST_MEMBERS = 8  # query heads for each K/V head, from which on all are tuned alike
 
 
@@ -80,7 +81,7 @@ def path(device: torch.device) -> Path:
 
 @lru_cache(maxsize=64)
 def _name(device: torch.device) -> str:
-    return f"triton-lists-{hashlib.sha256(json.dumps(stamp(device)).encode()).hexdigest()[:12]}.json"
+    return FILES.replace("*", hashlib.sha256(json.dumps(stamp(device)).encode()).hexdigest()[:12])
 
 
 def chosen(use: Use, device: torch.device, compute: tuple[int, int]) -> Sizes | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__, hardware
+from ..kernels import triton_choices
 
 PACKAGE = Path(__file__).resolve().parent.parent
 OUTSIDE_ENGINE = (
@@ -28,7 +29,7 @@ OUTSIDE_METHOD = (
 )  # fmt: skip
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.
-KEY = ("engine", "method", "torch", "device", "device_name", "machine", "threads")
+KEY = ("engine", "method", "torch", "device", "device_name", "machine", "threads", "tuning")
 
 
 def code_hash(paths, root: Path) -> str:
@@ -125,6 +126,12 @@ def threads() -> int:
     return max(1, min(len(siblings), int(quota) if quota else len(siblings)))
 
 
+def tuning() -> str | None:
+    """12 hex digits over the tile sizes that ``ringlab tune`` keeps for list kernels; None where it has kept none."""
+    files = sorted(triton_choices.folder().glob(triton_choices.FILES))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12] if files else None
+
+
 def collect(device: str) -> dict:
     """Everything that stays the same during a run on ``device`` ("cpu" or "cuda")."""
     machine = hardware.detect()
@@ -148,6 +155,7 @@ def collect(device: str) -> dict:
         "cpu_capability": machine.cpu_capability,
         "threads": threads(),
         "machine": machine_id(),
+        "tuning": tuning() if on_gpu else None,
     }
 
 
