@@ -5,8 +5,7 @@ are one softmax in one kernel; the next launch, if a pattern needs several, goes
 Nothing is allocated but results, a row sum per query and, for half precision in several launches, fp32 results.
 
 Proved without a GPU: values, by Triton's interpreter, and that the default sizes compile for every architecture from
-8.0 to 12.0 within its shared memory and without spills, but for 8 bytes where dq of head_dim 256 goes on from another
-launch. Not measured: any speed; so ``backend="auto"`` never takes it.
+8.0 to 12.0 within its shared memory and without spills. Not measured: any speed; so ``backend="auto"`` never takes it.
 Tile sizes, and whether q, k and v are read by tensor descriptors, are what ``triton_tune`` chose for this GPU, else the
 defaults, by pointers. Open for measuring: the order of programs, ``split``'s rule.
 """
