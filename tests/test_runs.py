@@ -374,7 +374,9 @@ def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, monkeypatch, c
         return ask(self, command, timeout_s, **arguments)
 
     monkeypatch.setattr(processes.Handle, "ask", dying)
-    (result,) = measure([Group("g", [TINY])], tmp_path)
+    (result,) = measure([group := Group("g", [TINY], rounds=23)], tmp_path)
+    assert len(result.seconds) == 23 > timing.MAX_SAMPLES, "as many rounds as the group asks for"
+    assert group.composition(TINY) != Group("g", [TINY]).composition(TINY)
     assert result.status == "ok" and result.median and result.bound_seconds is None
     assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
 

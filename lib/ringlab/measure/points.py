@@ -115,13 +115,14 @@ class Group:
     """Points that are measured together, each in its own process; interleaved, they take turns sample by sample.
 
     Ratios within an interleaved group are paired round by round. ``timed=False`` checks the points and takes their
-    memory, and no time.
+    memory, and no time. ``rounds``: so many at least, where calls are so long that fewer would do.
     """
 
     name: str
     points: tuple[Point, ...]
     interleave: bool = True
     timed: bool = True
+    rounds: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "points", tuple(self.points))
@@ -133,12 +134,16 @@ class Group:
     @property
     def id(self) -> str:
         """A digest of the points and of how they are taken."""
-        return digest([[p.id for p in self.points], self.timed, self.interleave], 12)
+        return digest([[p.id for p in self.points], self.timed, self.interleave, *self._more], 12)
 
     def composition(self, point: Point) -> str:
         """What else the point's samples depend on: all points of its group if they are interleaved, else itself."""
         members = [p.id for p in self.points] if self.interleave else [point.id]
-        return digest([members, self.timed, *([self.ranks] if self.ranks > 1 else [])], 12)
+        return digest([members, self.timed, *([self.ranks] if self.ranks > 1 else []), *self._more], 12)
+
+    @property
+    def _more(self) -> list[str]:
+        return [f"{self.rounds} rounds"] if self.rounds else []
 
     @property
     def ranks(self) -> int:

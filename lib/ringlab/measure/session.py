@@ -125,7 +125,7 @@ class Session:
                 member.estimate = self._step(group, member, "calibrate", 0.0).get("estimate", 0.0)
         alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
-            member.wanted = count
+            member.wanted = max(count, group.rounds)
             self.progress.expect(group, member.point, member.left * max(member.estimate, 0.02))
         number = first
         while waiting := [m for m in members if m.left]:

@@ -70,14 +70,18 @@ def journey(dtype: str) -> Group:
 
 
 def efficiency(profile: hardware.Profile, device: str, dtype: str) -> Group:
-    """Local and global blocks at about a tenth of all pairs; dense attention, and torch's kernel for the same mask."""
+    """Local and global blocks at about a tenth of all pairs; dense attention, and torch's kernel for the same mask.
+
+    A CPU takes seconds for the dense call, and its pace changes meanwhile: three rounds tell little.
+    """
     times = 4 if device == "cuda" and (profile.memory_bytes or 0) > LARGE_MEMORY else 1
     long = Point("ringlab", local_global(128, times), seq_len=times * LONG_TOKENS, dtype=dtype)
     masks = (long, long.but(pattern=local_global(64, times)))
     points = [*masks, long.but(causal=True), long.but(passes="fwd+bwd")]
     dense = long.but(system="dense_sdpa", pattern=Dense())
     points += [dense, *([dense.but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute for it
-    return Group(EFFICIENCY, (*points, long.but(system="flex")))  # compiling it takes as long as all else
+    points.append(long.but(system="flex"))  # compiling it takes as long as all else
+    return Group(EFFICIENCY, tuple(points), rounds=6)
 
 
 def local_global(block_size: int, times: int = 1) -> BlockSparse:
