@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from helpers import engine_results, errors, oracle_results, random_case
-from ringlab import Dense, Dilated, Execution, attention, merge, reference, strided
+from ringlab import Dense, Dilated, Execution, Simulated, attention, merge, reference, strided
 from ringlab.kernels.torch_cpu import CpuFlash
 from ringlab.plan import Call
 from torch.nn import functional as F
@@ -153,8 +153,12 @@ def test_autocast_does_not_lower_the_precision():
 
 def test_compiled_code_may_call_it():
     q = torch.randn(1, 40, 2, 8)
-    compiled = torch.compile(lambda x: attention(2 * x, x, x, LADDER) + 1, backend="eager")
-    torch.testing.assert_close(compiled(q), attention(2 * q, q, q, LADDER) + 1)
+    for group in (None, Simulated(2)):
+
+        def step(x, group=group):
+            return attention(2 * x, x, x, LADDER, group=group) + 1
+
+        torch.testing.assert_close(torch.compile(step, backend="eager")(q), step(q))
 
 
 @pytest.mark.parametrize("power", [1, 2])

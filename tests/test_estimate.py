@@ -157,8 +157,9 @@ def test_what_attention_refuses_is_refused():
     for way, dtype in (("flex", torch.float64), ("bsr", torch.float16)):
         with pytest.raises(NotImplementedError, match=f"blocks='{way}' takes float32"):
             estimate(BLOCKS, seq_len=1024, execution=Execution(blocks=way), dtype=dtype)
-    with pytest.raises(NotImplementedError, match="flash: needs compute capability 8.0 or newer, this is 6.1"):
-        estimate(Dense(), seq_len=1024, profile="gtx1080", backend="flash")
+    for name in ("flash", "flash_attn_2", "triton"):
+        with pytest.raises(NotImplementedError, match=f"{name}: needs compute capability 8.0 or newer, this is 6.1"):
+            estimate(Dense(), seq_len=1024, profile="gtx1080", backend=name)
     for wrong in ({"execution": "auto"}, {"profile": 3}):
         with pytest.raises(TypeError, match="must be a"):
             estimate(Dense(), seq_len=1024, **wrong)

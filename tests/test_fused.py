@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from ringlab import Dense, Dilated, Execution, attention, blocks, estimate, fused
+from ringlab import Dense, Dilated, Execution, Simulated, attention, blocks, estimate, fused
 from ringlab.kernels.base import Described
 from ringlab.local import named
 from ringlab.patterns import MIXINGS, OFFSETS
@@ -124,6 +124,7 @@ def test_what_is_held_until_the_join_is_estimated():
         ({"pattern": TARGET}, "needs a CUDA device, this is cpu"),
         ({"pattern": TARGET, "profile": "h100", "dtype": torch.float64}, "bfloat16, not float64"),
         ({"pattern": blocks.sliding_window(1), "profile": "h100"}, "not block-sparse ones"),
+        ({"pattern": TARGET, "profile": "h100", "ranks": 2}, "joins the results of one device, not what 2 ranks"),
     ],
 )
 def test_an_estimate_refuses_what_a_call_would(call, said):
@@ -136,6 +137,8 @@ def test_without_a_gpu_it_is_refused_in_one_line():
     for pattern in (Dilated([4, 8], [1, 2]), Dense()):
         with pytest.raises(NotImplementedError, match=r"^merge='fused' cannot run on cpu in torch.float32: needs"):
             attention(q, q, q, pattern, execution=FUSED)
+        with pytest.raises(NotImplementedError, match="joins the results of one device, not what 2 ranks exchange"):
+            attention(q, q, q, pattern, execution=FUSED, group=Simulated(2))
     with pytest.raises(NotImplementedError, match="joins the branches of dilated patterns, not block-sparse ones"):
         attention(q, q, q, blocks.sliding_window(1, block_size=4), execution=FUSED)
     assert torch.equal(*(attention(q, q, q, TARGET, execution=Execution(merge=m)) for m in ("auto", "eager")))

@@ -233,6 +233,8 @@ def test_commit_is_unknown_outside_a_checkout_unless_it_is_told(tmp_path, monkey
     assert provenance.git_state(tmp_path) == ("unknown", "unknown")
     monkeypatch.setenv("RINGLAB_COMMIT", "0123abc")
     assert provenance.git_state(tmp_path) == ("0123abc", "unknown")
+    monkeypatch.setenv("RINGLAB_COMMIT", "not a commit!")
+    assert provenance.git_state(tmp_path) == ("unknown", "unknown")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

@@ -16,7 +16,7 @@ from .patterns import LARGEST, BlockSparse, Pattern
 from .ring import Problem, choose
 from .ring.layout import named
 from .ring.rank import BlockRank, Rank
-from .ring.ranks import SCHEMES, backward_of, forward_of
+from .ring.ranks import SCHEMES, backward_of, forward_of, one_by_one
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Call:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
         positive("seq_len", n)
         if self.ranks > 1:
+            one_by_one(self.execution, self.ranks)
             return *self.shared(named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import cache as caches
 from . import kernels, memory
 from .kernels.base import HALF, Described
+from .kernels.external import NOT_INSTALLED
 from .local import Execution
 from .ring.comm import Post, Steps, Traffic
 from .tracking import LiveStorageTracker, storages
@@ -223,8 +224,9 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
         raise ValueError(f"unknown backend {unknown[0]!r}; known: auto, sdpa, {', '.join(kernels.KERNELS)}")
     if capability is not None:
         device = Described(device_type, capability)
-        known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.SDPA}
-        if len(known) == len(names) and all(known.values()):
+        known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
+        # What is not installed here may be where that hardware is.
+        if len(known) == len(names) and all(why and NOT_INSTALLED not in why for why in known.values()):
             why = "; ".join(f"{n}: {reason}" for n, reason in known.items())
             raise NotImplementedError(f"backend {backend!r} cannot run on this hardware in {dtype}: {why}")
     half = dtype == torch.float16 or (dtype == torch.bfloat16 and (capability or (8, 0)) >= (8, 0))

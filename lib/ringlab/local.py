@@ -32,8 +32,8 @@ class Execution:
     nothing by it. ``blocks``: how a block-sparse pattern runs, one of ``block_sparse.WAYS``; "bsr" and the forward of
     "flex" call no kernel of ours, so there is nothing to tile. ``merge``: how the calls of a dilated pattern are
     joined, "eager" one after another in place, "fused" all at once by one Triton kernel (``fused``: CUDA, more memory,
-    no pool); "auto" is "eager", for the other was never timed. Over a group ``gather`` and ``merge`` play no part, and
-    ``blocks`` under ulysses alone.
+    no pool); "auto" is "eager", for the other was never timed. Over a group "fused" is refused, ``gather`` plays no
+    part, and ``blocks`` under ulysses alone.
 
     >>> Execution(gather=True, cache=False)
     Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto', merge='auto')

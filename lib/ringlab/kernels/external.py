@@ -9,13 +9,15 @@ from torch.nn import functional as F
 
 from .base import HALF, needs_bf16, needs_cuda, wants_dtype
 
+NOT_INSTALLED = "is not installed"
+
 
 def missing(module: str, package: str) -> str | None:
     """Why the module of an optional package cannot be used, or None."""
     try:
         importlib.import_module(module)
     except ImportError as error:
-        return f"{package} is not installed ({str(error).splitlines()[0]})"
+        return f"{package} {NOT_INSTALLED} ({str(error).splitlines()[0]})"
     return None
 
 

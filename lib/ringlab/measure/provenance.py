@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import time
 import uuid
@@ -91,7 +92,8 @@ def machine_id() -> str:
 def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
     """(commit, dirty) of the checkout that holds this package, reports/ aside.
 
-    A copy outside of git is of the commit that RINGLAB_COMMIT names, or of an "unknown" one, and "unknown" if changed.
+    A copy outside of git is of the commit whose hash RINGLAB_COMMIT holds, or of an "unknown" one; whether it was
+    changed is "unknown".
     """
 
     def git(*arguments: str) -> str | None:
@@ -107,7 +109,8 @@ def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
     ours = top is not None and git("ls-files", "--error-unmatch", str(package / "patterns.py")) is not None
     commit = git("rev-parse", "HEAD") if ours else None
     if commit is None:
-        return os.environ.get("RINGLAB_COMMIT") or "unknown", "unknown"
+        told = re.fullmatch(r"[0-9a-f]{7,40}", os.environ.get("RINGLAB_COMMIT", ""))
+        return told[0] if told else "unknown", "unknown"
     changed = git("status", "--porcelain", "--", top, ":(exclude,top)reports")
     return commit, bool(changed) if changed is not None else "unknown"
 

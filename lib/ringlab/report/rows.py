@@ -110,11 +110,7 @@ def dtypes(results) -> list[str]:
 def fastest_row(study: Study):
     """The fastest quotable row of the implementations; single switches are its variants and differ by noise."""
     found = [r for _, r in implementation_rows(study) if r is not None and not objection(r) and r.median]
-    fastest = best([r for r in found if computes_pattern(r.point.system)])
-    for row in filter(is_optimised, found):  # the plain name, where the two cannot be told apart
-        if row is not fastest and row.point.dtype == fastest.point.dtype and not study.ratio(row, fastest).longer:
-            return row
-    return fastest
+    return best([r for r in found if computes_pattern(r.point.system)])
 
 
 def hardware_dtype(study: Study) -> str:

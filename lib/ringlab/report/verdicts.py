@@ -64,8 +64,9 @@ def by_interval(ratio, low: float, high: float, what: str) -> Verdict:
     if most < low or least > high:
         return Verdict("refuted", said(ratio), f"{what} lies outside {span(low, high)}")
     edge = "crosses 1" if (low, high) == (1.0, float("inf")) else f"crosses the edge of {span(low, high)}"
-    same = f", the same work differing here by up to {number(ratio.resolution)}×" if ratio.resolution > 1 else ""
-    return undecided(f"{what} is not known well enough: its interval {edge}{same}", said(ratio))
+    same = f", widened by the {number(ratio.resolution)}× that the same work differs by here,"
+    its = f"its interval{same if ratio.resolution > 1 else ''}"
+    return undecided(f"{what} is not known well enough: {its} {edge}", said(ratio))
 
 
 def span(low: float, high: float) -> str:

@@ -74,9 +74,10 @@ def attend(q, k, v, pattern, *, causal, scale, backend, execution, group, scheme
     """out and lse for checked tensors: local shards over a group or 1-D mesh, whole ones over Simulated ranks."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels take no other
     if isinstance(group, Simulated):
-        return _simulated(q, k, v, pattern, causal, scale, backend, execution, group.ranks, scheme, layout)
-    over = _over_group if local.IN_GRAPHS else local.outside_graphs(_over_group)
-    return over(q, k, v, pattern, causal, scale, backend, execution, process_group(group), scheme, layout)
+        over, ranks = local.outside_graphs(_simulated), group.ranks
+    else:
+        over, ranks = _over_group if local.IN_GRAPHS else local.outside_graphs(_over_group), process_group(group)
+    return over(q, k, v, pattern, causal, scale, backend, execution, ranks, scheme, layout)
 
 
 def _over_group(q, k, v, pattern, causal, scale, backend, execution, group, scheme, layout):
@@ -93,12 +94,19 @@ def _texts(pattern, layout, p: int, rank: int, shape, causal: bool, scheme: str,
     rows, heads, kv_heads = shape
     found = named(layout, rows if isinstance(layout, Layout) else rows * p, p)
     problem = _checked(pattern, found, causal, heads, kv_heads, found.size(rank), rows)
+    one_by_one(execution, p)
     return json.dumps(pattern.to_dict()), str(found), _scheme(problem, scheme), execution.text()
 
 
 # Python objects and shapes in, strings out: nothing that a compiler must trace. This is torch.compiler's
 # ``assume_constant_result``, which would load the compiler here and now.
 _texts._dynamo_marked_constant = True
+
+
+def one_by_one(execution, p: int) -> None:
+    """Raise NotImplementedError where results should be joined at once that come to a rank one after another."""
+    if p > 1 and execution.merge == "fused":
+        raise NotImplementedError(f"merge='fused' joins the results of one device, not what {p} ranks exchange")
 
 
 def _checked(pattern, layout: Layout, causal: bool, heads: int, kv_heads: int, want: int, have: int) -> Problem:
@@ -120,6 +128,7 @@ def _simulated(q, k, v, pattern, causal, scale, backend, execution, p: int, sche
     problem = _checked(pattern, found, causal, q.shape[2], k.shape[2], found.n, q.shape[1])
     scheme = _scheme(problem, scheme)
     if p > 1:
+        one_by_one(execution, p)
         return _Simulation.apply(q, k, v, problem, scheme, scale, backend, execution)
     along = found.grid is not None
     q, k, v = (found.shard(t, 0) if along else t for t in (q, k, v))
