@@ -1,8 +1,8 @@
 """Tile sizes of the list kernels: the defaults, and the few others that tuning may choose among.
 
 Those listed as candidates were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256, causal or not, on 8.0,
-8.6, 9.0, 10.0 and 12.0: none spills registers to memory or needs more shared memory than there is. Which is fastest,
-only a GPU can say.
+8.6, 8.9, 9.0, 10.0 and 12.0: none spills registers to memory or needs more shared memory than there is. Which is
+fastest, only a GPU can say.
 """
 
 from __future__ import annotations
