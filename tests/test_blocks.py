@@ -83,14 +83,16 @@ def test_every_way_is_the_oracle(pattern, way, causal):
 def test_calls_show_each_pair_once():
     for pattern in PATTERNS:
         for way in TILED:
-            for causal in (False, True):
-                tiling = block_sparse.tiling_for(pattern, 101, causal, way)
+            for causal, lower_right in ((False, False), (True, False), (True, True)):
+                tiling = block_sparse.tiling_for(pattern, 101, causal, way, lower_right)
                 seen, written = torch.zeros(101, 101, dtype=torch.long), torch.zeros(101, dtype=torch.bool)
                 for run in tiling.runs:
                     for i in range(run.nodes):
                         q, k = (at[0] + i * at[1] for at in (run.query, run.key))
-                        whole = torch.ones(run.rows, run.keys, dtype=torch.long)
-                        seen[q : q + run.rows, k : k + run.keys] += whole.tril() if run.causal else whole
+                        shown = torch.ones(run.rows, run.keys, dtype=torch.long)
+                        shown = shown.tril(run.keys - run.rows) if run.causal else shown
+                        seen[q : q + run.rows, k : k + run.keys] += shown
+                        assert lower_right or not run.causal or run.rows == run.keys
                         assert not (run.first and written[q : q + run.rows].any())
                         assert run.first or not tiling.covered or written[q : q + run.rows].all()
                         written[q : q + run.rows] = True
@@ -107,18 +109,27 @@ def test_plans_of_many_blocks_show_each_pair_once():
     for pattern in (blocks.local_global(2, 3, block_size=size), blocks.hierarchical(levels, block_size=size)):
         for causal in (False, True):
             for way in ("views", "batched"):
-                tiling = block_sparse.tiling_for(pattern, n, causal, way)
+                tiling = block_sparse.tiling_for(pattern, n, causal, way, lower_right=way == "views")
                 rows = torch.zeros(n, dtype=torch.long)
                 for r in tiling.runs:
                     at = r.query[0] + torch.arange(r.nodes)[:, None] * r.query[1] + torch.arange(r.rows)
-                    rows[at.flatten()] += (torch.arange(1, r.rows + 1) if r.causal else torch.full((r.rows,), r.keys)
-                                           ).repeat(r.nodes)  # fmt: skip
+                    fewer = torch.arange(r.rows).flip(0) * r.causal
+                    rows[at.flatten()] += (r.keys - fewer).repeat(r.nodes)
                 for c in tiling.picked:
                     rows[(c.queries[:, None] + torch.arange(c.rows)).flatten()] += c.keys.shape[1]
                 sample = torch.arange(0, n, 41)
                 seen = pattern.multiplicity(sample, torch.arange(n), n=n, head=0, heads=1)
                 seen = seen * (torch.arange(n) <= sample[:, None]) if causal else seen
                 assert torch.equal(rows[sample], seen.sum(1)) and int(rows.sum()) == pattern.pairs(n, causal)
+
+
+def test_squares_join_the_calls_before_them():
+    """A causal window is one call for all blocks with as many keys, where kernels mask the lower right corner."""
+    window = blocks.sliding_window(2, block_size=128)
+    joined, apart = (block_sparse.tiling_for(window, 16384, True, lower_right=here).runs for here in (True, False))
+    assert [(r.rows, r.keys, r.nodes, r.causal) for r in joined] == [
+        (128, 384, 126, True), (128, 128, 1, True), (128, 256, 1, True)]  # fmt: skip
+    assert all(r.rows == r.keys for r in apart if r.causal) and len(apart) > 1
 
 
 def test_a_window_is_few_calls_whatever_its_length():

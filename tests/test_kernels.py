@@ -2,6 +2,7 @@ import pytest
 import torch
 from ringlab import Dense, attention, kernels, reference
 from ringlab.kernels import KERNELS, Eager, probe
+from ringlab.kernels.base import takes_lower_right
 from ringlab.kernels.torch_cpu import CpuFlash
 
 CPU = torch.device("cpu")
@@ -26,6 +27,30 @@ def test_kernel_equals_the_oracle(kernel, dtype, m):
         grads = kernel.backward(dout, q, k, v, out, lse, causal, 0.3)
         for name, got, exact_grad in zip(("dq", "dk", "dv"), grads, want):
             assert reference.error(got, exact_grad, floor) <= bound[name], (name, causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [CpuFlash(), Eager(), Eager(tile_bytes=1 << 14), *KERNELS.values()])
+@pytest.mark.parametrize("m, more", [(1, 1), (1, 40), (30, 1), (64, 130), (129, 70)])
+def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more):
+    """What a kernel that says ``lower_right`` computes: the oracle over m + more positions, its last m rows."""
+    if not takes_lower_right(kernel):
+        return
+    torch.manual_seed(m)
+    q, k, v, dout = (torch.randn(3, 2 * (m + more), 5, 16).to(dtype)[:, ::2, 1:4] for _ in range(4))
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    ref, ref_lse = reference.attention(*exact, Dense(), causal=True, scale=0.3)
+    dout[:, :more] = 0
+    want = torch.autograd.grad(ref, exact, dout.double())
+    bound = reference.tolerance(q, k, v, dout, causal=True, scale=0.3)
+    last = q[:, more:]
+    out, lse = kernel.forward(last, k, v, True, 0.3)
+    assert reference.error(out, ref[:, more:], 1.0) <= bound["out"]
+    assert reference.error(lse, ref_lse[..., more:], 1.0) <= bound["lse"]
+    grads = kernel.backward(dout[:, more:], last, k, v, out, lse, True, 0.3)
+    floor = reference.gradient_floor(q, k, dout, 0.3)
+    for name, got, exact_grad in zip(("dq", "dk", "dv"), grads, (want[0][:, more:], *want[1:])):
+        assert reference.error(got, exact_grad, floor) <= bound[name], name
 
 
 def test_every_refusal_has_a_reason():

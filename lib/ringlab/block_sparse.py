@@ -17,7 +17,7 @@ from . import bsr, flex
 from . import cache as caches
 from .block_tree import Cuts
 from .blocks import AT_ONCE, BlockSparse, Random
-from .kernels.base import HALF, Kernel, wide
+from .kernels.base import HALF, Kernel, takes_lower_right, wide
 from .merge import merge_
 from .strided import add_forward, head_block, piece_limit, pieces
 from .tiling import Picked, Run, Tiling, copied, tile
@@ -67,13 +67,15 @@ def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, 
         mask = execution.cached(key, lambda: flex.prepare(pattern, n, causal, q.device))
         out, lse = flex.forward(*tensors, mask, scale, with_lse=True)
         return out, by_views()[1] if lse is None else lse
-    key = caches.key("tiling", pattern, n, causal, way)
-    tiling = execution.cached(key, lambda: tiling_for(pattern, n, causal, way))
+    shape = pattern, n, causal, way, takes_lower_right(kernel)
+    tiling = execution.cached(caches.key("tiling", *shape), lambda: tiling_for(*shape))
     return (forward if passes == "forward" else backward)(*tensors, tiling, scale, kernel)
 
 
-def tiling_for(pattern: BlockSparse, n: int, causal: bool = False, way: str = "views") -> Tiling:
-    """The calls of one device: ``n`` positions of queries and of keys."""
+def tiling_for(
+    pattern: BlockSparse, n: int, causal: bool = False, way: str = "views", lower_right: bool = False
+) -> Tiling:
+    """The calls of one device: ``n`` positions of queries and of keys; ``lower_right``: see ``tiling.tile``."""
     cuts = Cuts.of(n, pattern.block_size)
 
     def layer(seen, rows: range) -> tuple[Tensor, Tensor]:
@@ -87,7 +89,8 @@ def tiling_for(pattern: BlockSparse, n: int, causal: bool = False, way: str = "v
         itself = torch.cat([pattern.blocks(n, some, some).diagonal() for some in blocks.split(AT_ONCE)])
         diagonal = torch.where(itself, blocks, -1)
     if way == "views":
-        return tile([partial(layer, seen) for seen in layers_of(pattern, n)], cuts, cuts, diagonal)
+        layers = [partial(layer, seen) for seen in layers_of(pattern, n)]
+        return tile(layers, cuts, cuts, diagonal, lower_right=lower_right)
     return copied(partial(layer, partial(pattern.blocks, n)), cuts, cuts, diagonal, alone=way == "rows")
 
 
@@ -110,7 +113,14 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
     ``into``: out and lse (b, n, h, 1) of other keys, into which these are merged.
     """
     fresh = into is None
-    if fresh:
+    several = not fresh or bool(tiling.picked) or len(tiling.runs) > 1
+    runs = tiling.runs
+    if fresh and _begins_whole(tiling, q, k, several):
+        first, *runs = runs  # one call writes every row: its result becomes the output
+        keys = slice(first.key[0], first.key[0] + first.keys)
+        out, lse = kernel.forward(q, k[:, keys], v[:, keys], False, scale)
+        out, lse = out.to(q.dtype), lse.transpose(1, 2).unsqueeze(-1)
+    elif fresh:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(*q.shape[:3], 1, dtype=wide(q.dtype), device=q.device)  # (b, n, h, 1)
     else:
@@ -118,7 +128,6 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
     empty = fresh and not tiling.covered
     if empty:
         lse.fill_(-torch.inf)
-    several = not fresh or bool(tiling.picked) or len(tiling.runs) > 1
     for mine, theirs in head_blocks(q, k, several):
         q_, k_, v_, l_ = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], lse[:, :, mine]
         acc = out[:, :, mine]
@@ -129,7 +138,7 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
         for g in range(group := q_.shape[2] // k_.shape[2]):
             some = slice(g, None, group)
             tensors = q_[:, :, some], k_, v_, l_[:, :, some], acc[:, :, some]
-            for run in tiling.runs:
+            for run in runs:
                 alone = fresh and run.first
                 add_forward(_views(run, tensors, kv=(1, 2)), piece_limit(q), alone, run.causal, scale, kernel)
             for call in tiling.picked:
@@ -169,6 +178,11 @@ def backward(dout, q, k, v, out, lse, tiling: Tiling, scale: float, kernel: Kern
             for g, acc in zip(parts, accs):
                 g.copy_(acc)
     return grads
+
+
+def _begins_whole(tiling: Tiling, q: Tensor, k: Tensor, several: bool) -> bool:
+    equal_heads = q.shape[2] == k.shape[2]
+    return equal_heads and not _narrow(q, several) and bool(tiling.runs) and tiling.runs[0].whole(q.shape[1])
 
 
 def _narrow(q: Tensor, several: bool) -> bool:

@@ -76,6 +76,10 @@ def cheapest(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -
         cost = _cost(_taken(common, with_it := (*used, level)), cols, size, keys)
         if cost < best:
             used, best = with_it, cost
+    for level in used[1:]:  # a level that paid may not, beside smaller ones
+        cost = _cost(_taken(common, without := tuple(x for x in used if x != level)), cols, size, keys)
+        if cost < best:
+            used, best = without, cost
     return used
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from .block_tree import Cuts, Layer, better_copied, chains, cheapest, nodes
 from .plan import first_and_step
 
+Entry = tuple[int, int, int, int]  # one dense call: rows, keys, the first query, the first key
+
 LONG, SHORT = 1024, 768  # fewer queries than SHORT take their keys LONG at a time, while these are in the cache
 
 
@@ -22,7 +24,8 @@ LONG, SHORT = 1024, 768  # fewer queries than SHORT take their keys LONG at a ti
 class Run:
     """``nodes`` dense calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first, step) of their rows.
 
-    ``causal``: the square mask. ``first``: no earlier call wrote these rows.
+    ``causal``: the last query of a node sees all its keys, each one before it one fewer. ``first``: no earlier call
+    wrote these rows.
     """
 
     rows: int
@@ -32,6 +35,11 @@ class Run:
     key: tuple[int, int]
     causal: bool = False
     first: bool = False
+
+    def whole(self, n: int) -> bool:
+        """Whether this is one dense call of all n queries, by the same keys."""
+        one_piece = self.nodes == 1 or (self.query[1], self.key[1]) == (self.rows, 0)
+        return one_piece and self.nodes * self.rows == n and not self.causal
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,13 @@ class Tiling:
     covered: bool
 
 
-def tile(layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None) -> Tiling:
+def tile(
+    layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, *, lower_right: bool = False
+) -> Tiling:
     """The calls for disjoint ``layers`` of seen blocks: regular ones first.
 
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
+    ``lower_right``: causal calls may have more keys than queries.
 
     >>> from ringlab.block_tree import layer
     >>> from ringlab.blocks import local_global
@@ -64,15 +75,18 @@ def tile(layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None
     >>> run.rows, run.keys, run.nodes, run.query, run.key
     (8192, 512, 2, (0, 8192), (0, 0))
     """
-    runs: list[Run] = []
+    entries: list[Entry] = []
     picked: list[Picked] = []
     for seen in layers:
         for rows, level in chains(queries):
             found, left = _calls(seen, rows, level, queries, keys)
-            runs += found
+            entries += found
             picked += left
-    runs += _squares(queries, keys, diagonal)
-    return _ordered(runs, picked, int(queries.lengths.sum()))
+    squares = _squares(queries, keys, diagonal)
+    if lower_right:
+        entries, squares = _joined(entries, squares)
+    runs = [part for run in _runs(entries) for part in _in_cache(run)]
+    return _ordered(runs + _runs(squares, causal=True), picked, int(queries.lengths.sum()))
 
 
 def copied(seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, *, alone: bool = False) -> Tiling:
@@ -82,7 +96,7 @@ def copied(seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = Non
         ((_, node, first, stop),) = nodes(seen, rows, (0,))
         size = int(queries.lengths[rows.start])
         picked += _copied(node, first, stop, queries.starts[rows.start] + node * size, size, keys, alone)
-    squares = _squares(queries, keys, diagonal)
+    squares = _runs(_squares(queries, keys, diagonal), causal=True)
     if alone:
         squares = [
             Run(r.rows, r.keys, 1, (r.query[0] + i * r.query[1], 0), (r.key[0] + i * r.key[1], 0), causal=True)
@@ -91,19 +105,32 @@ def copied(seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = Non
     return _ordered(squares, picked, int(queries.lengths.sum()))
 
 
-def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Run]:
+def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
     """The causal calls."""
     if diagonal is None:
         return []
     mine = (diagonal >= 0).nonzero().flatten()
     entries = zip(queries.lengths[mine].tolist(), queries.starts[mine].tolist(), keys.starts[diagonal[mine]].tolist())
-    return [Run(*shape, causal=True) for shape in _progressions([(length, length, q, k) for length, q, k in entries])]
+    return [(length, length, q, k) for length, q, k in entries]
 
 
-def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[list[Run], list[Picked]]:
+def _joined(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """(calls, causal calls) with short calls that end where a square of the same queries begins joined to it."""
+    alone = {(length, q, k): (length, length, q, k) for length, _, q, k in squares}
+    rest, joined = [], []
+    for entry in entries:
+        rows, count, q, k = entry
+        if rows < SHORT and rows + count < 2 * LONG and alone.pop((rows, q, k + count), None):
+            joined.append((rows, count + rows, q, k))
+        else:
+            rest.append(entry)
+    return rest, joined + list(alone.values())
+
+
+def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[list[Entry], list[Picked]]:
     """The calls of one chain, at those levels of its tree that make it cheapest."""
     size, used = int(queries.lengths[rows.start]), cheapest(seen, rows, levels, queries, keys)
-    runs, picked = [], []
+    entries, picked = [], []
     for level, node, first, stop in nodes(seen, rows, used):
         length = size << level
         at = queries.starts[rows.start] + node * length
@@ -113,10 +140,12 @@ def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> 
         if level == 0:
             apart = better_copied(node, count, len(rows), size)
             picked += _copied(node[apart], first[apart], stop[apart], at[apart], size, keys)
-        entries = [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
-        for shape in _progressions(entries):
-            runs += _in_cache(Run(*shape))
-    return runs, picked
+        entries += [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
+    return entries, picked
+
+
+def _runs(entries: list[Entry], causal: bool = False) -> list[Run]:
+    return [Run(*shape, causal=causal) for shape in _progressions(entries)]
 
 
 def _in_cache(run: Run) -> Iterator[Run]:
@@ -145,7 +174,7 @@ def _copied(node, first, stop, at, size: int, keys: Cuts, alone: bool = False) -
     ]
 
 
-def _progressions(entries: list[tuple[int, int, int, int]]) -> Iterator[tuple]:
+def _progressions(entries: list[Entry]) -> Iterator[tuple]:
     """(rows, keys, nodes, query, key) for entries (rows, keys, q, k), in few arithmetic progressions of (q, k)."""
     alike: dict[tuple[int, int], list] = {}
     for rows, count, q, k in entries:

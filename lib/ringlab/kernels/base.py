@@ -2,7 +2,7 @@
 
 All tensors are (b, m, h, d) with equal heads in q, k and v, any strides with a contiguous last dimension; lse is
 (b, h, m), natural log, fp32 (fp64 for fp64). ``scale`` is positive. k and v may have more or fewer rows than q unless
-the call is causal: the mask is square.
+the call is causal: the mask is square; kernels that say ``lower_right`` take more keys than queries there too.
 """
 
 from __future__ import annotations
@@ -121,6 +121,12 @@ def wants_dtype(dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | N
         names = [str(d).removeprefix("torch.") for d in (*allowed, dtype)]
         return f"takes {', '.join(names[:-1])}, not {names[-1]}"
     return None
+
+
+def takes_lower_right(kernel: Kernel) -> bool:
+    """Whether causal calls may have more keys than queries, the last of both at one position: the mask of
+    ``torch.nn.attention.bias.causal_lower_right``."""
+    return getattr(kernel, "lower_right", False)
 
 
 def to_bhmd(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ class Eager:
     """
 
     name = "eager"
+    lower_right = True
 
     def __init__(self, tile_bytes: int | None = None):
         self.tile_bytes = tile_bytes
@@ -33,7 +34,7 @@ class Eager:
         acc = wide(q.dtype)
         out = torch.empty(q.shape, dtype=acc, device=q.device)  # (b, m, h, d)
         lse = torch.empty(b, h, m, dtype=acc, device=q.device)
-        hidden = _hidden(m, q.device) if causal else None
+        hidden = hidden_keys(m, k.shape[1], q.device) if causal else None
         tiles = self._tiles(q, k)
         for i in tiles:
             part = slice(i, i + tiles.step)
@@ -51,7 +52,7 @@ class Eager:
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         m, acc = q.shape[1], lse.dtype
         grads = tuple(torch.empty(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
-        hidden = _hidden(m, q.device) if causal else None
+        hidden = hidden_keys(m, k.shape[1], q.device) if causal else None
         tiles = self._tiles(q, k)
         for i in tiles:
             part = slice(i, i + tiles.step)
@@ -69,5 +70,6 @@ class Eager:
         return grads
 
 
-def _hidden(m: int, device) -> Tensor:
-    return torch.ones(m, m, dtype=torch.bool, device=device).triu(1)
+def hidden_keys(m: int, m_k: int, device) -> Tensor:
+    """Which keys a causal call hides from which queries, bool (m, m_k): the last query sees all."""
+    return torch.ones(m, m_k, dtype=torch.bool, device=device).triu(1 + m_k - m)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .base import HALF, to_bhmd, wants_dtype
-from .eager import Eager
+from .eager import Eager, hidden_keys
 
 # The kernel's backward in half precision takes up to three times as long as batched products for so few rows.
 SHORT = 128
@@ -33,6 +33,7 @@ class CpuFlash:
     """
 
     name = "cpu_flash"
+    lower_right = True
 
     def refuses(self, device, dtype, head_dim):
         if device.type != "cpu":
@@ -42,7 +43,8 @@ class CpuFlash:
     def forward(self, q, k, v, causal, scale):
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         q, k, v = _computable(q, k, v)
-        out, lse = op(*to_bhmd(q, k, v), 0.0, causal, scale=scale)
+        square, mask = _mask(q, k, causal)
+        out, lse = op(*to_bhmd(q, k, v), 0.0, square, attn_mask=mask, scale=scale)
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
@@ -50,4 +52,14 @@ class CpuFlash:
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dout, q, k, v, out = _computable(dout, q, k, v, out)
-        return to_bhmd(*op(*to_bhmd(dout, q, k, v, out), lse, 0.0, causal, scale=scale))
+        square, mask = _mask(q, k, causal)
+        return to_bhmd(*op(*to_bhmd(dout, q, k, v, out), lse, 0.0, square, attn_mask=mask, scale=scale))
+
+
+def _mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
+    """(whether the kernel's own causal mask does, or else the mask (1, 1, m, m_k) to add)."""
+    m, m_k = q.shape[1], k.shape[1]
+    if not causal or m == m_k:  # the kernel's own mask begins in the upper left corner
+        return causal, None
+    mask = torch.zeros(m, m_k, dtype=q.dtype).masked_fill_(hidden_keys(m, m_k, q.device), -torch.inf)
+    return False, mask[None, None]

@@ -69,9 +69,13 @@ def needed(pattern: BlockSparse, layout: Layout, causal: bool, rank: int, source
 
 
 def calls(
-    pattern: BlockSparse, layout: Layout, causal: bool, rank: int, received: Sequence[range] | None = None
-) -> Tiling:
-    """The calls of a rank's queries on its own keys, or on the rows ``received`` of others, in their order."""
+    pattern: BlockSparse, layout: Layout, causal: bool, rank: int, received: Sequence[range] | None = None,
+    *, lower_right: bool = False,
+) -> Tiling:  # fmt: skip
+    """The calls of a rank's queries on its own keys, or on the rows ``received`` of others, in their order.
+
+    ``lower_right``: as for ``tiling.tile``.
+    """
     mine = Pieces.of(layout.ranges(rank), pattern.block_size)
     theirs = mine if received is None else Pieces.of(received, pattern.block_size)
     layers = [seen(mine.blocks, theirs.blocks) for seen in layers_of(pattern, layout.n)]
@@ -81,4 +85,4 @@ def calls(
             itself = torch.stack(layers).any(0).diagonal()
             diagonal = torch.where(itself, torch.arange(len(itself)), -1)
         layers = [seen & theirs.before(mine) for seen in layers]
-    return tile([layer(seen) for seen in layers], mine.cuts, theirs.cuts, diagonal)
+    return tile([layer(seen) for seen in layers], mine.cuts, theirs.cuts, diagonal, lower_right=lower_right)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import block_sparse, strided
 from .. import cache as caches
-from ..kernels.base import HALF, Kernel, wide
+from ..kernels.base import HALF, Kernel, takes_lower_right, wide
 from ..local import Execution
 from ..tiling import Tiling
 from . import block_rows
@@ -140,12 +140,14 @@ class BlockRank(Rank):
         """The calls on the rows received, or on the own shard."""
 
         def build() -> Tiling:
-            problem, ranges = self.problem, None
+            ranges = None
             if received:  # every block that moves is a range of positions of all K/V heads
                 ranges = [next(block.members())[1] for blocks in self.plan.receive for block in blocks]
-            return block_rows.calls(problem.pattern, problem.layout, problem.causal, self.rank, ranges)
+            own = problem.pattern, problem.layout, problem.causal, self.rank
+            return block_rows.calls(*own, ranges, lower_right=lower_right)
 
-        return self.cached(caches.key("block calls", self.problem, self.rank, received), build)
+        problem, lower_right = self.problem, takes_lower_right(self.kernel)
+        return self.cached(caches.key("block calls", problem, self.rank, received, lower_right), build)
 
     def _keys(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """k and v (b, positions, h_kv, d) as views of all received rows (R, 2, b, d)."""
