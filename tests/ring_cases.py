@@ -204,14 +204,14 @@ def peaks_of_a_shard(cases, n, heads, d):
     """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
     from ringlab.ring import Problem, contiguous
     from ringlab.ring.comm import drive
-    from ringlab.ring.ranks import SCHEMES, _rank
+    from ringlab.ring.passes import SCHEMES, rank_of
     from ringlab.tracking import LiveStorageTracker
 
     layout, me, peaks = contiguous(n, dist.get_world_size()), dist.get_rank(), []
     q, k, v = (torch.randn(1, layout.size(me), heads, d) for _ in range(3))
     for pattern, scheme in cases:
         # The algorithm itself: the operator around it is one step to a tracker, which sees nothing inside.
-        rank = _rank(Problem(pattern, layout, False, heads, heads), me, q, 1.0, "auto", False, Execution())
+        rank = rank_of(Problem(pattern, layout, False, heads, heads), me, q, 1.0, "auto", False, Execution())
         for _ in range(2):  # the first call makes the plan
             with LiveStorageTracker() as tracker:
                 tracker.register(q, k, v)

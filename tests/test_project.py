@@ -235,7 +235,7 @@ def test_gpu_names_the_profile_and_nothing_else_does():
 # floors: imports go down, or sideways where SIDEWAYS says so
 
 FLOORS = {
-    5: ["cli", "__main__", "cli_estimate", "cli_advise", "cli_tune"],
+    5: ["cli", "__main__", "cli_estimate", "cli_advise", "cli_compare", "cli_measure", "cli_tune"],
     4: ["report", "measure"],
     3: ["api", "variants", "block_variants", "nn", "advise", "adaptive", "estimate", "dry_call", "dryrun"],
     2: ["ring"],
@@ -246,7 +246,8 @@ FLOORS = {
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 SIDEWAYS = {
     "__main__": {"cli"},
-    "cli": {"cli_estimate", "cli_advise", "cli_tune"},
+    "cli": {"cli_estimate", "cli_advise", "cli_compare", "cli_measure", "cli_tune"},
+    "cli_measure": {"cli_compare"},
     "cli_advise": {"cli_estimate"},
     "cli_tune": {"cli_estimate"},
     "report": {"measure"},

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import __version__, cli_advise, cli_estimate, cli_tune
+from . import __version__, cli_advise, cli_compare, cli_estimate, cli_measure, cli_tune
+from .cli_compare import folder
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--strict", action="store_true", help="refuse a rehearsal or recorded rows, exit 2 (default: no, or STRICT=1)"
     )
     report.add_argument(
-        "--reports", type=_folder, metavar="DIR", help="where reports go (default: reports/ of the checkout)"
+        "--reports", type=folder, metavar="DIR", help="where reports go (default: reports/ of the checkout)"
     )
     report.add_argument(
         "--force", action="store_true", help="run and render the notebooks even if nothing changed (default: no)"
@@ -69,41 +70,18 @@ def _parser() -> argparse.ArgumentParser:
 
     measure = command("measure", _measure, "measure what is missing, without a report (torch alone)")
     choose_profile(measure)
-    measure.add_argument("--suite", default="all", metavar="NAME", help="the points of which pages (default: all)")
-    measure.add_argument(
-        "--group", action="append", metavar="NAME", help="only this group of points; may be repeated (default: all)"
-    )
-    measure.add_argument(
-        "--minutes", type=_minutes, metavar="N", help="begin no group after so long; run again to go on (default: none)"
-    )
-    measure.add_argument("--data", type=_folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
-    measure.add_argument("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
-    measure.add_argument("--force", action="store_true", help="measure again what is there already (default: no)")
+    cli_measure.add_options(measure)
 
     pdf = command("pdf", _pdf, "print the reports that are there to PDF, by a headless Chromium")
     choose_profile(pdf)
     pdf.add_argument(
-        "--reports", type=_folder, metavar="DIR", help="where reports are (default: reports/ of the checkout)"
+        "--reports", type=folder, metavar="DIR", help="where reports are (default: reports/ of the checkout)"
     )
 
-    rows = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
-    compare = command("compare", _compare, "set two runs side by side: ratios with intervals (torch alone)")
-    compare.add_argument("first", metavar="A", help=rows)
-    compare.add_argument("second", metavar="B", help="the same; ratios are A over B")
-    check = command("check", _check, "exit 1 where rows are significantly slower or larger than earlier ones")
-    check.add_argument("base", metavar="BASE", help=rows)
-    check.add_argument(
-        "--against", default="auto", metavar="ROWS", help="which rows are checked; auto: this machine's (default: auto)"
-    )
-    check.add_argument(
-        "--tolerance", type=_part, default=0.10, metavar="PART", help="slower by so much is no failure (default: 0.10)"
-    )
-    for one in (compare, check):
-        one.add_argument(
-            "--reports", type=_folder, metavar="DIR", help="where profiles lie (default: reports/ of the checkout)"
-        )
-        one.add_argument("--markdown", action="store_true", help="tables as Markdown (default: aligned text)")
-        one.add_argument("--csv", type=Path, metavar="FILE", help="write every row to this file (default: none)")
+    about = "set two runs side by side: ratios with intervals (torch alone)"
+    cli_compare.add_options(command("compare", _compare, about))
+    about = "exit 1 where rows are significantly slower or larger than earlier ones"
+    cli_compare.add_check_options(command("check", _check, about))
 
     ask = command("estimate", _estimate, "what a call needs, without running it, and the longest sequence that fits")
     choose_profile(ask)
@@ -121,41 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folder(text: str) -> Path:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("a folder needs a name")
-    if Path(text).exists() and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
-    return Path(text)
-
-
-def _part(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part: 0.10 is 10 %")
-    return found
-
-
-def _minutes(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes")
-    return found
-
-
 def _refuse(message: str, code: int = REFUSED) -> int:
     print(f"ringlab: {message}", file=sys.stderr)
     return code
-
-
-def _strict(arguments) -> bool:
-    return arguments.strict or os.environ.get("STRICT", "") not in ("", "0")
 
 
 def _report(arguments) -> int:
@@ -166,7 +112,7 @@ def _report(arguments) -> int:
 
     try:
         pages = driver.run(
-            arguments.profile, strict=_strict(arguments), reports=arguments.reports, force=arguments.force,
+            arguments.profile, strict=cli_measure.strict(arguments), reports=arguments.reports, force=arguments.force,
             remeasure=arguments.remeasure,
         )  # fmt: skip
     except ReportError as error:
@@ -188,75 +134,38 @@ def _show(paths: Sequence[Path]) -> int:
 
 
 def _measure(arguments) -> int:
-    from . import hardware, measure
-    from .measure import suites
-    from .report.places import UsageError, reports_folder
-    from .report.plan import plan
+    from . import measure
+    from .report.places import UsageError
 
-    if arguments.suite not in ("all", *suites.SUITES):
-        return _refuse(f"unknown suite {arguments.suite!r}; known: all, {', '.join(suites.SUITES)}")
-    asked_for = [arguments.suite] if arguments.suite != "all" else list(suites.SUITES)
-    reports = reports_folder()
     try:
-        asked = plan(arguments.profile, hardware.detect(), reports, strict=_strict(arguments), recorded=False)
-    except UsageError as error:
-        return _refuse(str(error))
-    how = {"device": asked.device, "rehearsal": asked.rehearsal}
-    groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)]
-    if not groups:
-        return _refuse(f"suite {arguments.suite!r} has no points for {asked.profile.name!r} here: it is for a GPU")
-    known = [g.name for g in groups]
-    if unknown := [name for name in arguments.group or () if name not in known]:
-        return _refuse(f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}")
-    groups = [g for g in groups if not arguments.group or g.name in arguments.group]
-    if asked.why:
-        print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
-    data = arguments.data or reports / asked.folder / "data"
-    how |= {"profile": asked.profile, "force": arguments.force, "minutes": arguments.minutes}
-    try:
-        measure.run(groups, data, progress=True, **how)
+        return _show([cli_measure.run(arguments)])
     except measure.Busy as error:
         return _refuse(str(error), FAILED)
-    except ValueError as error:
+    except (UsageError, ValueError) as error:
         return _refuse(str(error))
     except OSError as error:
-        return _refuse(f"cannot write {error.filename or data}: {error.strerror or error}", FAILED)
-    return _show([data])
+        return _refuse(f"cannot write {error.filename}: {error.strerror or error}", FAILED)
 
 
 def _compare(arguments) -> int:
-    return _side_by_side(arguments, arguments.first, arguments.second)
+    from .report.places import UsageError
+
+    try:
+        print(cli_compare.run(arguments))
+    except UsageError as error:
+        return _refuse(str(error))
+    return OK
 
 
 def _check(arguments) -> int:
-    from . import hardware
+    from .report.places import UsageError
 
-    now = hardware.match(hardware.detect()) if arguments.against == "auto" else arguments.against
-    return _side_by_side(arguments, now, arguments.base, tolerance=arguments.tolerance)
-
-
-def _side_by_side(arguments, first: str, second: str, tolerance: float | None = None) -> int:
-    """Compare two sides; with a ``tolerance`` check the first against the second, and show what differs alone."""
-    from .report import compare_table as shown
-    from .report.compare import check, compare
-    from .report.compare_sides import read_side
-    from .report.places import UsageError, reports_folder
-
-    reports = arguments.reports or reports_folder()
     try:
-        sides = read_side(first, reports), read_side(second, reports)
-        found, failures = (compare(*sides), []) if tolerance is None else check(*sides, tolerance)
-        if arguments.csv:
-            shown.write_csv(arguments.csv, found)
+        said, worse = cli_compare.run_check(arguments)
     except UsageError as error:
         return _refuse(str(error))
-    failed = [pair for pair, _ in failures]
-    differ = None if tolerance is None else [p for p in found.pairs if p.longer or p.shorter or p in failed]
-    parts = shown.sections(found, differ)
-    if tolerance is not None:
-        parts.append(shown.worse(found, failures, tolerance))
-    print(shown.text(parts, arguments.markdown))
-    return FAILED if failures else OK
+    print(said)
+    return FAILED if worse else OK
 
 
 def _pdf(arguments) -> int:

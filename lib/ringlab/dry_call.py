@@ -15,8 +15,9 @@ from .local import Execution
 from .patterns import LARGEST, BlockSparse, Pattern
 from .ring import Problem, choose
 from .ring.layout import named
+from .ring.passes import SCHEMES, backward_of, forward_of
 from .ring.rank import BlockRank, Rank
-from .ring.ranks import SCHEMES, backward_of, forward_of, one_by_one
+from .ring.ranks import one_by_one
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..kernels import triton_choices
 PACKAGE = Path(__file__).resolve().parent.parent
 OUTSIDE_ENGINE = (
     "measure", "report", "cli.py", "cli_estimate.py", "__main__.py", "estimate.py", "dry_call.py", "dryrun.py",
-    "cli_advise.py", "advise", "cli_tune.py",
+    "cli_advise.py", "advise", "cli_compare.py", "cli_measure.py", "cli_tune.py",
 )  # fmt: skip
 # What of measure/ only says which points there are, who runs them and where the rows go.
 OUTSIDE_METHOD = (

@@ -3,8 +3,10 @@
 from .agree import PlanMismatch
 from .comm import Traffic, counting
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
+from .passes import SCHEMES, Choice, choose
 from .plan import Block, Problem, RankPlan, plan_rank
-from .ranks import SCHEMES, Choice, Simulated, attend, choose, group_size
+from .ranks import attend, group_size
+from .simulated import Simulated
 
 __all__ = [
     "SCHEMES", "Block", "Choice", "Layout", "PlanMismatch", "Problem", "RankPlan", "Simulated", "Traffic", "attend",

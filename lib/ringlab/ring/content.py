@@ -23,7 +23,8 @@ from .agree import agree
 from .comm import AllToAll, Exchange, Post, Steps, Wait, drive, simulate
 from .layout import contiguous
 from .plan import Problem, RankPlan
-from .ranks import Simulated, process_group
+from .ranks import process_group
+from .simulated import Simulated
 
 _agreed: WeakKeyDictionary = WeakKeyDictionary()  # process group -> what its ranks were found to share
 
