@@ -2,8 +2,17 @@
 
 import pytest
 import torch
-from ringlab import Adaptive, AdaptiveBlockSparse, adaptive, adaptive_attention, attention, blocks, patterns, reference
-from ringlab.adaptive import block_logits, block_means
+from ringlab import (
+    Adaptive,
+    AdaptiveBlockSparse,
+    adaptive_attention,
+    adaptive_blocks,
+    attention,
+    blocks,
+    patterns,
+    reference,
+)
+from ringlab.adaptive_blocks import block_logits, block_means
 
 SIZE, TOP_K = 8, 3
 NAMES = ("out", "lse", "dq", "dk", "dv", "dz")
@@ -249,7 +258,7 @@ def test_a_new_module_chooses_by_the_means():
     z = AdaptiveBlockSparse(16, SIZE, TOP_K).double().logits(q, k, causal=True)
     assert torch.equal(z, block_logits(block_means(q, SIZE), block_means(k, SIZE), 0.25, True))
     assert not z.triu().any() and torch.allclose(z.tril(-1), own_logits(q, k, True).tril(-1), atol=1e-14)
-    assert torch.equal(adaptive._choose(z, 1, True).squeeze(-1)[0, 0], torch.arange(13))
+    assert torch.equal(adaptive_blocks.choose(z, 1, True).squeeze(-1)[0, 0], torch.arange(13))
 
 
 def test_autocast_changes_nothing():

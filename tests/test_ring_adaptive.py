@@ -6,7 +6,7 @@ import pytest
 import torch
 from ring_cases import content as content_on_a_rank
 from ring_cases import content_disagreed
-from ringlab import Adaptive, AdaptiveBlockSparse, Dense, Simulated, adaptive, adaptive_attention, reference
+from ringlab import Adaptive, AdaptiveBlockSparse, Dense, Simulated, adaptive_attention, adaptive_blocks, reference
 from ringlab.ring import content, counting
 from ringlab.ring.launch import launch
 
@@ -40,12 +40,12 @@ def shard_of(given, rank, ranks):
 @contextmanager
 def recorded():
     """Every S that is chosen inside."""
-    right, picks = adaptive._choose, []
-    adaptive._choose = lambda *args: picks.append(right(*args)) or picks[-1]
+    right, picks = adaptive_blocks.choose, []
+    adaptive_blocks.choose = lambda *args: picks.append(right(*args)) or picks[-1]
     try:
         yield picks
     finally:
-        adaptive._choose = right
+        adaptive_blocks.choose = right
 
 
 def forward(leaves, kind, causal, group):

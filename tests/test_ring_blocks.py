@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from ring_cases import call, parity, tensors
-from ringlab import Dilated, Execution, attention, block_sparse, blocks, kernels, local, reference
+from ringlab import Dilated, Execution, attention, block_passes, blocks, kernels, local, reference
 from ringlab.blocks import BlockSparse, Coarse, Random, Strided, Window
 from ringlab.ring import (
     PlanMismatch,
@@ -225,8 +225,8 @@ def later_keys(monkeypatch):
 
 def unmerged(monkeypatch):
     """The second call on a row overwrites the first."""
-    right = block_sparse.forward
-    monkeypatch.setattr(block_sparse, "forward", lambda *args: right(*args) if len(args) == 6 else [
+    right = block_passes.forward
+    monkeypatch.setattr(block_passes, "forward", lambda *args: right(*args) if len(args) == 6 else [
         t.copy_(o) for t, o in zip(args[6][:1], right(*args[:6])[:1])])  # fmt: skip
 
 

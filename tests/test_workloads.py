@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ringlab import adaptive, blocks, memory, patterns
+from ringlab import adaptive_blocks, blocks, memory, patterns
 from ringlab.measure import Point, reuse
 from ringlab.measure.systems import build
 
@@ -71,11 +71,11 @@ def test_chosen_blocks_are_checked_with_their_choice(causal, monkeypatch):
     output = system.run(given)
     errors, tolerance = system.check(given, output)
     assert errors.keys() == {"out", "lse", "dq", "dk", "dv"} and all(errors[x] <= tolerance[x] for x in errors)
-    assert system.cost.pairs == 4 * adaptive.Adaptive(16, 3).pairs(250, causal)
+    assert system.cost.pairs == 4 * adaptive_blocks.Adaptive(16, 3).pairs(250, causal)
     spoiled = replace(output, out=output.out * 1.01)
     assert system.check(given, spoiled)[0]["out"] > tolerance["out"]
-    choose = adaptive._choose
-    monkeypatch.setattr(adaptive, "_choose", lambda z, *rest: choose(-z, *rest))
+    choose = adaptive_blocks.choose
+    monkeypatch.setattr(adaptive_blocks, "choose", lambda z, *rest: choose(-z, *rest))
     assert system.check(given, system.run(given))[0]["out"] == float("inf"), "the worst blocks, consistently"
 
 

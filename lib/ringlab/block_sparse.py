@@ -1,26 +1,23 @@
 """Block-sparse attention on one device: one softmax per row and its exact backward, by dense calls on blocks.
 
-Results of several calls on the same rows join by log-sum-exp. Half-precision results to which several calls add are
-accumulated in fp32, some heads at a time.
+Which way a pattern runs, and the calls that it becomes; ``block_passes`` makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from . import bsr, flex
+from . import block_passes, bsr, flex
 from . import cache as caches
 from .block_tree import Cuts
 from .blocks import AT_ONCE, BlockSparse, Random
-from .kernels.base import HALF, Kernel, takes_lower_right, wide
-from .merge import merge_
-from .strided import add_forward, head_block, piece_limit, pieces
-from .tiling import Picked, Run, Tiling, copied, tile
+from .kernels.base import Kernel, takes_lower_right
+from .tiling import Tiling, copied, tile
 
 WAYS = {
     "auto": "the way that is expected to be fastest here",
@@ -69,7 +66,7 @@ def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, 
         return out, by_views()[1] if lse is None else lse
     shape = pattern, n, causal, way, takes_lower_right(kernel)
     tiling = execution.cached(caches.key("tiling", *shape), lambda: tiling_for(*shape))
-    return (forward if passes == "forward" else backward)(*tensors, tiling, scale, kernel)
+    return getattr(block_passes, passes)(*tensors, tiling, scale, kernel)
 
 
 def tiling_for(
@@ -105,163 +102,3 @@ def layers_of(pattern: BlockSparse, n: int) -> list[Callable[[Tensor, Tensor], T
         return [whole]
     first = partial(BlockSparse(regular, pattern.block_size).blocks, n)
     return [first, lambda queries, keys: whole(queries, keys) & ~first(queries, keys)]
-
-
-def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) in q's dtype and lse (b, h, n); q (b, n, h, d), k and v (b, m, h_kv, d).
-
-    ``into``: out and lse (b, n, h, 1) of other keys, into which these are merged.
-    """
-    fresh = into is None
-    several = not fresh or bool(tiling.picked) or len(tiling.runs) > 1
-    runs = tiling.runs
-    if fresh and _begins_whole(tiling, q, k, several):
-        first, *runs = runs  # one call writes every row: its result becomes the output
-        keys = slice(first.key[0], first.key[0] + first.keys)
-        out, lse = kernel.forward(q, k[:, keys], v[:, keys], False, scale)
-        out, lse = out.to(q.dtype), lse.transpose(1, 2).unsqueeze(-1)
-    elif fresh:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(*q.shape[:3], 1, dtype=wide(q.dtype), device=q.device)  # (b, n, h, 1)
-    else:
-        out, lse = into
-    empty = fresh and not tiling.covered
-    if empty:
-        lse.fill_(-torch.inf)
-    for mine, theirs in head_blocks(q, k, several):
-        q_, k_, v_, l_ = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], lse[:, :, mine]
-        acc = out[:, :, mine]
-        if _narrow(q, several):
-            acc = torch.empty(q_.shape, dtype=wide(q.dtype), device=q.device) if fresh else acc.to(wide(q.dtype))
-        if empty:
-            acc.zero_()
-        for g in range(group := q_.shape[2] // k_.shape[2]):
-            some = slice(g, None, group)
-            tensors = q_[:, :, some], k_, v_, l_[:, :, some], acc[:, :, some]
-            for run in runs:
-                alone = fresh and run.first
-                add_forward(_views(run, tensors, kv=(1, 2)), piece_limit(q), alone, run.causal, scale, kernel)
-            for call in tiling.picked:
-                for part in _parts(call, q):
-                    _picked_forward(part, tensors, scale, kernel)
-        if acc.dtype != out.dtype:
-            out[:, :, mine] = acc
-    return out, lse.squeeze(-1).transpose(1, 2)
-
-
-def backward(dout, q, k, v, out, lse, tiling: Tiling, scale: float, kernel: Kernel, into=None):
-    """dq (b, n, h, d), dk, dv (b, m, h_kv, d) with the final out and lse (b, h, n).
-
-    ``into``: dq, dk, dv in fp32 or wider, to which these are added.
-    """
-    lse = lse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
-    fresh = into is None
-    grads = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)) if fresh else into
-    for mine, theirs in head_blocks(q, k, fresh):
-        reads = [t[:, :, mine] for t in (dout, q)] + [t[:, :, theirs] for t in (k, v)] + [
-            t[:, :, mine] for t in (out, lse)]  # fmt: skip
-        parts = [g[:, :, where] for g, where in zip(grads, (mine, theirs, theirs))]
-        accs = parts
-        if _narrow(q, fresh):
-            accs = [torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in parts]
-        group = reads[1].shape[2] // reads[2].shape[2]
-        for g in range(group):
-            some = slice(g, None, group)
-            tensors = [t if i in (2, 3) else t[:, :, some] for i, t in enumerate(reads)]
-            targets = accs[0][:, :, some], *accs[1:]
-            for run in tiling.runs:
-                _run_backward(run, tensors, targets, scale, kernel)
-            for call in tiling.picked:
-                for part in _parts(call, q):
-                    _picked_backward(part, tensors, targets, scale, kernel)
-        if accs is not parts:
-            for g, acc in zip(parts, accs):
-                g.copy_(acc)
-    return grads
-
-
-def _begins_whole(tiling: Tiling, q: Tensor, k: Tensor, several: bool) -> bool:
-    equal_heads = q.shape[2] == k.shape[2]
-    return equal_heads and not _narrow(q, several) and bool(tiling.runs) and tiling.runs[0].whole(q.shape[1])
-
-
-def _narrow(q: Tensor, several: bool) -> bool:
-    return q.dtype in HALF and several
-
-
-def head_blocks(q: Tensor, k: Tensor, several: bool) -> Iterator[tuple[slice, slice]]:
-    """Heads of q and of k to take at a time, so that fp32 accumulators stay small."""
-    heads, group = q.shape[2], q.shape[2] // k.shape[2]
-    step = head_block(q, k, q.shape[1]) if _narrow(q, several) else heads
-    for start in range(0, heads, step):
-        stop = min(heads, start + step)
-        yield slice(start, stop), slice(start // group, -(-stop // group))
-
-
-def _view(t: Tensor, at: tuple[int, int], rows: int, nodes: int) -> Tensor:
-    """Rows of t (b, n, h, d) from first + i * step on as (b, nodes, rows, h, d)."""
-    s_b, s_n, s_h, s_d = t.stride()
-    size, stride = (t.shape[0], nodes, rows, *t.shape[2:]), (s_b, at[1] * s_n, s_n, s_h, s_d)
-    return t.as_strided(size, stride, t.storage_offset() + at[0] * s_n)
-
-
-def _views(run: Run, tensors, kv: tuple[int, ...]) -> list[Tensor]:
-    return [_view(t, run.key if i in kv else run.query, run.keys if i in kv else run.rows, run.nodes)
-            for i, t in enumerate(tensors)]  # fmt: skip
-
-
-def _run_backward(run: Run, reads, grads, scale: float, kernel: Kernel) -> None:
-    dq, dk, dv = grads
-    step = run.key[1]
-    shared = run.nodes > 1 and step == 0
-    # Neighbouring nodes may read the same keys: their gradients are added slice by slice, none of which overlap.
-    width = min(step, run.keys) or run.keys
-    slices = [(at, min(width, run.keys - at)) for at in range(0, run.keys, width)]
-    targets = [_view(t, (run.key[0] + at, step), rows, run.nodes) for t in (dk, dv) for at, rows in slices]
-    views = [*_views(run, reads, kv=(2, 3)), _view(dq, run.query, run.rows, run.nodes), *targets]
-    limit = max(1, piece_limit(reads[1]) * slices[-1][1] // max(run.keys, run.rows))  # of the last view
-    for dout, q, k, v, out, lse, dq, *targets in pieces(views, limit):  # (nodes', rows, h, d)
-        found = kernel.backward(dout, q, k, v, out, lse.squeeze(-1).transpose(1, 2), run.causal, scale)
-        dq.add_(found[0])
-        for grad, into in zip(found[1:], (targets[: len(slices)], targets[len(slices) :])):
-            for (at, rows), target in zip(slices, into):
-                part = grad[:, at : at + rows]
-                if shared:
-                    target[:1].add_(part.to(target.dtype).sum(0, keepdim=True))
-                else:
-                    target.add_(part)
-
-
-def _parts(call: Picked, q: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(query rows (nodes, rows), key rows (nodes, m)) of some nodes at a time, so that copies stay small."""
-    limit = piece_limit(q) // 2
-    row_bytes = q.shape[0] * q.shape[2] * q.shape[3] * q.element_size()
-    step = max(1, limit // (row_bytes * call.keys.shape[1]))
-    queries = call.queries[:, None] + torch.arange(call.rows)
-    for i in range(0, len(queries), step):
-        yield queries[i : i + step].to(q.device), call.keys[i : i + step].to(q.device)
-
-
-def _take(t: Tensor, rows: Tensor) -> Tensor:
-    """t (b, n, h, d) at rows (nodes, m) as (b * nodes, m, h, d)."""
-    return t[:, rows].flatten(0, 1)
-
-
-def _picked_forward(rows, tensors, scale: float, kernel: Kernel) -> None:
-    queries, keys = rows
-    q, k, v, lse, out = tensors
-    o, l = kernel.forward(_take(q, queries), _take(k, keys), _take(v, keys), False, scale)
-    have, sums = _take(out, queries), _take(lse, queries)
-    merge_(have, sums.squeeze(-1).transpose(1, 2), o, l)
-    b = out.shape[0]
-    out[:, queries] = have.unflatten(0, (b, -1))
-    lse[:, queries] = sums.unflatten(0, (b, -1))
-
-
-def _picked_backward(rows, reads, grads, scale: float, kernel: Kernel) -> None:
-    queries, keys = rows
-    taken = [_take(t, keys if i in (2, 3) else queries) for i, t in enumerate(reads)]
-    found = kernel.backward(*taken[:5], taken[5].squeeze(-1).transpose(1, 2), False, scale)
-    for grad, part, where in zip(grads, found, (queries, keys, keys)):
-        flat = part.to(grad.dtype).unflatten(0, (grad.shape[0], -1)).flatten(1, 2)  # (b, nodes * m, h, d)
-        grad.index_add_(1, where.flatten(), flat)

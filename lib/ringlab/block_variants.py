@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from .blocks import BlockSparse, Segment, sliding_window
+from .published import PublishedAttention
 from .ring import Simulated, group_size
-from .variants import PublishedAttention
 
 
 class BlockSparseRingDilatedAttention(PublishedAttention):

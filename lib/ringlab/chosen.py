@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import kernels
-from .block_sparse import head_blocks
+from .block_passes import head_blocks
 from .kernels.base import Kernel, wide
 from .local import FirstDerivative, Once, fold_lse_gradient, outside_graphs, positive_scale
 from .merge import merge_

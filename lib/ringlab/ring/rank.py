@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .. import block_sparse, strided
+from .. import block_passes, strided
 from .. import cache as caches
 from ..kernels.base import HALF, Kernel, takes_lower_right, wide
 from ..local import Execution
@@ -155,22 +155,22 @@ class BlockRank(Rank):
         return shard_of(rows, 0, len(rows) // heads, heads)
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
-        out, lse = block_sparse.forward(q, k, v, self._calls(False), self.scale, self.kernel)
+        out, lse = block_passes.forward(q, k, v, self._calls(False), self.scale, self.kernel)
         return out, lse.transpose(1, 2).unsqueeze(-1)
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
         grads = tuple(torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (q, k, v))
-        return block_sparse.backward(dout, q, k, v, out, lse, self._calls(False), self.scale, self.kernel, grads)
+        return block_passes.backward(dout, q, k, v, out, lse, self._calls(False), self.scale, self.kernel, grads)
 
     def received_forward(self, q, rows, out, lse) -> None:
         if len(rows):
-            block_sparse.forward(q, *self._keys(rows), self._calls(True), self.scale, self.kernel, (out, lse))
+            block_passes.forward(q, *self._keys(rows), self._calls(True), self.scale, self.kernel, (out, lse))
 
     def received_backward(self, reads, rows, dq, d_rows) -> None:
         dout, q, out, lse = reads
         if len(rows):
             tensors, grads = (dout, q, *self._keys(rows), out, lse), (dq, *self._keys(d_rows))
-            block_sparse.backward(*tensors, self._calls(True), self.scale, self.kernel, grads)
+            block_passes.backward(*tensors, self._calls(True), self.scale, self.kernel, grads)
 
 
 def empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
