@@ -9,7 +9,7 @@ from reporting import write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point, stats
 from ringlab.patterns import Dense, Dilated
-from ringlab.report import pace, study
+from ringlab.report import findings, pace, reading, study
 
 CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [Point("dense_sdpa", Dense())]
 
@@ -68,3 +68,33 @@ def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
     assert measure.ratio(b, a).low > 1.19
     turns = measure.ratio([2.0, 2.1, 2.0], [1.0, 1.0, 1.1])
     assert turns.paired and pace.apart(turns, between) == turns
+
+
+def test_a_row_that_an_earlier_run_found_otherwise_is_unstable(tmp_path):
+    """Ten calls measured twice: nine alike, one 1.5 times as long, whose own samples say nothing of it."""
+    calls = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n) for n in range(1, 11)]
+    noise, slower = random.Random(3), {calls[4].id: 1.5}
+    first, second = (
+        [replace(row(p, "group", 0.1 * math.exp(noise.gauss(0, 0.02)) * x.get(p.id, 1.0)), run=run) for p in calls]
+        for run, x in (("one", {}), ("two", slower))
+    )
+    write_rows(tmp_path, [*first, *second])
+    found = study.read_study(hardware.get_profile("cpu"), tmp_path)
+    assert not any(r.unstable for r in (*first, *second)) and {r.run for r in found.results} == {"two"}
+    assert [r.point.seq_len for r in found.results if r.unstable] == [320] and found.repeats == (10, 9)
+    shown = "\n".join([*reading.reading(found).lines, *findings.limits(found).lines])
+    assert "Of 10 points that an earlier run of this code measured too, 9 agree" in shown
+    assert "1 points" not in shown and "the other is marked unstable" in shown
+
+
+def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
+    now = [replace(r, run="now") for r in rows_at([1.0])]
+    before = [replace(r, run="before") for r in now]
+    assert pace.earlier([*before, *now], now) == before
+    for change in ({"provenance": {"engine": "other"}}, {"provenance": {"crowded": True}}, {"composition": "other"},
+                   {"rehearsal": True}, {"status": "incorrect"}, {"group": "other"}, {"run": "now"}):  # fmt: skip
+        assert pace.earlier([replace(r, **change) for r in before], now) == [], change
+    assert pace.spread([*now, *before]) == pytest.approx(0.0, abs=1e-12)
+    assert pace.reproduced(now, before) == {(r.group, r.point.id): True for r in now}
+    assert pace.spread([*now, *(replace(r, median=r.median * 1.2) for r in before)]) == pytest.approx(
+        math.log(1.2) / math.sqrt(2))  # fmt: skip

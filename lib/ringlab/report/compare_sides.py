@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import measure
+from ..measure import store
 from ..measure.store import NAME
-from .pace import spread
+from .pace import earlier, spread
 from .places import UsageError, note
 from .study import Study, newest_origin
 
@@ -55,13 +56,14 @@ def read_side(text: str, reports: Path) -> Side:
         path = Path(folder) / NAME
         path.write_bytes(data)
         try:
-            results = measure.load(folder, warn=lambda said: note(f"ringlab: {said.replace(str(path), text)}"))
+            everything = store.read(folder, warn=lambda said: note(f"ringlab: {said.replace(str(path), text)}"))
         except (AttributeError, TypeError) as error:
             raise UsageError(f"{text}: a row is damaged ({error}); restore the file or measure again") from None
-    if not results:
+    if not everything:
         raise UsageError(f"{text}: no complete row in it")
-    kept = newest_origin(results)
-    return Side(text, Study(None, kept, Path(text), left_out=len(results) - len(kept), pace=spread(kept)))
+    kept = newest_origin(results := store.latest(everything))
+    pace = spread([*kept, *earlier(everything, kept)])
+    return Side(text, Study(None, kept, Path(text), left_out=len(results) - len(kept), pace=pace))
 
 
 def _found(text: str, reports: Path) -> bytes:

@@ -49,6 +49,13 @@ def limits(study: Study, *more: str) -> Text:
             "standard deviation) did the same call differ between them, as this machine's pace does. It is in the "
             "intervals of times; ratios of rows that took turns do not have it."
         )
+    count, agreed = study.repeats
+    if count > agreed:
+        others = "the other is" if count == agreed + 1 else f"the other {count - agreed} are"
+        lines.append(
+            f"Every time alike: an earlier run of this code measured {count} of these points, {agreed} agree within "
+            f"their intervals, and {others} marked unstable."
+        )
     unstable = [point_name(r) for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Small differences of the {len(unstable)} unstable points, as of {_some(unstable)}.")

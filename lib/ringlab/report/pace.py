@@ -1,7 +1,8 @@
 """How evenly the machine ran: what the same call differs by from group to group, and intervals that include it.
 
 The samples of a point are taken within a minute or two, so their interval knows nothing of a machine that is slower in
-the next quarter of an hour: shared caches, other tenants, clocks. Calls that stand in several groups of a run show it.
+the next quarter of an hour: shared caches, other tenants, clocks. Calls that stand in several groups of a run show it,
+and so do earlier runs of the same code, where there are any.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 from itertools import combinations
 from statistics import mean
 
+from ..measure.provenance import key
 from .trust import objection
 
 FEWEST = 3  # pairs of groups, below which they say nothing of the rest
@@ -21,17 +23,44 @@ NORMAL = 1.96  # standard deviations on either side of 95 %
 def spread(results: Iterable) -> float:
     """Standard deviation, between groups, of the logarithm of a call's median time; 0.0 where too few calls repeat.
 
-    From the pairs of quotable rows of one call in two groups, with the same threads: half the mean square of their log
-    ratios is the variance of one. A twin is its first, and counts with it.
+    From the pairs of quotable rows of one call in two groups or runs, with the same threads: half the mean square of
+    their log ratios is the variance of one. A twin is its first, and counts with it.
     """
-    found: dict[tuple, dict[str, list[float]]] = {}
+    found: dict[tuple, dict[tuple, list[float]]] = {}
     for r in results:
         if r.median and not objection(r):
             threads = r.ranks.get("threads") or r.provenance.get("threads")
-            found.setdefault((r.point.first.id, threads), {}).setdefault(r.group, []).append(math.log(r.median))
+            same = found.setdefault((r.point.first.id, threads), {})
+            same.setdefault((r.group, r.run), []).append(math.log(r.median))
     logs = [[mean(group) for group in groups.values()] for groups in found.values()]
     squares = [(a - b) ** 2 for same in logs for a, b in combinations(same, 2)]
     return math.sqrt(mean(squares) / 2) if len(squares) >= FEWEST else 0.0
+
+
+def earlier(results: Iterable, kept: Iterable) -> list:
+    """The quotable results that were measured as one of ``kept`` was, but in a run before: by the same code on the same
+    machine, beside the same calls, and undisturbed."""
+    newest = {(r.group, r.point.id): r for r in kept}
+
+    def counts(r) -> bool:
+        now = newest.get((r.group, r.point.id))
+        if now is None or r.run == now.run or not r.median or objection(r) or r.provenance.get("crowded"):
+            return False
+        return [key(r.provenance), r.composition, r.rehearsal] == [key(now.provenance), now.composition, now.rehearsal]
+
+    return [r for r in results if counts(r)]
+
+
+def reproduced(kept: Iterable, before: Iterable) -> dict[tuple[str, str], bool]:
+    """For each (group, point) that was measured ``before``, whether its interval meets all of the earlier ones."""
+    newest = {(r.group, r.point.id): r for r in kept if r.ci}
+    found: dict[tuple[str, str], bool] = {}
+    for r in before:
+        at = r.group, r.point.id
+        if r.ci and at in newest:
+            (low, high), (least, most) = r.ci, newest[at].ci
+            found[at] = found.get(at, True) and low <= most and least <= high
+    return found
 
 
 def widened(results: Sequence, between: float) -> list:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from .. import cost, hardware, measure, patterns
-from ..measure import suites
-from .pace import apart, spread, widened
+from ..measure import store, suites
+from .pace import apart, earlier, reproduced, spread, widened
 from .places import EXPECTED_PREFIX, data_folder
 from .plan import REHEARSAL
 from .tables import Table, Text
@@ -39,10 +39,15 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 
 def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never mixes two of them."""
-    results = measure.load(folder)
+    everything = store.read(folder)
+    results = store.latest(everything)
     kept = newest_origin(results)
-    between = spread(kept)
-    return Study(profile, widened(kept, between), folder, left_out=len(results) - len(kept), pace=between)
+    before = earlier(everything, kept)
+    between = spread([*kept, *before])
+    shown = widened(kept, between)
+    again = reproduced(shown, widened(before, between))
+    shown = [replace(r, unstable=True) if again.get((r.group, r.point.id)) is False else r for r in shown]
+    return Study(profile, shown, folder, left_out=len(results) - len(kept), pace=between, again=again)
 
 
 def newest_origin(results: Sequence) -> list:
@@ -65,6 +70,7 @@ class Study:
     left_out: int = 0  # rows of another machine, device or engine in the same folder
     suite: str = ""  # the suite of points that these rows answer; empty: all that lie there
     pace: float = 0.0  # how far the machine's pace varied from group to group, in the intervals of all times already
+    again: dict[tuple[str, str], bool] = field(default_factory=dict)  # (group, point) -> agreed with an earlier run
 
     def __post_init__(self):
         self.results = judged(self.results)
@@ -172,6 +178,12 @@ class Study:
     def resolution(self) -> float:
         """The largest factor by which the same work differed from itself: no smaller one is called a difference."""
         return max((max(x.value, 1 / x.value) for x in self.twins), default=1.0)
+
+    @property
+    def repeats(self) -> tuple[int, int]:
+        """How many of these rows an earlier run of the same code measured too, and how many of them it agrees with."""
+        found = [agreed for r in self.results if (agreed := self.again.get((r.group, r.point.id))) is not None]
+        return len(found), sum(found)
 
     def once(self, name: str, make: Callable):
         """What ``make`` returns, made once for these rows and kept under ``name``."""
