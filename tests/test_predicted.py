@@ -110,6 +110,8 @@ def test_the_command_line(capsys):
     (["--pattern", '{"kind":"block_sparse","block_size":64,"parts":[5]}'], "is no pattern's to_dict()"),
     (["--blocks", "bsr", "--seq-len", "64"], "--blocks says how block-sparse patterns run"),
     (["--backend", "flsh", "--seq-len", "64"], "unknown backend 'flsh'"),
+    (["--merge", "fuse", "--seq-len", "64"], "unknown merge 'fuse'"),
+    (["--merge", "fused", "--seq-len", "8192"], "needs compute capability 8.0 or newer, this is 6.1"),
     (["--pattern", "window", "--ranks", "2", "--scheme", "ring", "--seq-len", "4096"], "does not serve block-sparse"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(capsys, given, why):

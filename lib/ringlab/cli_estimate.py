@@ -36,6 +36,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
     add("--layout", default="contiguous", metavar="L", help="contiguous, zigzag, striped (default: contiguous)")
     add("--backend", default="auto", metavar="B", help="a kernel's name (default: auto)")
     add("--blocks", default="auto", metavar="WAY", help="how a block-sparse pattern runs (default: auto)")
+    add("--merge", default="auto", metavar="WAY", help="how results of branches are joined, or fused (default: auto)")
     add("--memory", type=size_in_bytes, metavar="SIZE",
         help="of a rank, as 8GiB, and the longest sequence for it (default: the profile's)")
     add("--json", action="store_true", help="JSON instead of text (default: no)")
@@ -63,7 +64,7 @@ def run(given: argparse.Namespace) -> str:
     call = {name: getattr(given, name) for name in names} | {"dtype": dtype, "profile": profile}
     if given.blocks != "auto" and not isinstance(pattern, BlockSparse):
         raise ValueError(f"--blocks says how block-sparse patterns run; this is {pattern}")
-    call["execution"] = Execution(blocks=given.blocks)
+    call["execution"] = Execution(blocks=given.blocks, merge=given.merge)
     found = None if given.seq_len is None else estimate(pattern, seq_len=given.seq_len, **call)
     budget = profile.memory_bytes if given.memory is None else given.memory
     sought = given.seq_len is None or given.memory is not None  # it takes many runs without data
