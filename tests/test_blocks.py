@@ -132,6 +132,36 @@ def test_squares_join_the_calls_before_them():
     assert all(r.rows == r.keys for r in apart if r.causal) and len(apart) > 1
 
 
+@pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
+    """Its scores overflow: an additive mask alone would make NaN of infinite ones that it hides."""
+    window = blocks.sliding_window(1, block_size=64)
+    assert any(r.causal and r.keys > r.rows for r in block_sparse.tiling_for(window, 256, True, lower_right=True).runs)
+    q, k, v = (t.requires_grad_() for t in tensors((1, 2, 2, 256), dtype))
+    dout = torch.ones(1, 160, 2, 16, dtype=dtype)
+    spoiled = k.detach().clone()
+    spoiled[:, 160] = value
+    bound = reference.EXACT[torch.float32] if dtype == torch.float32 else 2**-8  # one rounding
+    for way in TILED:
+        how = {"causal": True, "execution": Execution(blocks=way)}
+        clean, found = (attention(q, x, v, window, **how)[:, :160] for x in (k, spoiled))
+        assert reference.error(found, clean, 1.0) <= bound, way
+        if value == 3e38:  # 0 times others is NaN in any product of keys and gradients
+            want, got = (torch.autograd.grad(out, q, dout)[0][:, :160] for out in (clean, found))
+            assert reference.error(got, want, 1.0) <= bound, way
+
+
+def test_results_are_contiguous_whatever_the_inputs_are():
+    laid_out = [torch.randn(2, 4, 256, 16).transpose(1, 2) for _ in range(3)]  # (b, n, h, d), as other libraries hold
+    window = blocks.local_global(1, 1, block_size=32)
+    for pattern in (window, blocks.sliding_window(1, block_size=64), patterns.Dense(), patterns.Dilated([64], [1]),
+                    patterns.Dilated([64, 128], [1, 2])):  # fmt: skip
+        for dtype, causal in product((torch.float32, torch.bfloat16), (False, True)):
+            out = attention(*(t.to(dtype) for t in laid_out), pattern, causal=causal)
+            assert out.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes, (str(pattern), dtype, causal)
+
+
 def test_a_window_is_few_calls_whatever_its_length():
     few = [len(block_sparse.tiling_for(blocks.local_global(2, 4), n).runs) for n in (1 << 13, 1 << 15)]
     assert few[0] <= 30 and few[1] <= 50 and not block_sparse.tiling_for(blocks.local_global(2, 4), 1 << 13).picked

@@ -9,7 +9,7 @@ from reporting import write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point, stats
 from ringlab.patterns import Dense, Dilated
-from ringlab.report import findings, pace, reading, study
+from ringlab.report import compare_sides, findings, pace, reading, study
 
 CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [Point("dense_sdpa", Dense())]
 
@@ -31,7 +31,7 @@ def test_spread_is_that_of_the_pace():
     paces = [math.exp(noise.gauss(0, 0.1)) for _ in range(60)]
     assert pace.spread(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
     assert pace.spread(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
-    assert pace.spread(rows_at([1.0, 1.2])) == pytest.approx(math.log(1.2) / math.sqrt(2))
+    assert pace.spread(rows_at([1.0, 1.2])) == pytest.approx(math.log(1.2) / math.sqrt(2) / pace.MIDDLE)
 
 
 def test_only_the_same_call_in_another_group_counts():
@@ -58,7 +58,7 @@ def test_intervals_of_two_runs_at_other_paces_meet_only_when_widened():
 def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
     write_rows(tmp_path, rows_at([1.0, 1.2]))
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    between = math.log(1.2) / math.sqrt(2)
+    between = math.log(1.2) / math.sqrt(2) / pace.MIDDLE
     assert found.pace == pytest.approx(between) and found.of("optimization").pace == found.pace
     for r in found.results:
         assert math.log(r.ci[1] / r.median) == pytest.approx(1.96 * between, rel=0.01)
@@ -83,8 +83,8 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable(tmp_path):
     assert not any(r.unstable for r in (*first, *second)) and {r.run for r in found.results} == {"two"}
     assert [r.point.seq_len for r in found.results if r.unstable] == [320] and found.repeats == (10, 9)
     shown = "\n".join([*reading.reading(found).lines, *findings.limits(found).lines])
-    assert "Of 10 points that an earlier run of this code measured too, 9 agree" in shown
-    assert "1 points" not in shown and "the other is marked unstable" in shown
+    assert "Of 10 points that an earlier run of this code measured too, 9 agree within their intervals." in shown
+    assert "Whether 1 of 10 times, which an earlier run of this code measured too, are what they were" in shown
 
 
 def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
@@ -95,6 +95,26 @@ def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
                    {"rehearsal": True}, {"status": "incorrect"}, {"group": "other"}, {"run": "now"}):  # fmt: skip
         assert pace.earlier([replace(r, **change) for r in before], now) == [], change
     assert pace.spread([*now, *before]) == pytest.approx(0.0, abs=1e-12)
-    assert pace.reproduced(now, before) == {(r.group, r.point.id): True for r in now}
-    assert pace.spread([*now, *(replace(r, median=r.median * 1.2) for r in before)]) == pytest.approx(
-        math.log(1.2) / math.sqrt(2))  # fmt: skip
+    assert pace.earlier(before, [replace(r, provenance={"crowded": True}) for r in now]) == []
+    assert pace.earlier(before, [replace(r, status="incorrect") for r in now]) == []
+    assert pace.reproduced(now, before, 0.01) == {(r.group, r.point.id): True for r in now}
+    assert pace.reproduced(now, before, 0.0) == {}, "nothing is known of the machine's pace"
+
+
+@pytest.mark.parametrize("count", [3, 5, 7, 20])
+@pytest.mark.parametrize("factor", [1.5, 100.0])
+def test_what_contradicts_does_not_excuse_itself(tmp_path, count, factor):
+    """One of some calls took ``factor`` times as long the second time: it is marked, and the others keep narrow."""
+    calls = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n) for n in range(1, count + 1)]
+    noise = random.Random(count)
+    runs = [
+        [replace(row(p, "group", 0.1 * math.exp(noise.gauss(0, 0.01)) * (x if p == calls[0] else 1)), run=name)
+         for p in calls] for name, x in (("one", 1.0), ("two", factor))
+    ]  # fmt: skip
+    write_rows(tmp_path, [r for rows in runs for r in rows])
+    found = study.read_study(hardware.get_profile("cpu"), tmp_path)
+    assert found.repeats[0] == count and found.pace < 0.05
+    marked = [r.point.seq_len for r in found.results if r.unstable]
+    assert 64 in marked and len(marked) <= 1 + count // 5
+    side = compare_sides.read_side(str(tmp_path), tmp_path)
+    assert [r.point.seq_len for r in side.study.results if r.unstable] == marked

@@ -42,9 +42,10 @@ def attention(
     """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern; exact forward and backward.
 
     q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads.
-    Any sequence length is legal. ``causal`` hides keys after the query's position. ``scale`` defaults to
-    1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype, and with ``return_lse`` also lse
-    (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf.
+    Any sequence length is legal, of block-sparse patterns from their block size on. ``causal`` hides keys after the
+    query's position. ``scale`` defaults to 1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype,
+    contiguous, and with ``return_lse`` also lse (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that
+    sees nothing gets out 0 and lse -inf.
 
     ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of these to try in order;
     ``execution``: switches that change no value.

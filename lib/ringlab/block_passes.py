@@ -90,8 +90,9 @@ def backward(dout, q, k, v, out, lse, tiling: Tiling, scale: float, kernel: Kern
 
 
 def _begins_whole(tiling: Tiling, q: Tensor, k: Tensor, several: bool) -> bool:
-    equal_heads = q.shape[2] == k.shape[2]
-    return equal_heads and not _narrow(q, several) and bool(tiling.runs) and tiling.runs[0].whole(q.shape[1])
+    """Whether the first call's result may become the output: kernels lay it out as q is."""
+    fits = q.shape[2] == k.shape[2] and q.is_contiguous()
+    return fits and not _narrow(q, several) and bool(tiling.runs) and tiling.runs[0].whole(q.shape[1])
 
 
 def _narrow(q: Tensor, several: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -26,13 +27,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt as stop:
         print(f"\nringlab: {stop.args[0] if stop.args else STOPPED}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        return _refuse(f"cannot write what was asked for: {error.strerror}", FAILED)
+
+
+def _drop_output() -> None:
+    """Nothing that is still held back is written at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -144,7 +157,7 @@ def _measure(arguments) -> int:
     except (UsageError, ValueError) as error:
         return _refuse(str(error))
     except OSError as error:
-        return _refuse(f"cannot write {error.filename}: {error.strerror or error}", FAILED)
+        return _refuse(f"cannot write {error.filename or 'rows'}: {error.strerror or error}", FAILED)
 
 
 def _compare(arguments) -> int:

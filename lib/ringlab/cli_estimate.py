@@ -70,13 +70,23 @@ def run(given: argparse.Namespace) -> str:
     sought = given.seq_len is None or given.memory is not None  # it takes many runs without data
     if sought and budget is None:
         raise ValueError(f"profile {profile.name!r} states no memory; give --memory")
-    most = longest(pattern, budget, **call) if sought else None
+    most = _longest(found, pattern, budget, call) if sought else None
     about = {
         "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": str(dtype)[6:],
         "shape": {name: getattr(given, name) for name in ("seq_len", "batch", "heads", "head_dim")},
         "passes": given.passes, "causal": given.causal, "memory_bytes": budget, "longest": most,
     }  # fmt: skip
     return json.dumps(about | {"estimate": found and as_dict(found)}, indent=1) if given.json else text(about, found)
+
+
+def _longest(found: Estimate | None, pattern: Pattern, budget: int, call: dict) -> int | None:
+    """The longest sequence; where none fits, None beside an estimate that says so, else ValueError."""
+    try:
+        return longest(pattern, budget, **call)
+    except ValueError:
+        if found is None or found.peak_bytes <= budget or budget < 1:
+            raise
+        return None
 
 
 def pattern_of(given: argparse.Namespace) -> Pattern:

@@ -15,7 +15,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
     add = one.add_argument
     add("--suite", default="all", metavar="NAME", help="the points of which pages (default: all)")
     add("--group", action="append", metavar="NAME", help="only this group of points; may be repeated (default: all)")
-    add("--minutes", type=_minutes, metavar="N", help="begin no group after so long (default: no end)")
+    add("--minutes", type=_minutes, metavar="N", help="begin no group after so long; a rerun goes on (default: none)")
     add("--data", type=folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
     add("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
     add("--force", action="store_true", help="measure again what is there already (default: no)")
@@ -37,7 +37,10 @@ def strict(given: argparse.Namespace) -> bool:
 
 
 def run(given: argparse.Namespace) -> Path:
-    """Measure, and return the folder of the rows; raises ValueError, measure.Busy or OSError for what cannot be."""
+    """Measure, and return the folder of the rows.
+
+    Raises ValueError, report's UsageError, measure.Busy, or OSError with the name of what cannot be written.
+    """
     from . import hardware, measure
     from .measure import suites
     from .report.places import reports_folder

@@ -109,7 +109,7 @@ def forward(q, k, v, mask: Mask, scale: float, with_lse: bool = False) -> tuple[
         with _disable_current_modes() if watched else nullcontext():
             found = _compiled(with_lse)(*views, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
     out, lse = found if with_lse else (found, None)
-    return (out.clone() if watched else out).transpose(1, 2), lse
+    return (out.clone() if watched else out).transpose(1, 2).contiguous(), lse
 
 
 @cache

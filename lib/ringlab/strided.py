@@ -152,8 +152,9 @@ def add_backward(views, limit: int, alone: bool, shares_kv: bool, causal: bool, 
 
 
 def _in_one_call(q: Tensor, narrow: bool) -> bool:
-    """A call's result may become the output: nothing is rounded later, and no piece is converted (half on a CPU)."""
-    return not narrow and (q.dtype not in HALF or device_type_of(q) != "cpu")
+    """A call's result may become the output: nothing is rounded later, no piece is converted (half on a CPU), and it is
+    laid out as q is."""
+    return q.is_contiguous() and not narrow and (q.dtype not in HALF or device_type_of(q) != "cpu")
 
 
 def call_backward(kernel: Kernel, reads, causal: bool, scale: float):

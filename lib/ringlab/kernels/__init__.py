@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel
+from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel, takes_lower_right
 from .eager import Eager
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_cpu import CpuFlash
@@ -125,10 +125,17 @@ def probe(
     why = kernel.refuses(device, dtype, head_dim)
     if why is not None:
         return why
+    lower_right = causal and takes_lower_right(kernel)
+    wrong = (_wrong(kernel, first, device, dtype, head_dim, causal, backward) for first in (0, 70)[: 1 + lower_right])
+    return next(filter(None, wrong), None)
+
+
+def _wrong(kernel, first: int, device, dtype: torch.dtype, head_dim: int, causal: bool, backward: bool) -> str | None:
+    """What is wrong with a call of the queries from ``first`` on by all keys."""
     generator = torch.Generator().manual_seed(0)
     shape = (2, PROBE_ROWS, 2, head_dim)
     wide = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
-    q, k, v, dout = (t.to(device, dtype) for t in wide)
+    q, k, v, dout = (t.to(device, dtype)[:, skipped:] for t, skipped in zip(wide, (first, 0, 0, first)))
     exact_q, exact_k, exact_v, exact_dout = (t.double().cpu() for t in (q, k, v, dout))
     scale, exact = head_dim**-0.5, Eager()
     want_out, want_lse = exact.forward(exact_q, exact_k, exact_v, causal, scale)

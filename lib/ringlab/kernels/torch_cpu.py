@@ -45,6 +45,8 @@ class CpuFlash:
         q, k, v = _computable(q, k, v)
         square, mask = _mask(q, k, causal)
         out, lse = op(*to_bhmd(q, k, v), 0.0, square, attn_mask=mask, scale=scale)
+        if mask is not None and not _finite(lse):
+            return _MATMUL.forward(q, k, v, causal, scale)
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
@@ -53,7 +55,10 @@ class CpuFlash:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dout, q, k, v, out = _computable(dout, q, k, v, out)
         square, mask = _mask(q, k, causal)
-        return to_bhmd(*op(*to_bhmd(dout, q, k, v, out), lse, 0.0, square, attn_mask=mask, scale=scale))
+        dq, dk, dv = op(*to_bhmd(dout, q, k, v, out), lse, 0.0, square, attn_mask=mask, scale=scale)
+        if mask is not None and not _finite(dv.sum()):
+            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
+        return to_bhmd(dq, dk, dv)
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
@@ -63,3 +68,11 @@ def _mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
         return causal, None
     mask = torch.zeros(m, m_k, dtype=q.dtype).masked_fill_(hidden_keys(m, m_k, q.device), -torch.inf)
     return False, mask[None, None]
+
+
+def _finite(t: Tensor) -> bool:
+    """Whether no score was infinite: with -inf added, as this mask hides it, that is NaN in rows that must not see it.
+
+    Results without data (meta) are what they should be.
+    """
+    return t.is_meta or bool(t.isfinite().all())

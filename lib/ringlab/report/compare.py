@@ -179,7 +179,7 @@ def _unlike(a: Result, b: Result, names: tuple[str, str]) -> str:
 
 def _untrusted(r: Result) -> str:
     if r.unstable:
-        return "unstable: its samples spread or drift by over 20 % of their median"
+        return "unstable: its samples spread or drift by over 20 % of their median, or an earlier run differs"
     return "" if all(0 < s < math.inf for s in r.seconds) else "suspect: a sample that is no time"
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from .. import measure
 from ..measure import store
 from ..measure.store import NAME
-from .pace import earlier, spread
 from .places import UsageError, note
-from .study import Study, newest_origin
+from .study import Study, settle
 
 # What rows must agree in for the code to be the only thing that differs: the engine is what a check is about.
 DEMANDED = ("machine", "device", "device_name", "torch", "method")
@@ -55,15 +54,16 @@ def read_side(text: str, reports: Path) -> Side:
     with tempfile.TemporaryDirectory() as folder:  # the store reads a folder; a committed file lies in none
         path = Path(folder) / NAME
         path.write_bytes(data)
+        skipped: list[str] = []
         try:
-            everything = store.read(folder, warn=lambda said: note(f"ringlab: {said.replace(str(path), text)}"))
+            everything = store.read(folder, warn=skipped.append)
         except (AttributeError, TypeError) as error:
             raise UsageError(f"{text}: a row is damaged ({error}); restore the file or measure again") from None
     if not everything:
         raise UsageError(f"{text}: no complete row in it")
-    kept = newest_origin(results := store.latest(everything))
-    pace = spread([*kept, *earlier(everything, kept)])
-    return Side(text, Study(None, kept, Path(text), left_out=len(results) - len(kept), pace=pace))
+    for said in skipped:
+        note(f"ringlab: {said.replace(str(path), text)}")
+    return Side(text, Study(None, folder=Path(text), **settle(everything)))
 
 
 def _found(text: str, reports: Path) -> bytes:

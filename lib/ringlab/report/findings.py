@@ -51,10 +51,9 @@ def limits(study: Study, *more: str) -> Text:
         )
     count, agreed = study.repeats
     if count > agreed:
-        others = "the other is" if count == agreed + 1 else f"the other {count - agreed} are"
         lines.append(
-            f"Every time alike: an earlier run of this code measured {count} of these points, {agreed} agree within "
-            f"their intervals, and {others} marked unstable."
+            f"Whether {count - agreed} of {count} times, which an earlier run of this code measured too, are what they "
+            "were: their intervals do not meet, and they are marked unstable."
         )
     unstable = [point_name(r) for r in study.good if r.unstable]
     if unstable:

@@ -11,30 +11,32 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
-from statistics import mean
+from statistics import mean, median
 
 from ..measure.provenance import key
 from .trust import objection
 
 FEWEST = 3  # pairs of groups, below which they say nothing of the rest
 NORMAL = 1.96  # standard deviations on either side of 95 %
+MIDDLE = 0.6745  # standard deviations on either side of a half
 
 
 def spread(results: Iterable) -> float:
     """Standard deviation, between groups, of the logarithm of a call's median time; 0.0 where too few calls repeat.
 
-    From the pairs of quotable rows of one call in two groups or runs, with the same threads: half the mean square of
-    their log ratios is the variance of one. A twin is its first, and counts with it.
+    From the pairs of quotable, undisturbed rows of one call in two groups or runs, with the same threads: half the
+    variance of their log ratios is that of one, and their median size tells it, so that a few calls that went wrong do
+    not speak for the machine. A twin is its first, and counts with it.
     """
     found: dict[tuple, dict[tuple, list[float]]] = {}
     for r in results:
-        if r.median and not objection(r):
+        if r.median and not objection(r) and not r.provenance.get("crowded"):
             threads = r.ranks.get("threads") or r.provenance.get("threads")
             same = found.setdefault((r.point.first.id, threads), {})
             same.setdefault((r.group, r.run), []).append(math.log(r.median))
     logs = [[mean(group) for group in groups.values()] for groups in found.values()]
-    squares = [(a - b) ** 2 for same in logs for a, b in combinations(same, 2)]
-    return math.sqrt(mean(squares) / 2) if len(squares) >= FEWEST else 0.0
+    sizes = [abs(a - b) for same in logs for a, b in combinations(same, 2)]
+    return median(sizes) / (MIDDLE * math.sqrt(2)) if len(sizes) >= FEWEST else 0.0
 
 
 def earlier(results: Iterable, kept: Iterable) -> list:
@@ -42,20 +44,26 @@ def earlier(results: Iterable, kept: Iterable) -> list:
     machine, beside the same calls, and undisturbed."""
     newest = {(r.group, r.point.id): r for r in kept}
 
+    def fit(r) -> bool:
+        return bool(r.median) and not objection(r) and not r.provenance.get("crowded")
+
     def counts(r) -> bool:
         now = newest.get((r.group, r.point.id))
-        if now is None or r.run == now.run or not r.median or objection(r) or r.provenance.get("crowded"):
+        if now is None or r.run == now.run or not (fit(r) and fit(now)):
             return False
         return [key(r.provenance), r.composition, r.rehearsal] == [key(now.provenance), now.composition, now.rehearsal]
 
     return [r for r in results if counts(r)]
 
 
-def reproduced(kept: Iterable, before: Iterable) -> dict[tuple[str, str], bool]:
-    """For each (group, point) that was measured ``before``, whether its interval meets all of the earlier ones."""
-    newest = {(r.group, r.point.id): r for r in kept if r.ci}
+def reproduced(kept: Sequence, before: Sequence, between: float) -> dict[tuple[str, str], bool]:
+    """For each (group, point) that was measured ``before``, whether its interval meets all of the earlier ones.
+
+    Both are widened by ``between``; where that is not known, two runs say nothing of each other.
+    """
+    newest = {(r.group, r.point.id): r for r in widened(kept, between) if r.ci}
     found: dict[tuple[str, str], bool] = {}
-    for r in before:
+    for r in widened(before, between) if between else ():
         at = r.group, r.point.id
         if r.ci and at in newest:
             (low, high), (least, most) = r.ci, newest[at].ci

@@ -16,7 +16,7 @@ def reading(study: Study) -> Text:
     return study.text(
         "**Time**: the median of samples of a point in a process of its own, with a 95 % interval. Unstable: the "
         "quartiles, or the two halves of a run, lie over 20 % of the median apart, or an earlier run found another "
-        "time. The lower bound is what this device's peak rates allow. " + _repeats(study),
+        "time. The lower bound is what this device's peak rates allow." + _repeats(study),
         "**Factors** are medians over rounds in which both took turns, not quotients of the medians beside them. "
         + _resolution(study),
         "**Error**: of out, the log-sum-exp or a gradient against the float64 oracle, as a relative norm, with what is "
@@ -33,7 +33,8 @@ def _repeats(study: Study) -> str:
     count, agreed = study.repeats
     if not count:
         return ""
-    return f"Of {count} points that an earlier run of this code measured too, {agreed} agree within their intervals."
+    agree = "agrees within its interval" if agreed == 1 else "agree within their intervals"
+    return f" Of {count} point{'s' * (count > 1)} that an earlier run of this code measured too, {agreed} {agree}."
 
 
 def _resolution(study: Study) -> str:

@@ -39,15 +39,19 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 
 def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never mixes two of them."""
-    everything = store.read(folder)
-    results = store.latest(everything)
-    kept = newest_origin(results)
+    found = settle(store.read(folder))
+    return Study(profile, folder=folder, **found | {"results": widened(found["results"], found["pace"])})
+
+
+def settle(everything: Sequence) -> dict:
+    """Of all rows of a folder the fields of a Study: which rows count, how evenly the machine ran, what came again."""
+    newest = store.latest(everything)
+    kept = newest_origin(newest)
     before = earlier(everything, kept)
-    between = spread([*kept, *before])
-    shown = widened(kept, between)
-    again = reproduced(shown, widened(before, between))
-    shown = [replace(r, unstable=True) if again.get((r.group, r.point.id)) is False else r for r in shown]
-    return Study(profile, shown, folder, left_out=len(results) - len(kept), pace=between, again=again)
+    pace = spread([*kept, *before])
+    again = reproduced(kept, before, pace)
+    kept = [replace(r, unstable=True) if again.get((r.group, r.point.id)) is False else r for r in kept]
+    return {"results": kept, "left_out": len(newest) - len(kept), "pace": pace, "again": again}
 
 
 def newest_origin(results: Sequence) -> list:
