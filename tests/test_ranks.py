@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import SharedHost
 from ringlab.measure import Group, Point, run
 
 from ringlab.measure import provenance, store, timing  # isort: skip
@@ -108,7 +109,8 @@ def builders(tmp_path_factory):
         patch.setattr(provenance, "threads", lambda: 2)
         patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-        yield folder
+        with SharedHost():
+            yield folder
 
 
 @pytest.fixture(scope="module")

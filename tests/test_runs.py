@@ -14,6 +14,7 @@ from statistics import median
 
 import pytest
 import torch
+from hosts import SharedHost
 from ringlab import patterns
 from ringlab.measure import STATUSES, Busy, Group, Interrupted, Point, load, processes, ratio, run, select, sgemm
 
@@ -84,6 +85,13 @@ def broken(tmp_path_factory):
         patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         yield folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def host(broken):
+    """The host of all runs but those that are about theirs."""
+    with SharedHost() as host:
+        yield host
 
 
 def measure(groups, folder, **how):
@@ -272,18 +280,25 @@ def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(measured, 
         measure(three, tmp_path, minutes=0)
 
 
-SLOW = [TINY.but(system="broken:slow", options={"x": x}) for x in range(3)]
+STOPS = (signal.SIGINT, signal.SIGKILL)
+SLOW = [[TINY.but(system="broken:slow", options={"x": x}) for x in some] for some in (range(3), range(3, 6))]
+# a process for each run, forked after the imports, which take longer than all else; prints their ids, then their ends
 RUN_SLOW = """
-import signal, sys
+import json, os, signal, sys
 from ringlab.measure import Group, Interrupted, Point, provenance, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 provenance.threads = lambda: 1
-points = [Point("broken:slow", {pattern!r}, seq_len=64, heads=2, head_dim=8, options={{"x": x}}) for x in range(3)]
-if __name__ == "__main__":
-    try:
-        run([Group("slow", points)], {folder!r}, profile="cpu", progress=True)
-    except Interrupted as stop:
-        sys.exit(str(stop))
+children = []
+for points, folder in json.loads(sys.argv[1]):
+    children.append(os.fork())
+    if not children[-1]:
+        os.dup2(os.open(folder + "/said", os.O_CREAT | os.O_WRONLY), 2)
+        try:
+            run([Group("slow", list(map(Point.from_dict, points)))], folder, profile="cpu", progress=True)
+        except Interrupted as stop:
+            sys.exit(str(stop))
+print(json.dumps(children), flush=True)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 """
 
 
@@ -294,35 +309,48 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken, end):
-    script = RUN_SLOW.format(pattern=PATTERN.to_dict(), folder=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken):
+    """By Ctrl-C and by SIGKILL."""
+    folders = [tmp_path / stop.name for stop in STOPS]
+    for folder in folders:
+        folder.mkdir()
+    asked = json.dumps([([p.to_dict() for p in points], str(folder)) for points, folder in zip(SLOW, folders)])
+    process = subprocess.Popen([sys.executable, "-c", RUN_SLOW, asked], stdout=subprocess.PIPE, text=True)
+    runs = json.loads(process.stdout.readline())
     deadline = time.monotonic() + 120
-    path = tmp_path / store.NAME
-    while not (path.exists() and path.read_text().count('"sample"') >= 10) and time.monotonic() < deadline:
+    workers, waiting = [], list(zip(runs, STOPS, SLOW, folders))
+    while waiting and time.monotonic() < deadline:
+        for each in waiting[:]:
+            run_id, stop, points, folder = each
+            path = folder / store.NAME
+            if path.exists() and path.read_text().count('"sample"') >= 10:
+                mine = [int((broken / f"pid-{p.id}").read_text()) for p in points]
+                assert len(set(mine)) == 3 and all(map(alive, mine))
+                os.kill(run_id, stop)
+                workers += mine
+                waiting.remove(each)
         time.sleep(0.02)
-    workers = [int((broken / f"pid-{p.id}").read_text()) for p in SLOW]
-    assert len(set(workers)) == 3 and all(map(alive, workers))
-    process.send_signal(end)
-    said = process.communicate(timeout=60)[1].splitlines()
-    if end == signal.SIGINT:
-        assert said[-1] == ("interrupted: 0 points and the finished samples of others are kept; run again to go on")
-    assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left)")
-    assert not [line for line in said if "Traceback" in line]
+    assert json.loads(process.communicate(timeout=60)[0]) == [1, -signal.SIGKILL]
+    for stop, folder in zip(STOPS, folders):
+        said = (folder / "said").read_text().splitlines()
+        if stop == signal.SIGINT:
+            assert said[-1] == "interrupted: 0 points and the finished samples of others are kept; run again to go on"
+        assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left)")
+        assert not [line for line in said if "Traceback" in line]
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(alive, workers)), "workers end with their runner"
 
-    before = rows_of(tmp_path, "sample")
-    results = measure([Group("slow", SLOW)], tmp_path)
-    after = rows_of(tmp_path, "sample")
-    assert after[: len(before)] == before and len(before) >= 10
-    counts = [len(r.seconds) for r in results]
-    assert 10 <= min(counts) == max(counts) <= 20 and len(after) == sum(counts), "no sample is lost or taken twice"
-    assert {r.run for r in results} == {before[0]["run"]} and {r["run"] for r in after} == {before[0]["run"]}
-    paired = ratio(results[0], results[2])
-    assert paired.paired and paired.rounds >= counts[0] - 1, "the round that was cut has samples of some points only"
+    for points, folder in zip(SLOW, folders):
+        before = rows_of(folder, "sample")
+        results = measure([Group("slow", points)], folder)
+        after = rows_of(folder, "sample")
+        assert after[: len(before)] == before and len(before) >= 10
+        counts = [len(r.seconds) for r in results]
+        assert 10 <= min(counts) == max(counts) <= 20 and len(after) == sum(counts), "no sample is lost or taken twice"
+        assert {r.run for r in results} == {before[0]["run"]} and {r["run"] for r in after} == {before[0]["run"]}
+        paired = ratio(results[0], results[2])
+        assert paired.paired and paired.rounds >= counts[0] - 1, "the round that was cut has samples of some points"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,21 +373,17 @@ def test_a_host_that_cannot_start_or_talks_nonsense(tmp_path, monkeypatch):
     assert results[0].reason == "the worker ended with exit code 1: ImportError: no torch"
 
 
-def test_a_host_that_dies_is_started_again(tmp_path, monkeypatch):
+def test_a_host_that_dies_is_started_again(tmp_path, monkeypatch, host):
     hosts = []
 
     class Mortal(processes.Host):
-        def __init__(self):
-            super().__init__()
-            hosts.append(self)
-
         def ask(self, message, descriptors=()):
             reply = super().ask(message, descriptors)
-            if message["do"] == "spawn" and len(hosts) == 1:
+            if message["do"] == "spawn":
                 self.process.kill()
             return reply
 
-    monkeypatch.setattr(session, "Host", Mortal)
+    monkeypatch.setattr(session, "Host", lambda: hosts.append(host if hosts else Mortal()) or hosts[-1])
     results = measure([Group("g", [TINY, CAUSAL, sgemm(8)], timed=False)], tmp_path)
     assert [r.status for r in results] == ["ok", "crashed", "ok"] and len(hosts) == 2
     assert "SIGKILL" in results[1].reason and not results[1].final
@@ -460,6 +484,7 @@ def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path
     group = Group("g", [TINY])
     monkeypatch.setattr(neighbours.Neighbours, "crowded", True)
     monkeypatch.setattr(neighbours.Neighbours, "cores", 1.5)
+    monkeypatch.setattr(neighbours.Neighbours, "now", neighbours.Neighbours)  # a second each to look on for the above
     (first,) = measure([group], tmp_path)
     assert first.unstable and first.bound_seconds is None, "rates that others disturb give no bound"
     (kept,) = measure([group], tmp_path, progress=True)
@@ -492,9 +517,10 @@ def test_a_run_that_cannot_be_is_one_line(tmp_path, groups, more, why):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_host_that_is_killed_costs_the_points_on_their_way(tmp_path, monkeypatch):
+def test_a_host_that_is_killed_costs_the_points_on_their_way(tmp_path, monkeypatch, host):
     """Its workers live on, and closing them may not take its closed channel for a folder that cannot be written."""
-    step, done = session.Session._step, []
+    step, done, hosts = session.Session._step, [], [host, processes.Host()]
+    monkeypatch.setattr(session, "Host", hosts.pop)
 
     def killing(self, group, member, command, *rest, **more):
         done.append(command)
