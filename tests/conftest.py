@@ -30,3 +30,23 @@ def beside_other_tests():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "CROWDED", 99.0)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def library_hashed_once():
+    """The code of the library, which no test changes: reading it takes a second, for each report that is made."""
+    from ringlab.measure import provenance
+
+    code_hash, known = provenance.code_hash, {}
+
+    def once(paths, root):
+        if root != provenance.PACKAGE:
+            return code_hash(paths, root)
+        paths = frozenset(paths)
+        if paths not in known:
+            known[paths] = code_hash(paths, root)
+        return known[paths]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provenance, "code_hash", once)
+        yield

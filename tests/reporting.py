@@ -164,8 +164,10 @@ COMMAND = """
 import functools, json, os, signal, sys
 from pathlib import Path
 from ringlab import cli, measure
+from ringlab.measure import provenance
 from ringlab.report import driver
 measure.run = lambda *a, **k: []
+provenance.code_hash = lambda *_: "this code"
 page, *folders = sys.argv[1:]
 driver.run = functools.partial(driver.run, notebooks=[Path(page)], suite=lambda *a, **k: [])
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ringlab import cli, hardware, measure
-from ringlab.measure import Group, Point, suites
+from ringlab.measure import Group, Point, provenance, suites, timing
 from ringlab.patterns import Dense
 
 LIB = Path(cli.__file__).resolve().parents[1]
@@ -174,5 +174,7 @@ def test_measure_writes_rows(capsys, monkeypatch, tmp_path):
         return [Group("one", (Point("dense_sdpa", Dense(), seq_len=32, heads=2, head_dim=8),))]
 
     monkeypatch.setitem(suites.SUITES, "small", small)
+    monkeypatch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
+    monkeypatch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
     code, out, _ = said(capsys, "measure", "--profile", "cpu", "--suite", "small", "--data", str(tmp_path / "data"))
     assert code == 0 and measure.load(tmp_path / "data")[0].status == "ok"

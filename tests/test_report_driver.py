@@ -16,7 +16,7 @@ import nbformat
 import pytest
 from reporting import COMMAND, CPU, NOTEBOOK, notebook, run_in_this_process, two_points, write_two_rows
 from ringlab import cli, measure
-from ringlab.measure import provenance
+from ringlab.measure import provenance, timing
 from ringlab.report import driver, execute, index, pages, places, render
 
 FIGURE = """
@@ -57,6 +57,8 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
         spec.write_text(json.dumps({"argv": ["/nonexistent/python"], "display_name": "bad", "language": "python"}))
     render.write(tmp_path / "elsewhere" / "nbconvert" / "templates" / "base" / "display_priority.j2", "not ours")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
+    monkeypatch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
     reports = tmp_path / "my {reports}"
     ask = functools.partial(
         driver.run, "cpu", reports=reports, notebooks=[NOTEBOOK], suite=two_points, machine=CPU, cell_timeout_s=120
@@ -309,6 +311,7 @@ def test_lock_outlives_nobody_and_the_index_waits_for_it(tmp_path):
 def test_stopped_while_a_notebook_runs(tmp_path, monkeypatch):
     """By Ctrl-C and by SIGKILL: one line, no orphan, earlier pages whole, and the next run completes."""
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])
+    monkeypatch.setattr(provenance, "code_hash", lambda *_: "this code")
     page = notebook(tmp_path / "page.ipynb", "'fine'")
     stops = {tmp_path / stop.name: stop for stop in (signal.SIGINT, signal.SIGKILL)}
     with monkeypatch.context() as patch:
