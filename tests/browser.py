@@ -45,13 +45,19 @@ def until(found, seconds: float, what: str):
 
 
 @contextmanager
-def jupyterlab(folder: Path, notebook: Path):
-    """JupyterLab over a copy of a notebook in ``folder``, with settings of its own; yields the notebook's address."""
+def jupyterlab(folder: Path, notebook: Path, startup: str):
+    """JupyterLab over a copy of a notebook in ``folder``, with settings of its own; yields the notebook's address.
+
+    Its kernels run the Python text ``startup`` first.
+    """
     shutil.copy(notebook, folder)
     place = folder / "jupyter"
     names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
     own = {f"JUPYTER_{name}": str(place / name) for name in names} | {"IPYTHONDIR": str(place / "ipython")}
     own |= {f"JUPYTERLAB_{name}": str(place / name) for name in ("SETTINGS_DIR", "WORKSPACES_DIR")}
+    first = place / "ipython" / "profile_default" / "startup" / "first.py"
+    first.parent.mkdir(parents=True)
+    first.write_text(startup)
     with places.own_jupyter(**own):
         env = os.environ | {"PYTHONPATH": str(LIB), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         command = [

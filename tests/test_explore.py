@@ -309,10 +309,18 @@ TABLES = "[...document.querySelectorAll('.jp-OutputArea tbody')].map((t) => t.in
 WRONG = "document.querySelectorAll('.jp-OutputArea [data-mime-type*=error], [data-mime-type*=stderr]').length"
 
 
+# Seconds of the kernel that no front end is needed for: the longest sequence, and more samples than the fewest.
+QUICK = """
+from ringlab.measure import timing
+from ringlab.report.explore import panel
+panel._longest, timing.MAX_SAMPLES = lambda *_: 1000, timing.SAMPLES
+"""
+
+
 def test_the_explorer_in_a_browser(tmp_path):
     """JupyterLab as `make lab` opens it: run all cells, change controls, make a mistake, mend it, press Run."""
     pytest.importorskip("ipywidgets", reason="the explorer needs ipywidgets")
-    with jupyterlab(tmp_path, NOTEBOOK) as url, chromium(tmp_path, url) as page:
+    with jupyterlab(tmp_path, NOTEBOOK, QUICK) as url, chromium(tmp_path, url) as page:
         page.until("typeof jupyterapp !== 'undefined' && !!document.querySelector('.jp-Notebook')", 60)
         page.until("!!jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel", 60)
         page.js("jupyterapp.commands.execute('notebook:run-all-cells'); 1", wait=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ring_cases import fault, late_rank, starts_a_child_and_raises
+from ring_cases import fault, late_rank, sleeps, starts_a_child_and_raises
 from ringlab.patterns import Dilated
 from ringlab.ring import blame, contiguous, elastic
 from ringlab.ring import launch as forked
@@ -80,57 +80,70 @@ def test_a_rank_that_never_joins_is_named(monkeypatch):
 
 
 CALLER = """
-from ringlab.ring import elastic, launch
+from ringlab.ring import launch
 from ring_cases import sleeps
 if __name__ == "__main__":
-    {module}.launch(sleeps, 2, {folder!r})
+    launch.launch(sleeps, 2, {folder!r})
 """
-
-
-def started(tmp_path, module: str):
-    """A process that launches two ranks which never end, and theirs."""
-    script = tmp_path / "caller.py"
-    script.write_text(CALLER.format(module=module, folder=str(tmp_path)))
-    paths = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": paths},
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    deadline = time.monotonic() + 90
-    files = [tmp_path / f"{rank}.pid" for rank in range(2)]
-    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return process, [int(f.read_text()) for f in files]
 
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("module, who", [("launch", "caller"), ("elastic", "launcher")])
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path, module, who):
-    process, ranks = started(tmp_path, module)
-    launcher = parent(ranks[0])
-    assert all(map(alive, [launcher, *ranks])) and parent(ranks[1]) == launcher
-    os.kill(process.pid if who == "caller" else launcher, signal.SIGKILL)
-    assert gone([launcher, *ranks], 5.0)
+def sleeping(folder) -> tuple[int, list[int]]:
+    """The process that started two ranks which never end, and theirs, once they are there."""
+    deadline, files = time.monotonic() + 90, [folder / f"{rank}.pid" for rank in range(2)]
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks = [int(f.read_text()) for f in files]
+    assert all(map(alive, [parent(ranks[0]), *ranks])) and parent(ranks[1]) == parent(ranks[0])
+    return parent(ranks[0]), ranks
+
+
+def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER.format(folder=str(tmp_path)))
+    paths = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": paths},
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    forkserver, ranks = sleeping(tmp_path)
+    process.kill()
+    assert gone([forkserver, *ranks], 5.0)
     assert process.wait(5) != 0
 
 
-LATE = "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\ndef work(): return 0\n"
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    failures = []
+
+    def calls():
+        with pytest.raises(RankFailed) as failure:
+            elastic.launch(sleeps, 2, str(tmp_path))
+        failures.append(failure.value)
+
+    caller = threading.Thread(target=calls)
+    caller.start()
+    launcher, ranks = sleeping(tmp_path)
+    os.kill(launcher, signal.SIGKILL)
+    assert gone([launcher, *ranks], 5.0)
+    caller.join(5)
+    assert failures and not caller.is_alive()
+
+
+LATE = "import os, time\nif os.environ.get('RANK') == '1': time.sleep(1000)\n"
 
 
 def test_two_nodes_meet_by_the_same_command_while_a_rank_is_missed(tmp_path, monkeypatch):
     """One command on each of two nodes, here on loopback; meanwhile, as it takes its time, a rank that never joins."""
-    (tmp_path / "late.py").write_text(LATE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("RANK", "0")
-    import late
-
-    monkeypatch.delenv("RANK")
+    env = os.environ | {"GLOO_SOCKET_IFNAME": blame.loopback(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "sitecustomize.py").write_text(LATE)  # before torch is imported, which takes seconds
+    monkeypatch.syspath_prepend(str(tmp_path / "late"))
     failures = []
 
     def misses():
         with pytest.raises(RankFailed) as failure:
-            elastic.launch(late.work, 2)
+            elastic.launch(dist.get_rank, 2)
         failures.append(failure.value)
 
     monkeypatch.setattr(blame, "JOIN_S", 12.0)
@@ -146,7 +159,6 @@ def test_two_nodes_meet_by_the_same_command_while_a_rank_is_missed(tmp_path, mon
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=localhost:{port}", "--local-addr=127.0.0.1", "-m", "ringlab.ring.elastic", str(folder),
     ]  # fmt: skip
-    env = os.environ | {"GLOO_SOCKET_IFNAME": blame.loopback(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     nodes = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [node.communicate(timeout=90)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
