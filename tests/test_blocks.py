@@ -162,6 +162,12 @@ def test_results_are_contiguous_whatever_the_inputs_are():
             assert out.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes, (str(pattern), dtype, causal)
 
 
+def test_neighbours_that_see_the_same_keys_are_one_call():
+    """The global rows of small blocks: eight of 64 queries by all keys are one of 512."""
+    runs = block_sparse.tiling_for(blocks.local_global(4, 8, block_size=64), 16384).runs
+    assert [(r.nodes, r.rows) for r in runs if r.keys == 1024] == [(1, 512)] * 15
+
+
 def test_a_window_is_few_calls_whatever_its_length():
     few = [len(block_sparse.tiling_for(blocks.local_global(2, 4), n).runs) for n in (1 << 13, 1 << 15)]
     assert few[0] <= 30 and few[1] <= 50 and not block_sparse.tiling_for(blocks.local_global(2, 4), 1 << 13).picked

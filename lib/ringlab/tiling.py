@@ -145,7 +145,15 @@ def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> 
 
 
 def _runs(entries: list[Entry], causal: bool = False) -> list[Run]:
-    return [Run(*shape, causal=causal) for shape in _progressions(entries)]
+    return [_in_a_row(Run(*shape, causal=causal)) for shape in _progressions(entries)]
+
+
+def _in_a_row(run: Run) -> Run:
+    """The same with neighbouring nodes of few queries by the same keys as one, up to LONG queries."""
+    if run.causal or run.nodes == 1 or run.key[1] or run.query[1] != run.rows or run.rows >= SHORT:
+        return run
+    joined = max(i for i in range(1, LONG // run.rows + 1) if run.nodes % i == 0)
+    return Run(run.rows * joined, run.keys, run.nodes // joined, (run.query[0], run.rows * joined), run.key)
 
 
 def _in_cache(run: Run) -> Iterator[Run]:
