@@ -306,7 +306,7 @@ def test_gloo_ranks_are_the_simulated_ones(ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_holds_little_more_than_its_shard(ranks):
     """Peak bytes of a forward by the bytes of a shard of q, k, v and out: what is received, and a piece at a time."""
-    n, heads, d = 2048, 32, 64  # large enough beside a piece; more heads and fewer rows, as rows count twice
+    n, heads, d = 8192, 8, 64
     ladder = Dilated([n // 4, n], [1, 4])
     cases = [(Dense(), "ring"), (Dense(), "all_gather"), (ladder, "plan")]
     shard = 4 * 4 * n // ranks * heads * d
