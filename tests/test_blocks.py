@@ -20,6 +20,7 @@ from ringlab import (
     flex,
     patterns,
     reference,
+    tiling,
 )
 from ringlab.block_tree import Cuts
 from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
@@ -80,6 +81,16 @@ def test_every_way_is_the_oracle(pattern, way, causal):
             assert max(found.values()) <= reference.EXACT[dtype], (shape, dtype, found)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_see_themselves_alone_send_nothing_to_scores(way):
+    """Their gradient of q and k is 0: what sums in another order would leave roundings of it."""
+    torch.manual_seed(0)
+    one = case(blocks.sliding_window(0, block_size=1), SHAPES[1], torch.float32, False, way)
+    given = one.tensors()
+    found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
+    assert max(found.values()) <= 1e-6, found
+
+
 def test_calls_show_each_pair_once():
     for pattern in PATTERNS:
         for way in TILED:
@@ -93,7 +104,7 @@ def test_calls_show_each_pair_once():
                         shown = shown.tril(run.keys - run.rows) if run.causal else shown
                         seen[q : q + run.rows, k : k + run.keys] += shown
                         assert lower_right or not run.causal or run.rows == run.keys
-                        assert not (run.first and written[q : q + run.rows].any())
+                        assert not (run.first and (run.shared or written[q : q + run.rows].any()))
                         assert run.first or not tiling.covered or written[q : q + run.rows].all()
                         written[q : q + run.rows] = True
                 for call in tiling.picked:
@@ -114,7 +125,7 @@ def test_plans_of_many_blocks_show_each_pair_once():
                 for r in tiling.runs:
                     at = r.query[0] + torch.arange(r.nodes)[:, None] * r.query[1] + torch.arange(r.rows)
                     fewer = torch.arange(r.rows).flip(0) * r.causal
-                    rows[at.flatten()] += (r.keys - fewer).repeat(r.nodes)
+                    rows.index_add_(0, at.flatten(), (r.keys - fewer).repeat(r.nodes))
                 for c in tiling.picked:
                     rows[(c.queries[:, None] + torch.arange(c.rows)).flatten()] += c.keys.shape[1]
                 sample = torch.arange(0, n, 41)
@@ -163,9 +174,35 @@ def test_results_are_contiguous_whatever_the_inputs_are():
 
 
 def test_neighbours_that_see_the_same_keys_are_one_call():
-    """The global rows of small blocks: eight of 64 queries by all keys are one of 512."""
+    """The global rows of small blocks: eight of 64 queries by all keys are one of 512, by 1024 keys a node."""
     runs = block_sparse.tiling_for(blocks.local_global(4, 8, block_size=64), 16384).runs
-    assert [(r.nodes, r.rows) for r in runs if r.keys == 1024] == [(1, 512)] * 15
+    assert [(r.nodes, r.rows, r.query[1]) for r in runs if r.keys == 1024] == [(15, 512, 0)]
+
+
+def test_many_queries_of_few_keys_are_nodes_of_about_a_thousand():
+    """So that a thread writes pages of its own: the first call, which is the output, and the causal ones."""
+    wide = blocks.local_global(2, 4)
+    first, *_ = block_sparse.tiling_for(wide, 16384).runs
+    assert (first.nodes, first.rows, first.key) == (16, 1024, (0, 0)) and first.whole(16384)
+    assert (15, 1024, 512) in [(r.nodes, r.rows, r.keys) for r in block_sparse.tiling_for(wide, 16384, True).runs]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 2, 512), (2, 2, 2, 512), (1, 4, 2, 509)])
+def test_nodes_that_share_queries_or_keys_are_the_oracle(monkeypatch, shape, causal):
+    """With short limits for what is cut: the first call in nodes, and global rows some keys at a time."""
+    monkeypatch.setattr(tiling, "LONG", 32)
+    monkeypatch.setattr(tiling, "SHORT", 24)
+    torch.manual_seed(0)
+    pattern, n = blocks.local_global(1, 2, block_size=SIZE), shape[3]
+    first, *others = block_sparse.tiling_for(pattern, n, causal).runs
+    assert causal or (first.nodes > 1 and first.whole(n) == (n == 512) and any(r.shared for r in others))
+    rows = BlockSparse([Global(2, columns=False)], SIZE)  # no other call writes these first
+    for which, dtype in product((pattern, rows), (torch.float64, torch.float32)):
+        one = case(which, shape, dtype, causal, "views")
+        given = one.tensors()
+        apart = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
+        assert max(apart.values()) <= reference.EXACT[dtype], (str(which), dtype, apart)
 
 
 def test_a_window_is_few_calls_whatever_its_length():

@@ -28,7 +28,7 @@ from .api import FLOATS, check_tensors
 from .block_parts import positive
 from .kernels.base import wide
 from .ring import content
-from .ring.content import World
+from .ring.world import World
 
 
 def adaptive_attention(

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .block_parts import positive
 from .kernels.base import wide
 from .ring import content
-from .ring.content import World
+from .ring.world import World
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .kernels.base import HALF, Kernel, wide
+from .kernels.base import HALF, Kernel, device_type_of, wide
 from .merge import merge_
-from .strided import add_forward, head_block, piece_limit, pieces
+from .strided import add_forward, fold, head_block, piece_limit, pieces
 from .tiling import Picked, Run, Tiling
 
 
@@ -27,8 +27,11 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
     if fresh and _begins_whole(tiling, q, k, several):
         first, *runs = runs  # one call writes every row: its result becomes the output
         keys = slice(first.key[0], first.key[0] + first.keys)
-        out, lse = kernel.forward(q, k[:, keys], v[:, keys], False, scale)
-        out, lse = out.to(q.dtype), lse.transpose(1, 2).unsqueeze(-1)
+        views = q, k[:, keys], v[:, keys]
+        if q.shape[0] == 1 and device_type_of(q) == "cpu":  # node by node, each a thread's own pages of the result
+            (views,) = fold(_views(first, (q, k, v), kv=(1, 2)))
+        out, lse = kernel.forward(*views, False, scale)  # (b', m, h, d), (b', h, m)
+        out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(*q.shape[:3], 1)
     elif fresh:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(*q.shape[:3], 1, dtype=wide(q.dtype), device=q.device)  # (b, n, h, 1)
@@ -132,7 +135,10 @@ def _run_backward(run: Run, reads, grads, scale: float, kernel: Kernel) -> None:
     limit = max(1, piece_limit(reads[1]) * slices[-1][1] // max(run.keys, run.rows))  # of the last view
     for dout, q, k, v, out, lse, dq, *targets in pieces(views, limit):  # (nodes', rows, h, d)
         found = kernel.backward(dout, q, k, v, out, lse.squeeze(-1).transpose(1, 2), run.causal, scale)
-        dq.add_(found[0])
+        if run.shared:
+            dq[:1].add_(found[0].to(dq.dtype).sum(0, keepdim=True))
+        else:
+            dq.add_(found[0])
         for grad, into in zip(found[1:], (targets[: len(slices)], targets[len(slices) :])):
             for (at, rows), target in zip(slices, into):
                 part = grad[:, at : at + rows]

@@ -28,7 +28,6 @@ PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
 
 
 _ATEN = torch.ops.aten
-_CPU_FLASH = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
 _TAKE_INDICES = {_ATEN.index, _ATEN.index_select}
 
 
@@ -143,17 +142,7 @@ class DryRun(LiveStorageTracker):
             func, args, kwargs = _ATEN.empty_like.default, (like,), {}
         if func.overloadpacket in _TAKE_INDICES:
             args = _without_data(args) if args[0].is_meta else args
-        found = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is _CPU_FLASH and kwargs.get("attn_mask") is not None:
-            self._look(found[1])
-        return found
-
-    def _look(self, lse: Tensor) -> None:
-        """What ``CpuFlash`` holds while it looks whether a masked result is finite, which it cannot without data."""
-        call = super().__torch_dispatch__
-        number, size = call(_ATEN.eq.Tensor, (), (lse, lse)), call(_ATEN.abs.default, (), (lse,))
-        below = call(_ATEN.ne.Scalar, (), (size, float("inf")))
-        call(_ATEN.mul.Tensor, (), (number, below))  # isfinite
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, found) -> None:
         before = self._peak

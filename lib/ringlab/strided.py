@@ -86,7 +86,8 @@ def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, poo
 def add_forward(views, limit: int, alone: bool, causal: bool, scale: float, kernel: Kernel) -> None:
     """Attend over views (b, segments, m, h, d) of q, k, v, piece by piece, merging into those of lse and out.
 
-    ``limit``: bytes of a piece's result; ``alone``: nothing was written there yet.
+    ``limit``: bytes of a piece's result; ``alone``: nothing was written there yet. Segments that are the same rows of
+    out (step 0) are merged one by one.
     """
     for q, k, v, lse, out in pieces(views, limit):  # (b', m, h, d)
         o, l = kernel.forward(q, k, v, causal, scale)
@@ -95,7 +96,9 @@ def add_forward(views, limit: int, alone: bool, causal: bool, scale: float, kern
             out.copy_(o)
             lse.copy_(l)
         else:
-            merge_(out, lse, o, l)
+            step = 1 if out.stride(0) == 0 else len(out)
+            for i in range(0, len(out), step):
+                merge_(*(t[i : i + step] for t in (out, lse, o, l)))
         del o, l  # before the next piece is made
 
 

@@ -24,8 +24,8 @@ LONG, SHORT = 1024, 768  # fewer queries than SHORT take their keys LONG at a ti
 class Run:
     """``nodes`` dense calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first, step) of their rows.
 
-    ``causal``: the last query of a node sees all its keys, each one before it one fewer. ``first``: no earlier call
-    wrote these rows.
+    A query step of 0: all nodes have the same queries, and their results are merged. ``causal``: the last query of a
+    node sees all its keys, each one before it one fewer. ``first``: no earlier call wrote these rows.
     """
 
     rows: int
@@ -35,6 +35,10 @@ class Run:
     key: tuple[int, int]
     causal: bool = False
     first: bool = False
+
+    @property
+    def shared(self) -> bool:
+        return self.nodes > 1 and self.query[1] == 0
 
     def whole(self, n: int) -> bool:
         """Whether this is one dense call of all n queries, by the same keys."""
@@ -73,7 +77,7 @@ def tile(
     >>> cuts = Cuts.of(16384, 128)
     >>> run = tile([layer(local_global(2, 4).blocks(16384))], cuts, cuts).runs[0]  # the global blocks of keys
     >>> run.rows, run.keys, run.nodes, run.query, run.key
-    (8192, 512, 2, (0, 8192), (0, 0))
+    (1024, 512, 16, (0, 1024), (0, 0))
     """
     entries: list[Entry] = []
     picked: list[Picked] = []
@@ -85,7 +89,8 @@ def tile(
     squares = _squares(queries, keys, diagonal)
     if lower_right:
         entries, squares = _joined(entries, squares)
-    runs = [part for run in _runs(entries) for part in _in_cache(run)]
+    runs = _runs([part for entry in entries for part in _halved(entry)])
+    runs = [part for run in runs for part in _in_cache(run)]
     return _ordered(runs + _runs(squares, causal=True), picked, int(queries.lengths.sum()))
 
 
@@ -156,12 +161,29 @@ def _in_a_row(run: Run) -> Run:
     return Run(run.rows * joined, run.keys, run.nodes // joined, (run.query[0], run.rows * joined), run.key)
 
 
+def _halved(entry: Entry) -> Iterator[Entry]:
+    """A call of many queries by few keys as several, so that a thread writes pages of its own, near each other."""
+    rows, keys, q, k = entry
+    pieces = 1
+    while keys <= LONG and rows % (2 * pieces) == 0 and rows // pieces >= 2 * LONG:
+        pieces *= 2
+    for at in range(0, rows, rows // pieces):
+        yield rows // pieces, keys, q + at, k
+
+
 def _in_cache(run: Run) -> Iterator[Run]:
-    """A run of few queries by many keys, some of them at a time."""
-    step = run.keys if run.rows >= SHORT or run.keys < 2 * LONG else LONG
-    for at in range(0, run.keys, step):
-        key = (run.key[0] + at, run.key[1])
-        yield Run(run.rows, min(step, run.keys - at), run.nodes, run.query, key)
+    """A run of few queries by many keys, LONG of them at a time: as nodes that share their queries, if it is of one."""
+    if run.rows >= SHORT or run.keys < 2 * LONG:
+        yield run
+        return
+    whole, rest = divmod(run.keys, LONG)
+    if run.nodes == 1:
+        yield Run(run.rows, LONG, whole, (run.query[0], 0), (run.key[0], LONG))
+    else:
+        for at in range(0, whole * LONG, LONG):
+            yield Run(run.rows, LONG, run.nodes, run.query, (run.key[0] + at, run.key[1]))
+    if rest:
+        yield Run(run.rows, rest, run.nodes, run.query, (run.key[0] + whole * LONG, run.key[1]))
 
 
 def _copied(node, first, stop, at, size: int, keys: Cuts, alone: bool = False) -> list[Picked]:
@@ -217,10 +239,10 @@ def _ordered(runs: list[Run], picked: list[Picked], rows: int) -> Tiling:
     """Runs that write most rows go first; those alone on theirs need no merge."""
     written = torch.zeros(rows, dtype=torch.bool)
     found, clean = [], True
-    for run in sorted(runs, key=lambda r: (-r.nodes * r.rows, r.query)):
+    for run in sorted(runs, key=lambda r: (-r.rows * (1 if r.shared else r.nodes), r.query)):
         start, step = run.query
-        mine = written.as_strided((run.nodes, run.rows), (step, 1), start)  # nodes never share rows
-        first = not bool(mine.any())
+        mine = written.as_strided((run.nodes, run.rows), (step, 1), start)
+        first = not run.shared and not bool(mine.any())
         clean &= first or bool(mine.all())
         mine.fill_(True)
         found.append(Run(run.rows, run.keys, run.nodes, run.query, run.key, run.causal, first))

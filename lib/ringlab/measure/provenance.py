@@ -25,8 +25,8 @@ OUTSIDE_ENGINE = (
 )  # fmt: skip
 # What of measure/ only says which points there are, who runs them and where the rows go.
 OUTSIDE_METHOD = (
-    "__init__", "points", "suites", "runner", "session", "processes", "host", "progress", "store", "provenance",
-    "neighbours", "ring_suites", "session_suites", "landscape_suites", "kernel_suites",
+    "__init__", "points", "suites", "runner", "session", "member", "processes", "host", "progress", "store",
+    "provenance", "neighbours", "ring_suites", "session_suites", "landscape_suites", "kernel_suites",
 )  # fmt: skip
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.

@@ -13,6 +13,7 @@ from uuid import uuid4
 from ..cost import Cost
 from . import provenance
 from .bounds import Bounds
+from .member import Member, crammed, drawn
 from .neighbours import Neighbours
 from .points import Group, Point, Result
 from .processes import Died, Handle, Host, TimedOut
@@ -24,28 +25,6 @@ from .timing import rounds_for
 
 EARLY = ("cuda",)  # devices whose processes take seconds to be ready: those of a group start side by side
 CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, its libraries' workspaces included
-
-
-@dataclass
-class Member:
-    """A point on its way: its process, what its replies said, and its samples by round."""
-
-    point: Point
-    samples: dict[int, float] = field(default_factory=dict)
-    handle: Handle | None = None
-    row: dict = field(default_factory=lambda: {"status": "ok", "reason": ""})
-    estimate: float = 0.0
-    wanted: int = 0
-    spent: float = 0.0
-    cpu_s: float = 0.0  # CPU time of its processes so far
-
-    @property
-    def alive(self) -> bool:
-        return self.row["status"] == "ok"
-
-    @property
-    def left(self) -> int:
-        return max(0, self.wanted - len(self.samples)) if self.alive else 0
 
 
 @dataclass
@@ -100,7 +79,7 @@ class Session:
                 self._step(group, member, "prepare", START_S)
                 if member.row["status"] == "oom" and any(m.handle for m in members):
                     starved.append(member)
-                elif not group.timed or _crammed(member):
+                elif not group.timed or crammed(member):
                     self._close(member)
             last = self._take_rounds(group, run, members, first, others) if group.timed else first
             self._conclude(group, run, [m for m in members if m not in starved], origin, others)
@@ -121,7 +100,7 @@ class Session:
 
     def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: Neighbours) -> int:
         for member in members:
-            if member.alive and not _crammed(member):
+            if member.alive and not crammed(member):
                 member.estimate = self._step(group, member, "calibrate", 0.0).get("estimate", 0.0)
         alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
@@ -149,7 +128,7 @@ class Session:
         """One command to a point's process; what goes wrong is that point's status and reason."""
         start, reply = time.monotonic(), {}
         if command == "prepare":
-            arguments["tolerance"] = self.tolerances.get(_drawn(member.point), {})
+            arguments["tolerance"] = self.tolerances.get(drawn(member.point), {})
         try:
             if member.handle is None:
                 member.handle = self._start_point(group, member)
@@ -166,7 +145,7 @@ class Session:
         if "ranks" in reply:
             reply["ranks"] = member.row["ranks"] | reply["ranks"]
         member.row |= reply
-        self.tolerances.setdefault(_drawn(member.point), {}).update(known)
+        self.tolerances.setdefault(drawn(member.point), {}).update(known)
         self.progress.did(text or f"{group.name}: {command} {member.point.label()}", work_s)
         if not member.alive:
             self.progress.drop(group, member.point)
@@ -268,14 +247,3 @@ class Session:
 
     def _append(self, run: str, **row) -> None:
         self.store.append(run=run, rehearsal=self.rehearsal, **row)
-
-
-def _crammed(member: Member) -> bool:
-    """Its ranks have no core each, so that no time is taken."""
-    return member.row.get("ranks", {}).get("oversubscribed", False)
-
-
-def _drawn(point: Point) -> tuple:
-    """What decides a point's inputs, their random values aside."""
-    shape = (point.batch, point.seq_len, point.heads, point.kv_heads, point.head_dim)
-    return (*shape, point.dtype, point.causal, point.passes)
