@@ -14,19 +14,21 @@ from ringlab import (
     BlockSparseTorchSparse,
     Execution,
     attention,
+    block_passes,
     block_sparse,
     blocks,
     bsr,
     flex,
+    kernels,
     patterns,
     reference,
     tiling,
 )
+from ringlab.block_calls import Run
 from ringlab.block_tree import Cuts
 from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
 from ringlab.cost import count_pairs
 from ringlab.measure import Point, systems
-from ringlab.tiling import Run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = 8
@@ -97,6 +99,9 @@ def test_calls_show_each_pair_once():
             for causal, lower_right in ((False, False), (True, False), (True, True)):
                 tiling = block_sparse.tiling_for(pattern, 101, causal, way, lower_right)
                 seen, written = torch.zeros(101, 101, dtype=torch.long), torch.zeros(101, dtype=torch.bool)
+                bare = torch.zeros(101, dtype=torch.bool)
+                for start, stop in tiling.bare:
+                    bare[start:stop] = True
                 for run in tiling.runs:
                     for i in range(run.nodes):
                         q, k = (at[0] + i * at[1] for at in (run.query, run.key))
@@ -104,12 +109,14 @@ def test_calls_show_each_pair_once():
                         shown = shown.tril(run.keys - run.rows) if run.causal else shown
                         seen[q : q + run.rows, k : k + run.keys] += shown
                         assert lower_right or not run.causal or run.rows == run.keys
-                        assert not (run.first and (run.shared or written[q : q + run.rows].any()))
-                        assert run.first or not tiling.covered or written[q : q + run.rows].all()
+                        assert not (run.first and (run.shared or (written | bare)[q : q + run.rows].any()))
+                        assert run.first or (written | bare)[q : q + run.rows].all()
                         written[q : q + run.rows] = True
                 for call in tiling.picked:
                     for q, keys in zip(call.queries.tolist(), call.keys):
                         seen[q : q + call.rows, keys] += 1
+                        assert (written | bare)[q : q + call.rows].all()
+                assert (written | bare).all()
                 assert torch.equal(seen, brute(pattern, 101, causal)), (str(pattern), way, causal)
 
 
@@ -203,6 +210,23 @@ def test_nodes_that_share_queries_or_keys_are_the_oracle(monkeypatch, shape, cau
         given = one.tensors()
         apart = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
         assert max(apart.values()) <= reference.EXACT[dtype], (str(which), dtype, apart)
+
+
+def test_causal_calls_in_strips_are_the_oracle_and_leave_out_what_is_hidden(monkeypatch):
+    monkeypatch.setattr(block_passes, "STRIP", 4)
+    monkeypatch.setattr(block_passes, "WIDE", 12)
+    torch.manual_seed(0)
+    kernel = kernels.KERNELS["cpu_flash"]
+    for pattern, shape, dtype in product(PATTERNS[:3], SHAPES, (torch.float64, torch.float32)):
+        runs = [r for r in block_sparse.tiling_for(pattern, shape[3], True, lower_right=True).runs if r.causal]
+        strips = [s for r in runs for s in block_passes._in_strips(r, kernel)]
+        hidden = [sum(r.nodes * r.rows * (r.rows - 1) // 2 for r in some) for some in (runs, strips)]
+        computed = [sum(r.nodes * r.rows * r.keys for r in some) for some in (runs, strips)]
+        assert hidden[1] < hidden[0] and computed[0] - hidden[0] == computed[1] - hidden[1]
+        one = case(pattern, shape, dtype, True, "views")
+        given = one.tensors()
+        apart = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
+        assert max(apart.values()) <= reference.EXACT[dtype], (str(pattern), shape, dtype, apart)
 
 
 def test_a_window_is_few_calls_whatever_its_length():

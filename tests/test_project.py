@@ -243,7 +243,7 @@ FLOORS = {
     1: ["local", "strided", "fused", "gather", "tiles", "block_sparse", "block_passes", "bsr", "flex", "chosen",
         "kernels"],
     0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware",
-        "blocks", "block_parts", "block_tree", "tiling", "pieces", "lists"],
+        "blocks", "block_parts", "block_tree", "tiling", "block_calls", "pieces", "lists"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 SIDEWAYS = {
@@ -273,7 +273,7 @@ SIDEWAYS = {
     "chosen": {"block_passes", "local", "strided", "kernels"},
     "patterns": {"blocks"},
     "blocks": {"block_parts"},
-    "tiling": {"plan", "block_tree"},
+    "tiling": {"plan", "block_tree", "block_calls"},
     "pieces": {"patterns"},
     "lists": {"patterns", "pieces"},
     "reference": {"patterns", "merge"},

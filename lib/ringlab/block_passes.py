@@ -6,14 +6,17 @@ Half-precision results to which several calls add are accumulated in fp32, some 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .kernels.base import HALF, Kernel, device_type_of, wide
+from .block_calls import Picked, Run, Tiling
+from .kernels.base import HALF, Kernel, device_type_of, takes_lower_right, wide
 from .merge import merge_
 from .strided import add_forward, fold, head_block, piece_limit, pieces
-from .tiling import Picked, Run, Tiling
+
+STRIP, WIDE = 64, 192  # torch's CPU kernel takes fewer queries than WIDE 32 at a time, so that STRIP cost no more each
 
 
 def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) -> tuple[Tensor, Tensor]:
@@ -37,22 +40,22 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
         lse = torch.empty(*q.shape[:3], 1, dtype=wide(q.dtype), device=q.device)  # (b, n, h, 1)
     else:
         out, lse = into
-    empty = fresh and not tiling.covered
-    if empty:
-        lse.fill_(-torch.inf)
+    bare = [slice(*rows) for rows in tiling.bare] if fresh else []
+    for rows in bare:
+        lse[:, rows] = -torch.inf
     for mine, theirs in head_blocks(q, k, several):
         q_, k_, v_, l_ = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], lse[:, :, mine]
         acc = out[:, :, mine]
         if _narrow(q, several):
             acc = torch.empty(q_.shape, dtype=wide(q.dtype), device=q.device) if fresh else acc.to(wide(q.dtype))
-        if empty:
-            acc.zero_()
+        for rows in bare:
+            acc[:, rows] = 0.0
         for g in range(group := q_.shape[2] // k_.shape[2]):
             some = slice(g, None, group)
             tensors = q_[:, :, some], k_, v_, l_[:, :, some], acc[:, :, some]
-            for run in runs:
-                alone = fresh and run.first
-                add_forward(_views(run, tensors, kv=(1, 2)), piece_limit(q), alone, run.causal, scale, kernel)
+            for strip in (strip for run in runs for strip in _in_strips(run, kernel)):
+                alone = fresh and strip.first
+                add_forward(_views(strip, tensors, kv=(1, 2)), piece_limit(q), alone, strip.causal, scale, kernel)
             for call in tiling.picked:
                 for part in _parts(call, q):
                     _picked_forward(part, tensors, scale, kernel)
@@ -96,6 +99,15 @@ def _begins_whole(tiling: Tiling, q: Tensor, k: Tensor, several: bool) -> bool:
     """Whether the first call's result may become the output: kernels lay it out as q is."""
     fits = q.shape[2] == k.shape[2] and q.is_contiguous()
     return fits and not _narrow(q, several) and bool(tiling.runs) and tiling.runs[0].whole(q.shape[1])
+
+
+def _in_strips(run: Run, kernel: Kernel) -> Iterator[Run]:
+    """A causal call of few queries as calls of fewer, which leave out more of the keys that none of them sees."""
+    few = run.causal and STRIP < run.rows < WIDE and run.rows % STRIP == 0
+    rows = STRIP if few and takes_lower_right(kernel) else run.rows
+    for at in range(0, run.rows, rows):
+        later = run.rows - rows - at
+        yield replace(run, rows=rows, keys=run.keys - later, query=(run.query[0] + at, run.query[1]))
 
 
 def _narrow(q: Tensor, several: bool) -> bool:

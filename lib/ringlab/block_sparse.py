@@ -14,10 +14,11 @@ from torch import Tensor
 
 from . import block_passes, bsr, flex
 from . import cache as caches
+from .block_calls import Tiling
 from .block_tree import Cuts
 from .blocks import AT_ONCE, BlockSparse, Random
 from .kernels.base import Kernel, takes_lower_right
-from .tiling import Tiling, copied, tile
+from .tiling import copied, tile
 
 WAYS = {
     "auto": "the way that is expected to be fastest here",

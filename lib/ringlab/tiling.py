@@ -7,61 +7,17 @@ progression are one call over a strided view; scattered blocks of keys are copie
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .block_calls import Picked, Run, Tiling, ordered
 from .block_tree import Cuts, Layer, better_copied, chains, cheapest, nodes
 from .plan import first_and_step
 
 Entry = tuple[int, int, int, int]  # one dense call: rows, keys, the first query, the first key
 
 LONG, SHORT = 1024, 768  # fewer queries than SHORT take their keys LONG at a time, while these are in the cache
-
-
-@dataclass(frozen=True)
-class Run:
-    """``nodes`` dense calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first, step) of their rows.
-
-    A query step of 0: all nodes have the same queries, and their results are merged. ``causal``: the last query of a
-    node sees all its keys, each one before it one fewer. ``first``: no earlier call wrote these rows.
-    """
-
-    rows: int
-    keys: int
-    nodes: int
-    query: tuple[int, int]
-    key: tuple[int, int]
-    causal: bool = False
-    first: bool = False
-
-    @property
-    def shared(self) -> bool:
-        return self.nodes > 1 and self.query[1] == 0
-
-    def whole(self, n: int) -> bool:
-        """Whether this is one dense call of all n queries, by the same keys."""
-        one_piece = self.nodes == 1 or (self.query[1], self.key[1]) == (self.rows, 0)
-        return one_piece and self.nodes * self.rows == n and not self.causal
-
-
-@dataclass(frozen=True)
-class Picked:
-    """Dense calls of ``rows`` queries from ``queries`` (nodes,) on, each by the copied keys ``keys`` (nodes, m)."""
-
-    rows: int
-    queries: Tensor
-    keys: Tensor
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """The calls, in order. ``covered``: each row is written first by a call that is alone on it."""
-
-    runs: tuple[Run, ...]
-    picked: tuple[Picked, ...]
-    covered: bool
 
 
 def tile(
@@ -91,7 +47,7 @@ def tile(
         entries, squares = _joined(entries, squares)
     runs = _runs([part for entry in entries for part in _halved(entry)])
     runs = [part for run in runs for part in _in_cache(run)]
-    return _ordered(runs + _runs(squares, causal=True), picked, int(queries.lengths.sum()))
+    return ordered(runs + _runs(squares, causal=True), picked, int(queries.lengths.sum()))
 
 
 def copied(seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, *, alone: bool = False) -> Tiling:
@@ -107,7 +63,7 @@ def copied(seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = Non
             Run(r.rows, r.keys, 1, (r.query[0] + i * r.query[1], 0), (r.key[0] + i * r.key[1], 0), causal=True)
             for r in squares for i in range(r.nodes)
         ]  # fmt: skip
-    return _ordered(squares, picked, int(queries.lengths.sum()))
+    return ordered(squares, picked, int(queries.lengths.sum()))
 
 
 def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
@@ -233,17 +189,3 @@ def _evenly(members: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
             run = [item]
     if run:
         yield run
-
-
-def _ordered(runs: list[Run], picked: list[Picked], rows: int) -> Tiling:
-    """Runs that write most rows go first; those alone on theirs need no merge."""
-    written = torch.zeros(rows, dtype=torch.bool)
-    found, clean = [], True
-    for run in sorted(runs, key=lambda r: (-r.rows * (1 if r.shared else r.nodes), r.query)):
-        start, step = run.query
-        mine = written.as_strided((run.nodes, run.rows), (step, 1), start)
-        first = not run.shared and not bool(mine.any())
-        clean &= first or bool(mine.all())
-        mine.fill_(True)
-        found.append(Run(run.rows, run.keys, run.nodes, run.query, run.key, run.causal, first))
-    return Tiling(tuple(found), tuple(picked), covered=clean and bool(written.all()))

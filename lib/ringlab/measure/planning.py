@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import cache, gather, patterns
+from ..block_calls import Tiling
 from ..block_sparse import tiling_for
 from ..cost import Cost
 from ..plan import Plan, make_plan
-from ..tiling import Tiling
 from .contract import SAMPLED, Output, System, only
 from .points import Point
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import blocks, cache, memory
+from ..block_calls import Tiling
 from ..block_sparse import tiling_for
 from ..blocks import BlockSparse
 from ..cost import Cost
-from ..tiling import Tiling
 from .contract import Output, System, only
 from .points import Point
 
@@ -93,7 +93,7 @@ def same(a: Tiling, b: Tiling) -> bool:
     """Whether two tilings are the same calls."""
     pairs = list(zip(a.picked, b.picked))
     alike = all(x.rows == y.rows and x.queries.equal(y.queries) and x.keys.equal(y.keys) for x, y in pairs)
-    return alike and (a.runs, a.covered, len(a.picked)) == (b.runs, b.covered, len(b.picked))
+    return alike and (a.runs, a.bare, len(a.picked)) == (b.runs, b.bare, len(b.picked))
 
 
 def modelled(lookups, sizes: dict, max_bytes: int) -> dict[str, int]:

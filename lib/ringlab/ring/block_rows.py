@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..block_calls import Tiling
 from ..block_sparse import layers_of
 from ..block_tree import Cuts, layer
 from ..blocks import BlockSparse
-from ..tiling import Tiling, tile
+from ..tiling import tile
 from .layout import Layout
 
 

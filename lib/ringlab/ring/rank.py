@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .. import block_passes, strided
 from .. import cache as caches
+from ..block_calls import Tiling
 from ..kernels.base import HALF, Kernel, takes_lower_right, wide
 from ..local import Execution
-from ..tiling import Tiling
 from . import block_rows
 from .meet import Meeting, chunks, meetings, received_meetings
 from .plan import Problem, RankPlan, plan_rank
