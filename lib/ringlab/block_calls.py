@@ -14,7 +14,8 @@ class Run:
     """``nodes`` dense calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first, step) of their rows.
 
     A query step of 0: all nodes have the same queries, and their results are merged. ``causal``: the last query of a
-    node sees all its keys, each one before it one fewer. ``first``: no earlier call wrote these rows.
+    node sees all its keys, each one before it one fewer. ``first``: no earlier call wrote these rows, and no two nodes
+    do.
     """
 
     rows: int

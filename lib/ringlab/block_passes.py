@@ -16,7 +16,8 @@ from .kernels.base import HALF, Kernel, device_type_of, takes_lower_right, wide
 from .merge import merge_
 from .strided import add_forward, fold, head_block, piece_limit, pieces
 
-STRIP, WIDE = 64, 192  # torch's CPU kernel takes fewer queries than WIDE 32 at a time, so that STRIP cost no more each
+# torch's CPU kernel takes fewer queries than WIDE 32 at a time, so that each of STRIP costs no more than one of 128.
+STRIP, WIDE = 64, 192
 
 
 def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) -> tuple[Tensor, Tensor]:
@@ -31,7 +32,8 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
         first, *runs = runs  # one call writes every row: its result becomes the output
         keys = slice(first.key[0], first.key[0] + first.keys)
         views = q, k[:, keys], v[:, keys]
-        if q.shape[0] == 1 and device_type_of(q) == "cpu":  # node by node, each a thread's own pages of the result
+        # Node by node, so that a thread writes pages of its own; keys that all nodes share fold into no larger batch.
+        if q.shape[0] == 1 and device_type_of(q) == "cpu":
             (views,) = fold(_views(first, (q, k, v), kv=(1, 2)))
         out, lse = kernel.forward(*views, False, scale)  # (b', m, h, d), (b', h, m)
         out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(*q.shape[:3], 1)
@@ -102,7 +104,8 @@ def _begins_whole(tiling: Tiling, q: Tensor, k: Tensor, several: bool) -> bool:
 
 
 def _in_strips(run: Run, kernel: Kernel) -> Iterator[Run]:
-    """A causal call of few queries as calls of fewer, which leave out more of the keys that none of them sees."""
+    """A causal call of blocks of 128 queries as one of their first and one of their last halves: the first leaves out
+    the keys that it does not see. For forward alone: in backward each would add gradients of all its keys."""
     few = run.causal and STRIP < run.rows < WIDE and run.rows % STRIP == 0
     rows = STRIP if few and takes_lower_right(kernel) else run.rows
     for at in range(0, run.rows, rows):

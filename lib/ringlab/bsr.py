@@ -112,7 +112,7 @@ def backward(dout, q, k, v, out, lse, index: Index, causal: bool, scale: float) 
         # Rows behind the last get finite ones, and add nothing: their dout, q and delta are 0.
         probs.sub_(index.cut(lse[i, h, :, None])[index.rows]).exp_()
         dv[i, :, kv] += index.transposed_times(probs, dout_)
-        # A row that sees one key has gradient 0: sum as delta does, so that the difference is 0 and not rounding.
+        # In blocks of one a row may see one key alone, with gradient 0: sum as delta does, so that it is, unrounded.
         grads = dout_[index.rows], v_[index.cols]  # (seen, size, d)
         grads = torch.bmm(grads[0], grads[1].mT) if index.size > 1 else (grads[0] * grads[1]).sum(-1, keepdim=True)
         grads.sub_(index.cut(delta)[index.rows]).mul_(probs).mul_(scale)

@@ -17,7 +17,9 @@ from .plan import first_and_step
 
 Entry = tuple[int, int, int, int]  # one dense call: rows, keys, the first query, the first key
 
-LONG, SHORT = 1024, 768  # fewer queries than SHORT take their keys LONG at a time, while these are in the cache
+# Fewer queries than SHORT take their keys LONG at a time, while these are in the cache; and those of few keys are in
+# nodes of LONG queries or more, as far as halving goes.
+LONG, SHORT = 1024, 768
 
 
 def tile(
@@ -118,7 +120,11 @@ def _in_a_row(run: Run) -> Run:
 
 
 def _halved(entry: Entry) -> Iterator[Entry]:
-    """A call of many queries by few keys as several, so that a thread writes pages of its own, near each other."""
+    """A call of many queries by few keys, halved down to LONG: a thread then writes pages of its own, near each other.
+
+    >>> [*_halved((4096, 512, 0, 0))][1:3], len([*_halved((3001, 512, 0, 0))])
+    ([(1024, 512, 1024, 0), (1024, 512, 2048, 0)], 1)
+    """
     rows, keys, q, k = entry
     pieces = 1
     while keys <= LONG and rows % (2 * pieces) == 0 and rows // pieces >= 2 * LONG:

@@ -71,9 +71,8 @@ def _mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
 
 
 def _finite(t: Tensor) -> bool:
-    """Whether no score was infinite: with -inf added, as this mask hides it, that is NaN in rows that must not see it.
-
-    A run without data (meta) takes it for granted.
+    """Whether a masked result is free of NaN: an infinite score and the -inf that hides it make one, in rows that must
+    not see that key. A run without data (meta) takes it for granted.
     """
     found = t.isfinite().all()
     return found.is_meta or bool(found)
