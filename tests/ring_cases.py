@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -247,6 +248,20 @@ def content_disagreed(cases):
         except PlanMismatch as error:
             told.append(str(error))
     return told
+
+
+def raises_and_kills_the_launcher() -> None:
+    """Rank 1 of ``elastic.launch`` raises, and ends torch's launcher once it has said so."""
+    if dist.get_rank() == 1:
+        end, launcher = Path(sys.argv[1], "1.end"), os.getppid()
+
+        def kill():
+            while not end.exists():
+                time.sleep(0.01)
+            os.kill(launcher, signal.SIGKILL)
+
+        threading.Thread(target=kill).start()  # the process waits for it
+        raise OSError("on purpose")
 
 
 def starts_a_child_and_raises(path: str) -> None:

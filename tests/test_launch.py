@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from ring_cases import fault, late_rank, sleeps, starts_a_child_and_raises
+from ring_cases import fault, late_rank, raises_and_kills_the_launcher, sleeps, starts_a_child_and_raises
 from ringlab.patterns import Dilated
 from ringlab.ring import blame, contiguous, elastic
 from ringlab.ring import launch as forked
@@ -68,6 +68,12 @@ def test_torchs_launcher_names_the_culprit_too(kind):
     with pytest.raises(RankFailed) as failure:
         elastic.launch(*job, timeout_s=3.0 if kind == "hang" else 60.0)
     assert str(failure.value) == FAULTS[kind] + (": last words" if kind == "kill" else "") and failure.value.rank == 1
+
+
+def test_what_a_rank_raised_is_kept_where_the_launcher_is_killed_then():
+    with pytest.raises(RankFailed) as failure:
+        elastic.launch(raises_and_kills_the_launcher, 2)
+    assert str(failure.value) == "rank 1 raised OSError: on purpose"
 
 
 def test_a_rank_that_never_joins_is_named(monkeypatch):

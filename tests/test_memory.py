@@ -3,8 +3,11 @@
 import contextlib
 import functools
 import gc
+import mmap
 import os
+import platform
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ringlab import memory, tracking
+from ringlab import memory, pages, tracking
 from ringlab.memory import LiveStorageTracker, MemoryPool
 from torch.utils.checkpoint import checkpoint
 
@@ -44,16 +47,16 @@ def test_advise_huge_says_whether_the_system_accepted():
 
 
 def test_advise_huge_is_silent_elsewhere(monkeypatch):
-    memory._madvise.cache_clear()
+    pages._madvise.cache_clear()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert memory.advise_huge(torch.empty(8 * MIB, dtype=torch.uint8)) is False
-    memory._madvise.cache_clear()
+    pages._madvise.cache_clear()
 
 
 def test_advice_stays_inside_the_buffer(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        memory, "_madvise", lambda: lambda start, size, advice: calls.append((start, size, advice)) or 0
+        pages, "_madvise", lambda: lambda start, size, advice: calls.append((start, size, advice)) or 0
     )
     for nbytes in (4 * MIB, 4 * MIB + 1, 9 * MIB - 64):
         t = memory.empty((nbytes,), torch.uint8)
@@ -61,7 +64,7 @@ def test_advice_stays_inside_the_buffer(monkeypatch):
         assert advice == 14 and start % 4096 == 0 == size % 4096
         assert t.data_ptr() <= start < t.data_ptr() + 65536
         assert t.data_ptr() + nbytes - 65536 < start + size <= t.data_ptr() + nbytes
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda *a: -1)
+    monkeypatch.setattr(pages, "_madvise", lambda: lambda *a: -1)
     assert memory.advise_huge(t) is False
 
 
@@ -69,6 +72,35 @@ def test_empty_is_torch_empty():
     for shape in ((), (0,), (3, 5), (1024, 2048)):
         t = memory.empty(shape, torch.bfloat16, "cpu")
         assert t.shape == torch.Size(shape) and t.dtype is torch.bfloat16 and t.is_contiguous() and not t.requires_grad
+
+
+REWRITE = """
+import resource, torch
+from ringlab.memory import keep_freed
+kept = KEEP and keep_freed()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(40 << 20, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(kept, min(faults() for _ in range(4)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+@pytest.mark.parametrize("keep", [False, True])
+def test_freed_memory_is_kept_once_asked_for(keep):
+    """A tensor of 40 MiB, freed and made again: a page fault for each of its pages, or none."""
+    done = subprocess.run(
+        [sys.executable, "-c", REWRITE.replace("KEEP", str(keep))], capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    kept, faults = done.stdout.split()
+    assert kept == str(keep) and (int(faults) < 100 if keep else int(faults) >= (40 * MIB) // mmap.PAGESIZE)
+
+
+def test_freed_memory_elsewhere_is_left_to_the_c_library(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert memory.keep_freed() is False
 
 
 # --- pool: reuse and bounds

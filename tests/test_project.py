@@ -242,7 +242,7 @@ FLOORS = {
     2: ["ring"],
     1: ["local", "strided", "fused", "gather", "tiles", "block_sparse", "block_passes", "bsr", "flex", "chosen",
         "kernels"],
-    0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "tracking", "hardware",
+    0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "pages", "tracking", "hardware",
         "blocks", "block_parts", "block_tree", "tiling", "block_calls", "pieces", "lists"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
@@ -280,7 +280,7 @@ SIDEWAYS = {
     "cost": {"patterns"},
     "plan": {"patterns"},
     "cache": {"patterns", "tracking"},
-    "memory": {"tracking"},
+    "memory": {"pages", "tracking"},
 }
 PROBED = {"xformers", "flash_attn", "flash_attn_interface", "triton"}  # inside functions of kernels/ and hardware/ only
 # Needs triton to be read, so nothing else imports it but functions, by its name.

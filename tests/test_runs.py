@@ -398,9 +398,11 @@ def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, monkeypatch, c
         return ask(self, command, timeout_s, **arguments)
 
     monkeypatch.setattr(processes.Handle, "ask", dying)
-    (result,) = measure([group := Group("g", [TINY], rounds=23)], tmp_path)
+    group, long = Group("g", [TINY], rounds=23), Group("long", [TINY], sample_s=10 * timing.MIN_SAMPLE_S)
+    result, other = measure([group, long], tmp_path)
     assert len(result.seconds) == 23 > timing.MAX_SAMPLES, "as many rounds as the group asks for"
-    assert group.composition(TINY) != Group("g", [TINY]).composition(TINY)
+    assert other.loops > 3 * result.loops and len(other.seconds) < 23, "as long samples, and fewer of them"
+    assert len({g.composition(TINY) for g in (group, long, Group("g", [TINY]))}) == 3
     assert result.status == "ok" and result.median and result.bound_seconds is None
     assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,14 +58,14 @@ def ordered(runs: list[Run], picked: list[Picked], rows: int) -> Tiling:
     """Runs that write most rows go first; those alone on theirs need no merge."""
     written, bare = torch.zeros(2, rows, dtype=torch.bool)
     found = []
-    for run in sorted(runs, key=lambda r: (-r.rows * (1 if r.shared else r.nodes), r.query)):
+    for run in sorted(runs, key=lambda r: (-r.rows * (1 if r.shared else r.nodes), r.shared, r.query)):
         (start, step), nodes = run.query, torch.arange(run.nodes)
         at = (start + step * nodes[:, None] + torch.arange(run.rows)).flatten()
         fresh = ~written[at]
         first = not run.shared and bool(fresh.all())
         bare[at[fresh]] = not first
         written[at] = True
-        found.append(Run(run.rows, run.keys, run.nodes, run.query, run.key, run.causal, first))
+        found.append(replace(run, first=first))
     bare |= ~written
     return Tiling(tuple(found), tuple(picked), tuple(_ranges(bare)))
 

@@ -52,17 +52,17 @@ class BlockSparse:
     def __post_init__(self):
         if not isinstance(self.parts, list | tuple):
             raise ValueError(f"parts must be a list of parts, as [Window(1)], got {self.parts!r}")
-        object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
         positive("block_size", self.block_size)
         if not self.parts:
             raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
         for part in self.parts:
             kind = type(part).__name__
-            if kind.lower() not in PARTS:
+            if not isinstance(part, Part):
                 raise ValueError(f"a part must be one of {', '.join(k.__name__ for k in PARTS.values())}, got {part!r}")
             for name, value in asdict(part).items():
                 if name not in ("seed", "rows", "columns") and value is not None:
                     positive(f"{kind} {name}", value, int(name not in NONE))
+        object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
 
     def __or__(self, other: BlockSparse) -> BlockSparse:
         if not isinstance(other, BlockSparse):
@@ -242,13 +242,17 @@ def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> Blo
     >>> hierarchical([(1, 1), (4, 8)], block_size=16).blocks(256)[9].nonzero().flatten().tolist()
     [4, 8, 9, 10, 12]
     """
+    pairs = isinstance(levels, list | tuple) and all(isinstance(x, list | tuple) and len(x) == 2 for x in levels)
+    if not pairs:
+        raise ValueError(f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {levels!r}")
     return BlockSparse([Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size)
 
 
 def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
     """The pattern of a bool mask of blocks (blocks, blocks), queries by keys."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
-        raise ValueError("a mask of blocks must be a square bool tensor (blocks, blocks)")
+    square = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 2 and len(set(mask.shape)) == 1
+    if not square or not len(mask):
+        raise ValueError("a mask of blocks must be a square bool tensor (blocks, blocks) of at least one block")
     rows = tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist())
     return BlockSparse([Given(rows)], block_size)
 

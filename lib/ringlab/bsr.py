@@ -113,8 +113,9 @@ def backward(dout, q, k, v, out, lse, index: Index, causal: bool, scale: float) 
         probs.sub_(index.cut(lse[i, h, :, None])[index.rows]).exp_()
         dv[i, :, kv] += index.transposed_times(probs, dout_)
         # In blocks of one a row may see one key alone, with gradient 0: sum as delta does, so that it is, unrounded.
-        grads = dout_[index.rows], v_[index.cols]  # (seen, size, d)
-        grads = torch.bmm(grads[0], grads[1].mT) if index.size > 1 else (grads[0] * grads[1]).sum(-1, keepdim=True)
+        at_q, at_k = dout_[index.rows], v_[index.cols]  # (seen, size, d)
+        grads = torch.bmm(at_q, at_k.mT) if index.size > 1 else (at_q * at_k).sum(-1, keepdim=True)
+        del at_q, at_k
         grads.sub_(index.cut(delta)[index.rows]).mul_(probs).mul_(scale)
         del probs  # before the next copy is made
         dq[i, :, h] = index.times(grads, k_)

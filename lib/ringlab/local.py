@@ -51,7 +51,7 @@ class Execution:
         for name, kind in (kinds | {"tile": int | Ladder | None}).items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"Execution: {name} cannot be {getattr(self, name)!r}")
-        if self.blocks not in block_sparse.WAYS:
+        if self.blocks not in tuple(block_sparse.WAYS):
             raise ValueError(f"Execution: unknown blocks {self.blocks!r}; known: {', '.join(block_sparse.WAYS)}")
         if self.merge not in MERGES:
             raise ValueError(f"Execution: unknown merge {self.merge!r}; known: {', '.join(MERGES)}")

@@ -17,7 +17,7 @@ class Member:
     samples: dict[int, float] = field(default_factory=dict)
     handle: Handle | Ranks | None = None
     row: dict = field(default_factory=lambda: {"status": "ok", "reason": ""})
-    estimate: float = 0.0
+    estimate: float = 0.0  # seconds of a sample
     wanted: int = 0
     spent: float = 0.0
     cpu_s: float = 0.0  # CPU time of its processes so far

@@ -115,7 +115,8 @@ class Group:
     """Points that are measured together, each in its own process; interleaved, they take turns sample by sample.
 
     Ratios within an interleaved group are paired round by round. ``timed=False`` checks the points and takes their
-    memory, and no time. ``rounds``: so many at least, where calls are so long that fewer would do.
+    memory, and no time. ``rounds``: so many at least, where calls are so long that fewer would do. ``sample_s``: a
+    sample takes so long at least, where some calls of a group are much longer than others: it is worth as much then.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Group:
     interleave: bool = True
     timed: bool = True
     rounds: int = 0
+    sample_s: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "points", tuple(self.points))
@@ -143,7 +145,8 @@ class Group:
 
     @property
     def _more(self) -> list[str]:
-        return [f"{self.rounds} rounds"] if self.rounds else []
+        asked = {"rounds": self.rounds, "s a sample": self.sample_s}
+        return [f"{value:g} {what}" for what, value in asked.items() if value]
 
     @property
     def ranks(self) -> int:

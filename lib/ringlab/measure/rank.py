@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ..ring import blame
 from .points import Point
 from .sharded import begin
-from .timing import clock_for
 from .worker import Worker, outcome
 
 
@@ -47,8 +46,8 @@ class RankWorker(Worker):
         # The runner's own time is up first, and it tells who is behind.
         blame.meet(store, self.rank, ranks, 2 * self.timeout_s, beat, backend)
 
-    def calibrate(self) -> dict:
-        return self.calibrate_with(SharedClock(clock_for(self.device, self.flush_l2), self.device))
+    def make_clock(self):
+        return SharedClock(super().make_clock(), self.device)
 
     def answer(self, command: str, **arguments) -> dict:
         """The reply to a command, and whether what was raised only tells that another rank has gone."""

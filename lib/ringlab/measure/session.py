@@ -101,7 +101,8 @@ class Session:
     def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: Neighbours) -> int:
         for member in members:
             if member.alive and not crammed(member):
-                member.estimate = self._step(group, member, "calibrate", 0.0).get("estimate", 0.0)
+                reply = self._step(group, member, "calibrate", 0.0, sample_s=group.sample_s)
+                member.estimate = reply.get("estimate", 0.0)
         alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
             member.wanted = max(count, group.rounds)

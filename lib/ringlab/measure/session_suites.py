@@ -22,6 +22,7 @@ LONG_TOKENS = 16384
 FAR = blocks.sliding_window(2, block_size=128)
 EXTREME_TOKENS = (65536, 131072, 262144)
 WAYS = ("rows", "batched", "views")  # of execution, as the document's journey goes
+KEPT = {"keep_freed": True}
 ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window shows
 LOOKED_UP = 2048  # the longest of the lengths whose patterns are looked up
 CACHES_MB = (0, 0.25, 1, 64)  # the last is the library's own; with 0 nothing is kept
@@ -72,16 +73,21 @@ def journey(dtype: str) -> Group:
 def efficiency(profile: hardware.Profile, device: str, dtype: str) -> Group:
     """Local and global blocks at about a tenth of all pairs; dense attention, and torch's kernel for the same mask.
 
-    A CPU takes seconds for the dense call, and its pace changes meanwhile: three rounds tell little.
+    On a CPU once more with freed memory kept, which shows what the page faults of a result cost.
+
+    It takes seconds for the dense call there, and its pace changes meanwhile: three rounds tell little, and one call
+    of half a second beside it too.
     """
     times = 4 if device == "cuda" and (profile.memory_bytes or 0) > LARGE_MEMORY else 1
     long = Point("ringlab", local_global(128, times), seq_len=times * LONG_TOKENS, dtype=dtype)
     masks = (long, long.but(pattern=local_global(64, times)))
     points = [*masks, long.but(causal=True), long.but(passes="fwd+bwd")]
+    if device == "cpu":
+        points.append(long.but(options=KEPT))
     dense = long.but(system="dense_sdpa", pattern=Dense())
     points += [dense, *([dense.but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute for it
     points.append(long.but(system="flex"))  # compiling it takes as long as all else
-    return Group(EFFICIENCY, tuple(points), rounds=6)
+    return Group(EFFICIENCY, tuple(points), rounds=6, sample_s=1.0 if device == "cpu" else 0.0)
 
 
 def local_global(block_size: int, times: int = 1) -> BlockSparse:

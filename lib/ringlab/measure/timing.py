@@ -56,17 +56,17 @@ def clock_for(device: torch.device, flush: bool = True):
     return CudaClock(device, flush) if device.type == "cuda" else CpuClock()
 
 
-def loops_for(seconds: float) -> int:
-    """Calls per sample, so that one sample is long enough to time.
+def loops_for(seconds: float, sample_s: float = 0.0) -> int:
+    """Calls per sample, so that one sample is long enough to time, and takes ``sample_s`` at least.
 
-    >>> loops_for(0.5), loops_for(0.003)
-    (1, 7)
+    >>> loops_for(0.5), loops_for(0.003), loops_for(0.3, 1.0)
+    (1, 7, 4)
     """
-    return max(1, math.ceil(MIN_SAMPLE_S / max(seconds, 1e-7)))
+    return max(1, math.ceil(max(sample_s, MIN_SAMPLE_S) / max(seconds, 1e-7)))
 
 
 def samples_for(seconds: float) -> int:
-    """Samples of a point whose call takes so long: 10, more for quick calls, fewer where they would take over 3 s.
+    """Samples of a point, each of which takes so long: 10, more for quick calls, fewer where they would take over 3 s.
 
     >>> samples_for(0.001), samples_for(0.2), samples_for(0.7), samples_for(2.5), samples_for(60.0)
     (30, 10, 4, 3, 3)

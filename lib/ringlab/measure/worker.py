@@ -79,20 +79,22 @@ class Worker:
             reply |= {"status": "incorrect", "reason": said or "nothing was checked"}
         return reply
 
-    def calibrate(self) -> dict:
-        """Warm up, longer where calls are quick and not where the checked call was long; choose a sample's loops."""
-        return self.calibrate_with(clock_for(self.device, self.flush_l2))
-
-    def calibrate_with(self, clock) -> dict:
-        self.clock = clock
+    def calibrate(self, sample_s: float) -> dict:
+        """Warm up, longer where calls are quick and not where the checked call was long; choose a sample's loops, so
+        that it takes ``sample_s`` at least, and reply with the seconds that it takes.
+        """
+        self.clock = self.make_clock()
         gc.collect()
         gc.disable()
         warmups, estimate, spent = 1, self.cold_s, 0.0
         while self.cold_s < LONG_S and (warmups < 2 or spent < WARM_S):  # by the clock, which ranks share
             estimate = self.clock.sample(self._call, 1)
             warmups, spent = warmups + 1, spent + estimate
-        self.loops = loops_for(estimate)
-        return {"estimate": estimate, "warmups": warmups, "loops": self.loops}
+        self.loops = loops_for(estimate, sample_s)
+        return {"estimate": estimate * self.loops, "warmups": warmups, "loops": self.loops}
+
+    def make_clock(self):
+        return clock_for(self.device, self.flush_l2)
 
     def sample(self, last: bool) -> dict:
         self.keep = last

@@ -82,6 +82,8 @@ def label(result) -> str:
         return f"{label(replace(result, point=point.first))}, once more"
     if s == DEFAULTS:
         return "ringlab.attention as called"
+    if "keep_freed" in s:
+        return "ringlab.attention, freed memory kept"
     if "blocks" in s:
         return f"ringlab.attention, blocks={s['blocks']}" + ("" if s["cache"] else ", cache off")
     if "pool_threshold_mb" in s:

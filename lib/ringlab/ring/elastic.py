@@ -46,7 +46,8 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
     Takes seconds, as every rank imports torch. ``function`` must be importable by name; ``threads`` per rank;
     ``timeout_s`` for the whole call, from when all have joined, and for every exchange. Raises RankFailed that names
     the rank which raised, died, left early, hangs or never joined, and RuntimeError where torch's launcher itself is
-    killed. Nothing is left running: ranks end by themselves when that launcher, or the process that called this, is.
+    killed before any rank has raised. Nothing is left running: ranks end by themselves when that launcher, or the
+    process that called this, is.
     """
     checked(function, args, ranks, timeout_s)
     with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
@@ -66,9 +67,10 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
             )
             try:
                 _watch(agent, folder, ranks, timeout_s)
-                if agent.returncode is not None and agent.returncode < 0:
-                    raise RuntimeError(f"torch's launcher {blame.death(agent.returncode)}")
                 ends, counts = _ends(agent, folder, ranks), blame.beats(folder, ranks)
+                raised = any(end.kind == "error" for end in ends.values())
+                if not raised and agent.returncode is not None and agent.returncode < 0:
+                    raise RuntimeError(f"torch's launcher {blame.death(agent.returncode)}")
             finally:
                 _stop(agent, folder, ranks)
         said = Path(folder, "stderr").read_text(errors="replace")

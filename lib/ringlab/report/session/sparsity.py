@@ -43,13 +43,14 @@ def _word(ratio, most: float) -> Cell | None:
 
 def efficiency(study: Study) -> Table:
     """Time over dense time times density, beside the target and torch's compiled kernel on the same mask."""
-    lines = []
+    lines, kept = [], rows.one(study, suite.EFFICIENCY, options=suite.KEPT)
     for row in study.rows(group=suite.EFFICIENCY, system=rows.OURS):
         p, ratio = row.point, over_share(study, row)
         same = {"pattern": p.pattern, "causal": p.causal, "passes": p.passes}
         flex = rows.one(study, suite.EFFICIENCY, "flex", **same)
+        mask = str(pattern_of(p)) + ("; freed memory kept" if row is kept else "")
         lines.append([
-            str(pattern_of(p)), rows.percent(rows.density(p)), _pass(p), ms(row), times(ratio),
+            mask, rows.percent(rows.density(p)), _pass(p), ms(row), times(ratio),
             _word(ratio, target(p)), ms(flex) if flex else None, times(study.ratio(row, flex)) if flex else None,
             error(row), bound(row), rows.peak(row),
         ])  # fmt: skip
@@ -66,8 +67,21 @@ def efficiency(study: Study) -> Table:
         lines or [["not measured", *[None] * 10]],
         note="Over dense × density: 1 where a pair costs what it costs in dense attention; dense is not causal in any "
         "row. " + ("" if timed else f"Dense attention with its backward is not timed but taken as {BACKWARD} × its "
-        "forward, by its FLOPs. ") + "FlexAttention is torch's compiled kernel on the same mask of blocks.",
+        "forward, by its FLOPs. ") + "FlexAttention is torch's compiled kernel on the same mask of blocks. "
+        + _kept(study, kept),
     )  # fmt: skip
+
+
+def _kept(study: Study, kept) -> str:
+    """What the page faults of a result cost, where that was measured."""
+    plain = kept and rows.one(study, suite.EFFICIENCY, pattern=kept.point.pattern, causal=False, passes="fwd")
+    ratio = study.ratio(plain, kept) if plain else None
+    if ratio is None:
+        return ""
+    return (
+        "Freed memory kept: the same call in a process that began with `ringlab.memory.keep_freed()`, so that results "
+        f"cost no page faults; it is {number(ratio.value)} times as fast ({number(ratio.low)} to {number(ratio.high)})."
+    )
 
 
 def _pass(point) -> str:
