@@ -260,7 +260,7 @@ def test_the_share_of_dense_is_by_density_and_pass():
     assert ratio.value == pytest.approx(row.median / (3.5 * density * dense.median), rel=0.02)
     assert "taken as 3.5" in document.efficiency(found).note
     assert "taken as 3.5" not in document.efficiency(page(name="h200", device="cuda")).note
-    about = "process that began with `ringlab.memory.keep_freed()`, so that results cost no page faults; it is 2.00"
+    about = "process that began with `ringlab.memory.keep_freed()`, so that results cost no page faults: 2.00× as fast"
     assert about in document.efficiency(page(slower(0.5, lambda r: dict(r.point.options) == session_suites.KEPT))).note
     assert "keep_freed" not in document.efficiency(page(name="h200", device="cuda")).note
     fast = page(slower(0.5, lambda r: r.group == session_suites.EFFICIENCY and r.point.system == "ringlab"))

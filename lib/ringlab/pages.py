@@ -1,8 +1,7 @@
 """Memory pages on the CPU: ask Linux for huge ones, and the C library to keep those that were freed.
 
 A large result is written to pages that the system hands out one by one, a page fault each, and takes back when it is
-freed: for a call of half a second whose result is 32 MiB this was about a twentieth of its time on the machine of the
-CPU reports (row "freed memory kept" of the session report).
+freed: a few per cent of a call of half a second whose result is 32 MiB (row "freed memory kept" of the session report).
 """
 
 from __future__ import annotations
@@ -65,10 +64,12 @@ def keep_freed() -> bool:
     """Have the C library keep freed memory for this process until it ends; True if it does.
 
     By default glibc returns a freed tensor of 32 MiB or more, and the free end of its heap, to the system, so that the
-    next call's result costs page faults again. Afterwards this process, all of its libraries, never shrinks: call it
-    once, at the start of a program that calls attention again and again on the CPU. It changes no value. Large tensors
-    of other threads than the first are still returned, and where another allocator stands in, as jemalloc, this plays
-    no part. Elsewhere than on glibc: False. Source: mallopt(3).
+    next call's result costs page faults again. Call it once, at the start of a program that calls attention again and
+    again on the CPU; it changes no value. The first calls still fault, until the heap has room. The price is memory:
+    the process, all of its libraries, never shrinks and may come to hold twice what is live at its peak, as a new
+    tensor does not always fit where an old one was. Large tensors of other threads than the first are still returned,
+    and where another allocator stands in, as jemalloc, this plays no part. Elsewhere than on glibc: False. Source:
+    mallopt(3).
 
     >>> keep_freed()  # doctest: +SKIP
     True

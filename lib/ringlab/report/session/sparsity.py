@@ -75,12 +75,12 @@ def efficiency(study: Study) -> Table:
 def _kept(study: Study, kept) -> str:
     """What the page faults of a result cost, where that was measured."""
     plain = kept and rows.one(study, suite.EFFICIENCY, pattern=kept.point.pattern, causal=False, passes="fwd")
-    ratio = study.ratio(plain, kept) if plain else None
-    if ratio is None:
+    cell = times(study.ratio(plain, kept)) if plain else None
+    if cell is None:
         return ""
     return (
         "Freed memory kept: the same call in a process that began with `ringlab.memory.keep_freed()`, so that results "
-        f"cost no page faults; it is {number(ratio.value)} times as fast ({number(ratio.low)} to {number(ratio.high)})."
+        f"cost no page faults: {cell.text} as fast ({cell.sub}). The peak is of one call; such a process never shrinks."
     )
 
 
