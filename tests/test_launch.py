@@ -94,8 +94,10 @@ def clock_past_joining(monkeypatch, launcher, counts: list[int]) -> None:
 def test_a_rank_that_never_joins_is_named(monkeypatch):
     monkeypatch.setattr(forked, "_rank", late_rank)
     clock_past_joining(monkeypatch, forked, [blame.WAITING, blame.ABSENT, blame.WAITING])
+    start = time.monotonic()
     with pytest.raises(RankFailed) as failure:
         forked.launch(dist.get_rank, 3)
+    assert time.monotonic() - start < blame.JOIN_S, "nothing waits on for a rank that is late"
     assert str(failure.value) == "rank 1 has not joined within 60 s" and failure.value.rank == 1
 
 
