@@ -5,9 +5,23 @@ from dataclasses import dataclass
 
 import torch
 from ringlab import Dense, Dilated, Execution, attention, reference
+from ringlab.memory import MemoryPool
 from ringlab.patterns import MIXINGS, OFFSETS
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+class Stained(MemoryPool):
+    """Results of any size in memory that holds NaN, as memory that was used before may."""
+
+    def __init__(self):
+        super().__init__(threshold_bytes=0)
+
+    def lend(self, *args, **kwargs):
+        return super().lend(*args, **kwargs).fill_(torch.nan)
+
+
+STAINED = Stained()
 
 
 @dataclass
@@ -57,7 +71,12 @@ def random_case(rng: random.Random):
         causal=rng.random() < 0.5,
         dtype=rng.choice(DTYPES),
         scale=rng.choice([None] * 6 + [0.3] * 4 + [-0.2] * 4 + [0.0]),
-        execution=Execution(gather=rng.random() < 0.3, cache=rng.random() < 0.5, pool=rng.random() < 0.5),
+        execution=Execution(
+            gather=rng.random() < 0.3,
+            cache=rng.random() < 0.5,
+            pool=rng.random() < 0.5,
+            results=rng.choice([True, STAINED]),
+        ),
         backend=rng.choice(["auto", "eager"]),
         lse_cotangent=rng.random() < 0.5,
         transposed=rng.random() < 0.2,

@@ -264,6 +264,19 @@ def raises_and_kills_the_launcher() -> None:
         raise OSError("on purpose")
 
 
+class TwoParts(Exception):
+    """Is pickled, but not read back: that calls it with its message alone."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def returns_what_cannot_be_had(how: str):
+    """Rank 1 returns what cannot be sent, or not be read back."""
+    if dist.get_rank() == 1:
+        return threading.Lock() if how == "sent" else TwoParts(1, 2)
+
+
 def starts_a_child_and_raises(path: str) -> None:
     if dist.get_rank() == 1:
         Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))

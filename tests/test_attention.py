@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 from helpers import engine_results, errors, oracle_results, random_case
-from ringlab import Dense, Dilated, Execution, Simulated, attention, merge, reference, strided
+from ringlab import Dense, Dilated, Execution, Simulated, attention, blocks, memory, merge, reference, strided
 from ringlab.kernels.torch_cpu import CpuFlash
 from ringlab.plan import Call
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 PLAIN = Execution(gather=True, cache=False, pool=False)
@@ -130,6 +131,44 @@ def test_results_survive_later_calls():
     for _ in range(10):
         attention(torch.randn_like(q), q, q, LADDER, execution=pool)
     assert torch.equal(out, kept)
+
+
+@pytest.mark.parametrize("pattern", [LADDER, Dense(), blocks.local_global(1, 1, block_size=32)])
+def test_results_have_the_memory_of_those_let_go(pattern):
+    pool = memory.MemoryPool(threshold_bytes=0)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 300, 4, 16, requires_grad=True) for _ in range(3))
+
+    def call(execution):
+        out = attention(q, k, v, pattern, execution=execution)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    fresh, kept = call(Execution(results=False)), call(Execution(results=pool))
+    view = call(Execution(results=pool))[0].detach()[:, -1:]  # of what is let go, a view of the result is kept
+    stats = pool.stats()
+    assert (stats.borrows, stats.allocations, stats.held_bytes) == (2, 2, 2 * 4 * q.numel())  # gradients are not lent
+    kept_at, view_at = kept[0].data_ptr(), view.untyped_storage().data_ptr()
+    third = call(Execution(results=pool))[0].data_ptr()
+    again = call(Execution(results=pool))
+    assert again[0].data_ptr() == third not in (kept_at, view_at)
+    assert (pool.stats().allocations, pool.stats().reuses) == (3, 1) and torch.equal(view, fresh[0][:, -1:])
+    for a, b, c in zip(fresh, kept, again):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_only_large_results_on_a_cpu_are_lent():
+    held = []
+    for n, dtype in ((2**14, torch.float32), (2**13, torch.float32), (2**14, torch.bfloat16)):
+        q = torch.zeros(1, n, 4, 64, dtype=dtype)
+        pool = Execution().results_of(q)
+        held.append(pool is memory.RESULTS)
+        assert Execution(results=False).results_of(q) is None
+        assert Execution(results=memory.MemoryPool(max_bytes=1 << 20)).results_of(q) is None  # would not be kept
+    assert held == [True, False, False] and memory.RESULTS.threshold_bytes == 16 << 20
+    with FakeTensorMode():
+        assert Execution().results_of(torch.zeros(1, 2**14, 4, 64)) is None
+    with pytest.raises(TypeError, match="results cannot be 16"):
+        Execution(results=16)
 
 
 def test_no_gradient_is_computed_where_none_is_asked_for():

@@ -6,9 +6,10 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import Case, engine_results, errors, oracle_results
+from helpers import STAINED, Case, engine_results, errors, oracle_results
 from ringlab import (
     BlockSparseOptimized,
     BlockSparseRingDilatedAttention,
@@ -62,7 +63,8 @@ def tensors(shape, dtype, seed=0):
 
 def case(pattern, shape, dtype, causal, way):
     b, h, kv, n = shape
-    return Case(pattern, b, n, h, kv, 16, causal, dtype, None, Execution(blocks=way), "auto", True, False)
+    execution = Execution(blocks=way, results=STAINED)
+    return Case(pattern, b, n, h, kv, 16, causal, dtype, None, execution, "auto", True, False)
 
 
 def brute(pattern, n, causal):
@@ -422,11 +424,46 @@ def test_density_is_solved_for():
     assert BlockSparse([Window(2**40, 0), Strided(2**33, 2**33)], 16).blocks(64).equal(torch.ones(4, 4).bool().tril())
 
 
+ODD = [  # parts as no to_dict writes them
+    (5, r"parts must be a list of parts, as \[Window\(1\)\], got 5"),
+    ("window", "parts must be a list of parts, .*, got 'window'"),
+    (None, "parts must be a list of parts, .*, got None"),
+    ([7], "unknown part of a block-sparse pattern: 7; known: window, strided"),
+    ([Window(1)], r"unknown part of a block-sparse pattern: Window\(before=1"),
+    ([{}], "unknown part of a block-sparse pattern: {}"),
+    ([{"part": ["window"]}], r"unknown part of a block-sparse pattern: {'part': \['window'\]}"),
+    ([{"part": "window"}], "no part of .*: {'part': 'window'}: .* missing 1 required positional argument: 'before'"),
+    ([{"part": "window", "before": 1, "size": 2}], "no part of .*: .* got an unexpected keyword argument 'size'"),
+    ([{"part": "window", "before": 1, 5: 2}], "no part of .*: keywords must be strings"),
+    ([{"part": "window", "before": "1"}], "Window before must be an integer of at least 0 .*, got '1'"),
+    ([{"part": "window", "before": [1]}], r"Window before must be an integer of at least 0 .*, got \(1,\)"),
+    ([{"part": "global", "count": 1, "rows": "yes"}], r"rows, columns or both must be True, .*, got \('yes', True\)"),
+    ([{"part": "given", "rows": [[1]]}], "rows must be hexadecimal bit sets"),
+    ([{"part": "x" * 3000}], r"unknown part of a block-sparse pattern: {'part': 'x{87}\.\.\.; known: window"),
+]
+
+
 @pytest.mark.parametrize(
     "make, why",
     [
         (lambda: BlockSparse([Window(1)], 0), "block_size must be a positive integer up to 2..40, got 0"),
         (lambda: BlockSparse([], 8), "needs at least one part"),
+        (lambda: BlockSparse([type("Near", (Window,), {})(1)], 8), r"one of Window.*, no subclass, got Near\(before"),
+        (lambda: blocks.sliding_window(None), "Window before must be an integer of at least 0 up to 2..40, got None"),
+        (lambda: blocks.local_global(1, None), "Global count must be a positive integer up to 2..40, got None"),
+        (lambda: blocks.hierarchical([(2, None)]), "Coarse reach must be an integer of at least 0 .*, got None"),
+        (lambda: blocks.hierarchical([(None, 2)]), "Coarse stride must be a positive integer .*, got None"),
+        (lambda: BlockSparse([Segment(None)], 8), "Segment length must be a positive integer .*, got None"),
+        (lambda: BlockSparse([Segment(2, None)], 8), "Segment rate must be a positive integer .*, got None"),
+        (lambda: BlockSparse([Strided(None)], 8), "Strided rate must be a positive integer .*, got None"),
+        (lambda: BlockSparse([Strided(2, True)], 8), "Strided steps must be a positive integer .*, got True"),
+        (lambda: BlockSparse([Random(None)], 8), "Random count must be a positive integer .*, got None"),
+        (lambda: Random(1, None), "Random seed must be an integer of at least 0 .*, got None"),
+        (lambda: BlockSparse([Global(True)], 8), "Global count must be a positive integer .*, got True"),
+        (lambda: Global(1, [True], True), r"both must be True, the other False, got \(\[True\], True\)"),
+        (lambda: Global(1, True, 1), r"rows, columns or both must be True, the other False, got \(True, 1\)"),
+        (lambda: Global(1, torch.ones(90, 90)), r"the other False, got \(tensor\(\[\[1., .*\.\.\.$"),
+        (lambda: blocks.hierarchical(list(range(2000))), r"^levels must be .*, got \[0, 1, 2, .{87}\.\.\.$"),
         (lambda: BlockSparse([3], 8), "a part must be one of Window"),
         (lambda: BlockSparse([[1]], 8), r"a part must be one of Window.*, got \[1\]"),
         (lambda: blocks.hierarchical([(1,)]), r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]"),
@@ -449,14 +486,36 @@ def test_density_is_solved_for():
         (lambda: blocks.from_mask(torch.ones(7, 7, dtype=torch.bool), block_size=8).blocks(64),
          "the mask given is of 7 blocks, n = 64 has 8"),
         (lambda: blocks.from_mask(torch.ones(7, 8, dtype=torch.bool)), "a square bool tensor"),
+        (lambda: blocks.from_mask(torch.ones(7, 8, dtype=torch.bool)),
+         r"got Tensor of torch.bool, shape \(7, 8\), torch.strided on cpu"),
+        (lambda: blocks.from_mask(torch.ones(7, 7)), r"got Tensor of torch.float32, shape \(7, 7\)"),
+        (lambda: blocks.from_mask(torch.ones(7, 7, dtype=torch.bool).to_sparse()),
+         r"got Tensor of torch.bool, shape \(7, 7\), torch.sparse_coo on cpu"),
+        (lambda: blocks.from_mask(torch.ones(7, 7, dtype=torch.bool, device="meta")),
+         r"neither nested, sparse nor meta, got Tensor of torch.bool, shape \(7, 7\), torch.strided on meta"),
+        (lambda: blocks.from_mask(torch.nested.nested_tensor([torch.ones(2) > 0], layout=torch.jagged)),
+         "neither nested, sparse nor meta, got NestedTensor$"),
+        (lambda: blocks.from_mask([[True]]), "got list"),
         (lambda: blocks.local_global(1, 1).with_density(0.0, 1024), r"density must be in \(0, 1\], got 0.0"),
         (lambda: blocks.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
         (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "no window and no random blocks"),
         (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
         (lambda: Execution(blocks="fast"), "unknown blocks 'fast'; known: auto, views"),
         (lambda: Execution(blocks=["views"]), r"unknown blocks \['views'\]; known: auto, views"),
+        (lambda: Execution(blocks=np.array(["auto"])), r"unknown blocks array\(\['auto'\], dtype='<U4'\); known: auto"),
+        (lambda: Execution(blocks=np.ones((2, 2))), r"unknown blocks array\(\[\[1., 1.\], \[1., 1.\]\]\); known: auto"),
+        (lambda: Execution(blocks=None), "unknown blocks None; known: auto"),
+        (lambda: Execution(merge=np.array(["auto", "eager"])), r"unknown merge array\(\['auto', 'eager'\]"),
+        (lambda: Execution(merge={}), "unknown merge {}; known: auto, eager, fused"),
         (lambda: patterns.from_dict({"kind": "block_sparse", "parts": [{"part": "ring"}], "block_size": 8}),
          "unknown part of a block-sparse pattern"),
+        *((lambda parts=parts: BlockSparse.from_dict({"parts": parts, "block_size": 8}), why) for parts, why in ODD),
+        (lambda: BlockSparse.from_dict({"block_size": 8}), "needs at least one part"),
+        (lambda: BlockSparse.from_dict({"parts": [], "size": 8}), r"parts and block_size alone, got {'parts': \[\]"),
+        (lambda: BlockSparse.from_dict([Window(1)]), r"parts and block_size alone, got \[Window\(before=1"),
+        (lambda: patterns.from_dict([3]), "a pattern is restored from a dict, got list"),
+        (lambda: patterns.from_dict({"kind": ["dense"]}), r"unknown pattern kind \['dense'\]; known: dense"),
+        (lambda: patterns.from_dict({"kind": "dense", 3: 4, "size": 5}), "unknown fields for pattern 'dense': 3, size"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(make, why):

@@ -37,7 +37,8 @@ def tracked(pattern, n, dtype, passes, causal, backend, execution, kv_heads=4) -
 EXECUTIONS = {
     "plain": {}, "no cache": {"cache": False}, "gather": {"gather": True}, "tile": {"tile": 128},
     "views": {"blocks": "views"}, "batched": {"blocks": "batched"}, "rows": {"blocks": "rows"},
-    "pool": {"pool": 0}, "gather pool": {"gather": True, "pool": 1 << 16},
+    "pool": {"pool": 0}, "gather pool": {"gather": True, "pool": 1 << 16}, "results": {"results": 0},
+    "results views": {"results": 0, "blocks": "views"},
 }  # fmt: skip
 CASES = [
     (LADDER, torch.float32, "fwd+bwd", True, "auto", "plain", 4),
@@ -50,16 +51,19 @@ CASES = [
     (BLOCKS, torch.float32, "fwd+bwd", True, "auto", "views", 4),
     (BLOCKS, torch.float32, "fwd", False, "auto", "batched", 2),
     (BLOCKS, torch.bfloat16, "fwd", False, "auto", "rows", 4),
+    (LADDER, torch.float32, "fwd+bwd", False, "auto", "results", 4),
+    (BLOCKS, torch.float32, "fwd+bwd", False, "auto", "results views", 4),
+    (BLOCKS, torch.bfloat16, "fwd+bwd", False, "auto", "results views", 2),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].to_dict()['kind']}-{c[2]}-{c[4]}-{c[5]}")
 def test_the_peak_is_the_one_that_the_tracker_sees(case):
     pattern, dtype, passes, causal, backend, how, kv_heads = case
-    pool = EXECUTIONS[how].get("pool")
+    pools = {name: size for name, size in EXECUTIONS[how].items() if name in ("pool", "results")}
 
     def execution():
-        own = {} if pool is None else {"pool": memory.MemoryPool(threshold_bytes=pool)}
+        own = {name: memory.MemoryPool(threshold_bytes=size) for name, size in pools.items()}
         return Execution(**{"cache": PatternCache()} | EXECUTIONS[how] | own)
 
     n = 1000

@@ -10,9 +10,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch.distributed as dist
-from ring_cases import fault, late_rank, raises_and_kills_the_launcher, sleeps, starts_a_child_and_raises
+from ring_cases import (
+    fault,
+    late_rank,
+    raises_and_kills_the_launcher,
+    returns_what_cannot_be_had,
+    sleeps,
+    starts_a_child_and_raises,
+)
 from ringlab.patterns import Dilated
 from ringlab.ring import blame, contiguous, elastic
 from ringlab.ring import launch as forked
@@ -205,12 +213,45 @@ def test_a_function_of_a_cell_is_refused():
         (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
         (fault, (), {"ranks": 2.5}, "ranks must be a positive integer, got 2.5"),
         (fault, (), {"timeout_s": 0}, "timeout_s must be positive, got 0"),
+        (fault, (), {"timeout_s": -1.5}, "timeout_s must be positive, got -1.5"),
+        (fault, (), {"timeout_s": float("nan")}, "timeout_s must be positive, got nan"),
+        (fault, (), {"timeout_s": None}, "timeout_s must be a number of seconds up to 1,000,000, got None"),
+        (fault, (), {"timeout_s": True}, "timeout_s must be a number of seconds up to 1,000,000, got True"),
+        (fault, (), {"timeout_s": "9"}, "timeout_s must be a number of seconds up to 1,000,000, got '9'"),
+        (fault, (), {"timeout_s": np.ones((2, 2))}, r"timeout_s must be a number of seconds .*, got array\(\[\[1., 1."),
+        (fault, (), {"timeout_s": float("inf")}, "timeout_s must be a number of seconds up to 1,000,000, got inf"),
+        (fault, (), {"threads": None}, "threads must be a positive integer, got None"),
+        (fault, (), {"threads": True}, "threads must be a positive integer, got True"),
     ],
 )
 def test_what_cannot_be_launched_is_one_line(function, args, more, why):
     for launch in (forked.launch, elastic.launch):
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=why) as failure:
             launch(function, *(more.get("ranks", 2), *args), **{k: v for k, v in more.items() if k != "ranks"})
+        assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "more, why", [({"ranks": 0}, "ranks must be a positive integer, got 0"), ({"timeout_s": None}, "timeout_s .* None")]
+)
+def test_what_cannot_be_collected_is_one_line(more, why, tmp_path):
+    with pytest.raises(ValueError, match=why):
+        elastic.collect(tmp_path, **{"ranks": 2} | more)
+
+
+@pytest.mark.parametrize(
+    "launch, how, why",
+    [
+        (forked.launch, "sent", "^rank 1 raised TypeError: its result, of type lock, cannot be sent back: "
+         "TypeError: cannot pickle '_thread.lock' object"),
+        (elastic.launch, "sent", "^rank 1 raised TypeError: its result, of type lock, cannot be sent back: "),
+        (forked.launch, "read", "^rank 1 returned what cannot be read back: TypeError: TwoParts"),
+    ],
+)  # fmt: skip
+def test_a_result_that_cannot_come_back_names_its_rank_and_why(launch, how, why):
+    with pytest.raises(RankFailed, match=why) as failure:
+        launch(returns_what_cannot_be_had, 2, how)
+    assert failure.value.rank == 1 and "\n" not in str(failure.value)
 
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):

@@ -76,31 +76,25 @@ def test_empty_is_torch_empty():
 
 REWRITE = """
 import resource, torch
-from ringlab.memory import keep_freed
-kept = KEEP and keep_freed()
-def faults():
+from ringlab.memory import MemoryPool
+pool = MemoryPool()
+def faults(make):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.empty(40 << 20, dtype=torch.uint8).fill_(1)
+    make((40 << 20,), dtype=torch.uint8).fill_(1)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(kept, min(faults() for _ in range(4)))
+print(*[min(faults(make) for _ in range(4)) for make in (torch.empty, pool.lend)])
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
-@pytest.mark.parametrize("keep", [False, True])
-def test_freed_memory_is_kept_once_asked_for(keep):
-    """A tensor of 40 MiB, freed and made again: a page fault for each of its pages, or none."""
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators may keep what is freed")
+def test_lent_memory_costs_no_page_faults():
+    """A tensor of 40 MiB, let go and made again: a page fault for each of its pages, or none."""
     done = subprocess.run(
-        [sys.executable, "-c", REWRITE.replace("KEEP", str(keep))], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", REWRITE], capture_output=True, text=True, check=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
-    kept, faults = done.stdout.split()
-    assert kept == str(keep) and (int(faults) < 100 if keep else int(faults) >= (40 * MIB) // mmap.PAGESIZE)
-
-
-def test_freed_memory_elsewhere_is_left_to_the_c_library(monkeypatch):
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert memory.keep_freed() is False
+    fresh, lent = map(int, done.stdout.split())
+    assert fresh >= (40 * MIB) // mmap.PAGESIZE and lent < 100
 
 
 # --- pool: reuse and bounds
@@ -226,13 +220,17 @@ def test_cuda_buffers_belong_to_a_stream():
         assert t.data_ptr() == first
 
 
-def test_out_of_memory_first_gives_up_what_is_idle(monkeypatch):
+OUT = [torch.OutOfMemoryError("injected"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+
+
+@pytest.mark.parametrize("error", OUT, ids=["cuda", "cpu"])
+def test_out_of_memory_first_gives_up_what_is_idle(error, monkeypatch):
     pool, real, left = small_pool(), memory.empty, [1]
 
     def fail_once(*args):
         if left[0]:
             left[0] -= 1
-            raise torch.OutOfMemoryError("injected")
+            raise error
         return real(*args)
 
     address_of(pool, (64,))
@@ -241,9 +239,14 @@ def test_out_of_memory_first_gives_up_what_is_idle(monkeypatch):
     assert pool.stats().idle_bytes == 4096 and pool.stats().evictions == 1
     pool.clear()
     left[0] = 1
-    with pytest.raises(torch.OutOfMemoryError), pool.borrow((64,)):
+    with pytest.raises(type(error), match="injected|you tried"), pool.borrow((64,)):
         pass
     assert pool.stats().live_bytes == 0
+    address_of(pool, (64,))
+    left[0], error = 1, RuntimeError("no lack of memory")
+    with pytest.raises(RuntimeError, match="no lack"):
+        pool.lend((1024,))
+    assert pool.stats().idle_bytes == 256 and pool.stats().live_bytes == 0
 
 
 def test_clear_and_close():
@@ -333,6 +336,61 @@ def test_escaped_bytes_are_not_reused_until_they_are_let_go(escape):
     assert t.eq(1).all()  # whoever kept the bytes keeps them unchanged
     del kept, t
     assert pool.stats().held_bytes == 0 and pool.stats().idle_bytes == 512
+
+
+@pytest.mark.parametrize("escape", [*ESCAPES, "numpy", "saved"])
+def test_lent_bytes_are_not_lent_again_until_they_are_let_go(escape):
+    pool = small_pool()
+    t = pool.lend((8, 8)).fill_(1)
+    address, weight = t.data_ptr(), torch.ones(8, 8, requires_grad=True)
+    escapes = ESCAPES | {"numpy": lambda t: t.numpy(), "saved": lambda t: weight * t}
+    kept = escapes[escape](t)
+    del t
+    other = pool.lend((8, 8)).fill_(2)
+    assert other.data_ptr() != address and pool.stats().held_bytes == 512 and pool.stats().refused == 0
+    if escape == "saved":
+        kept.sum().backward()
+        assert weight.grad.eq(1).all()
+    del kept
+    again = pool.lend((4, 16))  # what was exported to NumPy never comes back
+    assert (again.data_ptr() == address) == (escape != "numpy") and other.eq(2).all()
+
+
+def test_lent_tensors_have_storages_of_their_own_size():
+    pool = small_pool()
+    address_of(pool, (100,))
+    lent = pool.lend((5, 5), torch.bfloat16)
+    assert lent.untyped_storage().nbytes() == 50 and pool.stats().idle_bytes == 448
+    with torch.inference_mode():
+        assert not pool.lend((3,)).is_inference()
+    assert pool.lend((0, 4)).shape == (0, 4) and pool.lend((4, 2), F32, "meta").is_meta
+    assert MemoryPool().lend((4,)).shape == (4,) and MemoryPool().lend((4, 2), device="cpu").is_contiguous()
+    with pytest.raises(ValueError, match=r"got \(2, -3\)"):
+        pool.lend((2, -3))
+    pool.close()
+    assert lent.fill_(1).sum() == 25
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.lend((1,))
+
+
+def test_threads_never_share_what_is_lent():
+    pool, wrong = small_pool(), []
+
+    def work(number: int):
+        rng, kept = random.Random(number), []
+        for i in range(400):
+            t = pool.lend((rng.choice([64, 65, 128]),)).fill_(1000 * number + i)
+            kept.append((t, 1000 * number + i))
+            if len(kept) > 5:
+                t, value = kept.pop(rng.randrange(5))
+                wrong.extend([value] * bool(t.ne(value).any()))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and pool.stats().reuses > 0 and pool.stats().borrows == 2400
 
 
 def test_held_bytes_are_bounded_and_given_up_first():

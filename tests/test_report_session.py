@@ -260,9 +260,9 @@ def test_the_share_of_dense_is_by_density_and_pass():
     assert ratio.value == pytest.approx(row.median / (3.5 * density * dense.median), rel=0.02)
     assert "taken as 3.5" in document.efficiency(found).note
     assert "taken as 3.5" not in document.efficiency(page(name="h200", device="cuda")).note
-    about = "process that began with `ringlab.memory.keep_freed()`, so that results cost no page faults: 2.00× as fast"
-    assert about in document.efficiency(page(slower(0.5, lambda r: dict(r.point.options) == session_suites.KEPT))).note
-    assert "keep_freed" not in document.efficiency(page(name="h200", device="cuda")).note
+    about = "`Execution(results=False)`) they cost page faults: without these the call is 2.00× as fast"
+    assert about in document.efficiency(page(slower(2, lambda r: dict(r.point.options) == session_suites.FRESH))).note
+    assert "results=False" not in document.efficiency(page(name="h200", device="cuda")).note
     fast = page(slower(0.5, lambda r: r.group == session_suites.EFFICIENCY and r.point.system == "ringlab"))
     cells = [line[5] for line in document.efficiency(fast).rows if line[5]]
     assert {c.sub for c in cells} == {"met"} and [c.text for c in cells] == ["1.2×", "1.35×", "1.5×", "1.4×", "1.2×"]
@@ -302,8 +302,8 @@ def test_labels_name_the_way_and_the_step():
     assert names.label(row) == "ringlab.attention as called"
     other = replace(row, point=row.point.but(options={"blocks": "rows", "cache": False}))
     assert names.label(other) == "ringlab.attention, blocks=rows, cache off"
-    kept = replace(row, point=row.point.but(options=session_suites.KEPT))
-    assert names.label(kept) == "ringlab.attention, freed memory kept"
+    fresh = replace(row, point=row.point.but(options=session_suites.FRESH))
+    assert names.label(fresh) == "ringlab.attention, results in fresh memory"
     built = replace(row, point=row.point.but(system="plan_build", options={"blocks": "rows", "warm": False}))
     assert names.label(built) == "Calls of blocks, rows, built"
 

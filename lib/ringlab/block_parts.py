@@ -68,8 +68,9 @@ class Global:
     columns: bool = True
 
     def __post_init__(self):
-        if not (self.rows is True or self.columns is True) or not {self.rows, self.columns} <= {True, False}:
-            raise ValueError(f"Global: rows, columns or both must be True, got {self.rows!r} and {self.columns!r}")
+        flags = self.rows, self.columns
+        if not all(isinstance(flag, bool) for flag in flags) or not any(flags):
+            raise ValueError(f"Global: rows, columns or both must be True, the other False, got {shown(flags)}")
 
     def seen(self, rows, cols, count):
         return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
@@ -148,6 +149,8 @@ Part = Window | Strided | Segment | Global | Random | Coarse | Given
 PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
 LARGEST = 2**40  # beyond any sequence
 NONE = ("before", "after", "reach")  # may be 0
+OPEN = ("after", "steps")  # may be None
+OWN = ("seed", "rows", "columns")  # no counts: their parts check them
 
 
 def described(part: Part) -> str:
@@ -169,8 +172,57 @@ def described(part: Part) -> str:
             return f"a given mask ({crc32(' '.join(rows).encode()):08x})"
 
 
+def check(parts: list[Part] | tuple[Part, ...]) -> None:
+    """Raise ValueError for no part, one that is none of ours (no dict restores a subclass) or has no proper counts."""
+    if not isinstance(parts, list | tuple):
+        raise ValueError(f"parts must be a list of parts, as [Window(1)], got {shown(parts)}")
+    if not parts:
+        raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
+    for part in parts:
+        if type(part) not in PARTS.values():
+            known = ", ".join(kind.__name__ for kind in PARTS.values())
+            raise ValueError(f"a part must be one of {known}, no subclass, got {shown(part)}")
+        for name, value in vars(part).items():
+            if name not in OWN and not (value is None and name in OPEN):
+                positive(f"{type(part).__name__} {name}", value, int(name not in NONE))
+
+
+def restored(given: dict) -> Part:
+    """The part that one of the dicts in a pattern's ``to_dict`` describes."""
+    name = given.get("part") if isinstance(given, dict) else None
+    if not isinstance(name, str) or name not in PARTS:
+        raise ValueError(f"unknown part of a block-sparse pattern: {shown(given)}; known: {', '.join(PARTS)}")
+    try:
+        return PARTS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "part"})
+    except TypeError as error:  # for fields that are missing or unknown
+        raise ValueError(f"no part of a block-sparse pattern: {shown(given)}: {error}") from None
+
+
+def of_mask(mask: Tensor) -> Given:
+    """The part of a bool mask of blocks (blocks, blocks); ValueError for what has no such values to read."""
+    got, fits = type(mask).__name__, False
+    if isinstance(mask, Tensor) and not mask.is_nested:  # one that is nested has no shape to tell
+        got += f" of {mask.dtype}, shape {tuple(mask.shape)}, {mask.layout} on {mask.device}"
+        square = mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 0
+        fits = square and mask.dtype == torch.bool and mask.layout == torch.strided and not mask.is_meta
+    if not fits:
+        wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
+        raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
+    return Given(tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist()))
+
+
 def positive(name: str, value, least: int = 1) -> None:
     """Raise ValueError unless ``value`` is an integer from ``least``, 0 or 1, to the largest there may be."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
         wanted = "a positive integer" if least else "an integer of at least 0"
-        raise ValueError(f"{name} must be {wanted} up to 2**40, got {value!r}")
+        raise ValueError(f"{name} must be {wanted} up to 2**40, got {shown(value)}")
+
+
+def shown(value) -> str:
+    """A value of any kind and size, as a message of one line shows it.
+
+    >>> shown(torch.eye(2)), len(shown(list(range(2000))))
+    ('tensor([[1., 0.], [0., 1.]])', 100)
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .block_calls import Picked, Run, Tiling
 from .kernels.base import HALF, Kernel, device_type_of, takes_lower_right, wide
+from .memory import MemoryPool, empty_like
 from .merge import merge_
 from .strided import add_forward, fold, head_block, piece_limit, pieces
 
@@ -20,15 +21,17 @@ from .strided import add_forward, fold, head_block, piece_limit, pieces
 STRIP, WIDE = 64, 192
 
 
-def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) -> tuple[Tensor, Tensor]:
+def forward(
+    q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None, results: MemoryPool | None = None
+) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) in q's dtype and lse (b, h, n); q (b, n, h, d), k and v (b, m, h_kv, d).
 
-    ``into``: out and lse (b, n, h, 1) of other keys, into which these are merged.
+    ``into``: out and lse (b, n, h, 1) of other keys, into which these are merged. ``results``: a pool that lends out.
     """
     fresh = into is None
     several = not fresh or bool(tiling.picked) or len(tiling.runs) > 1
     runs = tiling.runs
-    if fresh and _begins_whole(tiling, q, k, several):
+    if fresh and results is None and _begins_whole(tiling, q, k, several):
         first, *runs = runs  # one call writes every row: its result becomes the output
         keys = slice(first.key[0], first.key[0] + first.keys)
         views = q, k[:, keys], v[:, keys]
@@ -38,7 +41,7 @@ def forward(q, k, v, tiling: Tiling, scale: float, kernel: Kernel, into=None) ->
         out, lse = kernel.forward(*views, False, scale)  # (b', m, h, d), (b', h, m)
         out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(*q.shape[:3], 1)
     elif fresh:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = empty_like(q, results)
         lse = torch.empty(*q.shape[:3], 1, dtype=wide(q.dtype), device=q.device)  # (b, n, h, 1)
     else:
         out, lse = into

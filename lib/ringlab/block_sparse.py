@@ -44,10 +44,11 @@ def choose(pattern: BlockSparse, device: torch.device | str = "cpu") -> tuple[st
     return "views", "neighbouring blocks are read where they lie, many at a time"
 
 
-def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, kernel: Kernel, execution):
+def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, kernel: Kernel, execution, **lending):
     """``passes`` = "forward" on (q, k, v) or "backward" on (dout, q, k, v, out, lse), in the way that is asked for.
 
-    "flex" on a CPU runs views too, for the lse that torch's kernel does not return there.
+    "flex" on a CPU runs views too, for the lse that torch's kernel does not return there. ``lending``: the
+    pool ``results`` of a forward, for the ways of ours.
     """
     q = tensors[passes == "backward"]
     n, way = q.shape[1], execution.blocks
@@ -67,7 +68,7 @@ def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, 
         return out, by_views()[1] if lse is None else lse
     shape = pattern, n, causal, way, takes_lower_right(kernel)
     tiling = execution.cached(caches.key("tiling", *shape), lambda: tiling_for(*shape))
-    return getattr(block_passes, passes)(*tensors, tiling, scale, kernel)
+    return getattr(block_passes, passes)(*tensors, tiling, scale, kernel, **lending)
 
 
 def tiling_for(

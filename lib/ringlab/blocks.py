@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from .block_parts import (
-    NONE,
-    PARTS,
     Coarse,
     Given,
     Global,
@@ -24,9 +22,13 @@ from .block_parts import (
     Segment,
     Strided,
     Window,
+    check,
     described,
+    of_mask,
     positive,
-)  # fmt: skip
+    restored,
+    shown,
+)
 
 AT_ONCE = 512  # blocks of queries that are looked at together
 
@@ -50,18 +52,8 @@ class BlockSparse:
     block_size: int = 128
 
     def __post_init__(self):
-        if not isinstance(self.parts, list | tuple):
-            raise ValueError(f"parts must be a list of parts, as [Window(1)], got {self.parts!r}")
+        check(self.parts)
         positive("block_size", self.block_size)
-        if not self.parts:
-            raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
-        for part in self.parts:
-            kind = type(part).__name__
-            if not isinstance(part, Part):
-                raise ValueError(f"a part must be one of {', '.join(k.__name__ for k in PARTS.values())}, got {part!r}")
-            for name, value in asdict(part).items():
-                if name not in ("seed", "rows", "columns") and value is not None:
-                    positive(f"{kind} {name}", value, int(name not in NONE))
         object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
 
     def __or__(self, other: BlockSparse) -> BlockSparse:
@@ -205,14 +197,10 @@ class BlockSparse:
     @classmethod
     def from_dict(cls, fields: dict) -> BlockSparse:
         """What ``to_dict`` wrote, without its kind."""
-        parts = []
-        for given in fields.get("parts", ()):
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "part"}
-            kind = PARTS.get(given.get("part"))
-            if kind is None or values.keys() - kind.__dataclass_fields__.keys():
-                raise ValueError(f"unknown part of a block-sparse pattern: {given!r}")
-            parts.append(kind(**values))
-        return cls(**fields | {"parts": tuple(parts)})
+        if not isinstance(fields, dict) or fields.keys() - cls.__dataclass_fields__.keys():
+            raise ValueError(f"a block-sparse pattern has parts and block_size alone, got {shown(fields)}")
+        parts = fields.get("parts", ())
+        return cls(**fields | {"parts": [restored(x) for x in parts] if isinstance(parts, list | tuple) else parts})
 
     def __str__(self) -> str:
         return f"blocks of {self.block_size}: {', '.join(map(described, self.parts))}"
@@ -244,17 +232,13 @@ def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> Blo
     """
     pairs = isinstance(levels, list | tuple) and all(isinstance(x, list | tuple) and len(x) == 2 for x in levels)
     if not pairs:
-        raise ValueError(f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {levels!r}")
+        raise ValueError(f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {shown(levels)}")
     return BlockSparse([Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size)
 
 
 def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
     """The pattern of a bool mask of blocks (blocks, blocks), queries by keys."""
-    square = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 2 and len(set(mask.shape)) == 1
-    if not square or not len(mask):
-        raise ValueError("a mask of blocks must be a square bool tensor (blocks, blocks) of at least one block")
-    rows = tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist())
-    return BlockSparse([Given(rows)], block_size)
+    return BlockSparse([of_mask(mask)], block_size)
 
 
 __all__ = [

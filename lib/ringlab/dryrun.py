@@ -159,13 +159,14 @@ class Cold(Execution):
 
     @classmethod
     def of(cls, execution: Execution, run: DryRun) -> Cold:
-        """The same switches with an own, empty cache and pool of the same bounds."""
+        """The same switches with an own, empty cache and pools of the same bounds."""
         given = {f.name: getattr(execution, f.name) for f in fields(Execution)}
         if given["cache"] is not False:
             given["cache"] = copy.copy(caches.GLOBAL if given["cache"] is True else given["cache"])
-        if given["pool"] is not False:
-            pool = memory.GLOBAL_POOL if given["pool"] is True else given["pool"]
-            given["pool"] = Scratch(pool.max_bytes, pool.threshold_bytes, pool.waste)
+        for name, usual in (("pool", memory.GLOBAL_POOL), ("results", memory.RESULTS)):
+            if given[name] is not False:
+                pool = usual if given[name] is True else given[name]
+                given[name] = Scratch(pool.max_bytes, pool.threshold_bytes, pool.waste)
         return cls(**given, run=run)
 
     def cached(self, key, build):
@@ -179,9 +180,8 @@ class Cold(Execution):
 class Scratch(memory.MemoryPool):
     """A pool that lends buffers without data, and reuses them by the rules of a real one."""
 
-    def _take(self, capacity: int, device: torch.device, place):
-        lent = capacity and capacity >= self.threshold_bytes
-        return super()._take(capacity, device, ("meta", 0, 0) if lent else None)
+    def _place(self, device: torch.device, nbytes: int) -> tuple | None:
+        return ("meta", 0, 0) if nbytes and nbytes >= self.threshold_bytes else None
 
 
 class Fused:

@@ -8,10 +8,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 from . import block_sparse, fused, gather, kernels, memory, strided
 from . import cache as caches
+from .block_parts import shown
 from .kernels import triton_op
 from .kernels.base import device_type_of
 from .patterns import BlockSparse, Pattern
@@ -32,11 +34,13 @@ class Execution:
     nothing by it. ``blocks``: how a block-sparse pattern runs, one of ``block_sparse.WAYS``; "bsr" and the forward of
     "flex" call no kernel of ours, so there is nothing to tile. ``merge``: how the calls of a dilated pattern are
     joined, "eager" one after another in place, "fused" all at once by one Triton kernel (``fused``: CUDA, more memory,
-    no pool); "auto" is "eager", for the other was never timed. Over a group "fused" is refused, ``gather`` plays no
-    part, and ``blocks`` under ulysses alone.
+    no pool); "auto" is "eager", for the other was never timed. ``results``: on a CPU, large outputs have the memory of
+    earlier ones that nobody holds any more, which saves its page faults (True: ``memory.RESULTS``, which keeps 512 MiB
+    at most, False: fresh memory, or a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group "fused" is
+    refused, ``gather`` and ``results`` play no part, and ``blocks`` under ulysses alone.
 
     >>> Execution(gather=True, cache=False)
-    Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto', merge='auto')
+    Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto', merge='auto', results=True)
     """
 
     gather: bool = False
@@ -45,16 +49,18 @@ class Execution:
     tile: int | Ladder | None = None
     blocks: str = "auto"
     merge: str = "auto"
+    results: bool | memory.MemoryPool = True
 
     def __post_init__(self):
-        kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": bool | memory.MemoryPool}
+        pool = bool | memory.MemoryPool
+        kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": pool, "results": pool}
         for name, kind in (kinds | {"tile": int | Ladder | None}).items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"Execution: {name} cannot be {getattr(self, name)!r}")
-        if self.blocks not in tuple(block_sparse.WAYS):
-            raise ValueError(f"Execution: unknown blocks {self.blocks!r}; known: {', '.join(block_sparse.WAYS)}")
-        if self.merge not in MERGES:
-            raise ValueError(f"Execution: unknown merge {self.merge!r}; known: {', '.join(MERGES)}")
+                raise TypeError(f"Execution: {name} cannot be {shown(getattr(self, name))}")
+        for name, known in (("blocks", block_sparse.WAYS), ("merge", MERGES)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
+                raise ValueError(f"Execution: unknown {name} {shown(value)}; known: {', '.join(known)}")
         if self.gather and self.merge == "fused":
             raise ValueError("Execution: merge='fused' joins strided views, and gather=True makes copies")
         if isinstance(self.tile, int) and (isinstance(self.tile, bool) or self.tile < 1):
@@ -67,6 +73,12 @@ class Execution:
 
     def scratch(self) -> memory.MemoryPool | None:
         return {True: memory.GLOBAL_POOL, False: None}.get(self.pool, self.pool)
+
+    def results_of(self, q: Tensor) -> memory.MemoryPool | None:
+        """The pool for results like q: on a CPU, where it lends and keeps that much. Not for a compiler's fakes."""
+        pool = {True: memory.RESULTS, False: None}.get(self.results, self.results)
+        large = pool is not None and pool.threshold_bytes <= q.numel() * q.element_size() <= pool.max_bytes
+        return pool if large and device_type_of(q) == "cpu" and type(q) in (Tensor, Parameter) else None
 
     def tiled(self, kernel: kernels.Kernel) -> kernels.Kernel | Tiled:
         return kernel if self.tile is None else Tiled(kernel, self.tile)
@@ -125,6 +137,8 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
     needs_backward = passes == "backward" or any(t.requires_grad for t in tensors)
     found = kernels.choose(q.device, q.dtype, d, causal=causal, backward=needs_backward, backend=backend)
     kernel = execution.tiled(found.kernel)
+    # Gradients gained nothing by it when timed: many of them begin as zeros, as fresh memory does by itself.
+    lending = {"results": execution.results_of(q)} if passes == "forward" else {}
     if execution.merge == "fused":
         if not q.is_meta:  # a run without data is of hardware that need not be here
             fused.check(q.device, q.dtype, pattern)
@@ -132,16 +146,16 @@ def _run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executi
             return getattr(fused, passes)(*tensors, pattern, causal, scale, kernel, execution.cached)
     if isinstance(pattern, BlockSparse):
         with torch.autocast(device_type_of(q), enabled=False):
-            return block_sparse.run(passes, tensors, pattern, causal, scale, kernel, execution)
+            return block_sparse.run(passes, tensors, pattern, causal, scale, kernel, execution, **lending)
     if execution.gather:
         key = caches.key("gather", pattern, n, heads, kv_heads, q.device)
         steps = execution.cached(key, lambda: gather.gather_indices(pattern, n, heads, kv_heads, q.device))
-        path = gather
+        path, lending = gather, {}
     else:
         steps = strided.plan_for(q, k, pattern, execution.cached)
         path = strided
     with torch.autocast(device_type_of(q), enabled=False):  # the dtype of the inputs is the one that was asked for
-        return getattr(path, passes)(*tensors, steps, causal, scale, kernel, execution.scratch())
+        return getattr(path, passes)(*tensors, steps, causal, scale, kernel, execution.scratch(), **lending)
 
 
 class Once(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Reuse memory: a pool of scratch buffers with a scope.
+"""Reuse memory: a pool of scratch buffers with a scope, and of results without.
 
 torch's CUDA allocator caches already, so there the pool mostly repeats its work; on the CPU a large fresh buffer costs
 page faults on first touch, which reuse avoids and huge pages lessen. Whether that pays is for measurements to say.
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .pages import advise_huge, empty, keep_freed
-from .tracking import LiveStorageTracker, high_water_bytes, reset_high_water, resident_bytes
+from .pages import advise_huge, empty
+from .tracking import LiveStorageTracker, high_water_bytes, is_out_of_memory, reset_high_water, resident_bytes
 
-__all__ = ["GLOBAL_POOL", "MemoryPool", "PoolStats", "advise_huge", "empty", "keep_freed"]
+__all__ = ["GLOBAL_POOL", "RESULTS", "MemoryPool", "PoolStats", "advise_huge", "empty"]
 __all__ += ["LiveStorageTracker", "high_water_bytes", "reset_high_water", "resident_bytes"]
 
 @dataclass(frozen=True)
@@ -97,18 +97,12 @@ class MemoryPool:
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Iterator[torch.Tensor]:
         """Lend an uninitialised contiguous tensor; ValueError for a negative size, RuntimeError once closed."""
-        shape, device = torch.Size(shape), torch.device(device)
-        if any(size < 0 for size in shape):
-            raise ValueError(f"borrow: sizes must be >= 0, got {tuple(shape)}")
-        nbytes = math.prod(shape) * dtype.itemsize
-        place = _place(device) if nbytes and nbytes >= self.threshold_bytes else None
-        buffer = self._take(-(-nbytes // 64) * 64, device, place)  # torch aligns to 64 bytes
+        shape, device, nbytes = _size(shape, dtype, device)
+        place = self._place(device, nbytes)
+        buffer = self._take(-(-nbytes // 64) * 64, device, place, self.waste)  # torch aligns to 64 bytes
         escaped, history = True, False
         try:
-            with torch.inference_mode(False):  # a fresh normal tensor each time: no view, no history, fit for any mode
-                tensor = torch.empty(0 if buffer else shape, dtype=dtype, device=device)
-                if buffer:
-                    tensor.set_(buffer.storage, 0, shape)
+            tensor = _tensor(buffer, shape, dtype, device)
             storage = tensor.untyped_storage()
             lent, names = (tensor._use_count(), _references(storage)), sys.getrefcount(tensor)
             try:
@@ -122,7 +116,29 @@ class MemoryPool:
                     tensor.data = torch.empty(0, dtype=dtype, device=device)
         finally:
             if buffer:
-                self._give_back(buffer, escaped, reusable=not history)
+                self._give_back(buffer, escaped, reusable=not history, refused=escaped)
+
+    def lend(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Make an uninitialised contiguous tensor to keep, as long as one likes: for results.
+
+        Its bytes are lent again once nothing refers to them any more: no tensor, view, saved tensor or export. Only a
+        buffer of just its size serves it, so that what saves its storage saves no more. Errors as of ``borrow``.
+
+        >>> pool = MemoryPool(threshold_bytes=0)
+        >>> a, b = pool.lend((4, 4)), pool.lend((4, 4))
+        >>> address, view = a.data_ptr(), b[0]
+        >>> del a, b
+        >>> pool.lend((2, 8)).data_ptr() == address, pool.stats().allocations  # b is still there, for its view is
+        (True, 2)
+        """
+        shape, device, nbytes = _size(shape, dtype, device)
+        buffer = self._take(nbytes, device, self._place(device, nbytes), waste=1.0)
+        tensor = _tensor(buffer, shape, dtype, device)
+        if buffer:
+            self._give_back(buffer, held=True)
+        return tensor
 
     def stats(self) -> PoolStats:
         """A consistent snapshot of the counters and of the bytes idle, held and live."""
@@ -144,16 +160,20 @@ class MemoryPool:
         self._closed = True
         self.clear()
 
-    def _take(self, capacity: int, device: torch.device, place: tuple | None) -> _Buffer | None:
+    def _place(self, device: torch.device, nbytes: int) -> tuple | None:
+        """The device and stream that a buffer is bound to; None: a request that the pool leaves to torch."""
+        return _place(device) if nbytes and nbytes >= self.threshold_bytes else None
+
+    def _take(self, capacity: int, device: torch.device, place: tuple | None, waste: float) -> _Buffer | None:
         with self._lock:
             if self._closed:
-                raise RuntimeError("borrow: this memory pool is closed")
+                raise RuntimeError("this memory pool is closed")
             self._counts["borrows"] += 1
             if place is None:
                 self._counts["bypassed"] += 1
                 return None
             self._reclaim()
-            fits = [b for b in [*self._idle.values()] if b.place == place and 1 <= b.capacity / capacity <= self.waste]
+            fits = [b for b in [*self._idle.values()] if b.place == place and 1 <= b.capacity / capacity <= waste]
             best = min(reversed(fits), key=lambda b: b.capacity, default=None)  # of equals the last used, still warm
             if self._idle.pop(id(best), None):
                 self._counts["reuses"] += 1
@@ -162,7 +182,9 @@ class MemoryPool:
             self._counts["allocations"] += 1
         try:
             buffer = _Buffer(capacity, device, place)
-        except torch.OutOfMemoryError:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             with self._lock:  # what the pool keeps idle must not be what is missing
                 freed, self._idle = self._idle, OrderedDict()
                 self._counts["evictions"] += len(freed)
@@ -174,16 +196,16 @@ class MemoryPool:
             self._live += capacity
         return buffer
 
-    def _give_back(self, buffer: _Buffer, escaped: bool, reusable: bool) -> None:
+    def _give_back(self, buffer: _Buffer, held: bool, reusable: bool = True, refused: bool = False) -> None:
         freed = []  # outside the lock, for it may take long
         with self._lock:
             self._live -= buffer.capacity
-            self._counts["refused"] += escaped
+            self._counts["refused"] += refused
             oversize = buffer.capacity > self.max_bytes  # it must not push out all the others first
             self._counts["evictions"] += oversize
             if self._closed or oversize or not reusable or not buffer.intact():
                 return
-            (self._held if escaped else self._idle)[id(buffer)] = buffer
+            (self._held if held else self._idle)[id(buffer)] = buffer
             while sum(b.capacity for b in [*self._held.values(), *self._idle.values()]) > self.max_bytes:
                 freed.append((self._held or self._idle).popitem(last=False)[1])
                 self._counts["evictions"] += 1
@@ -192,6 +214,19 @@ class MemoryPool:
         for buffer in [*self._held.values()]:
             if _references(buffer.storage) == buffer.alone and self._held.pop(id(buffer), None) and buffer.intact():
                 self._idle[id(buffer)] = buffer
+
+
+def _size(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Size, torch.device, int]:
+    shape = torch.Size(shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"memory pool: sizes must be >= 0, got {tuple(shape)}")
+    return shape, torch.device(device), math.prod(shape) * dtype.itemsize
+
+
+def _tensor(buffer: _Buffer | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # a fresh normal tensor each time: no view, no history, fit for any mode
+        tensor = torch.empty(0 if buffer else shape, dtype=dtype, device=device)
+        return tensor.set_(buffer.storage, 0, shape) if buffer else tensor
 
 
 def _place(device: torch.device) -> tuple | None:
@@ -204,4 +239,11 @@ def _place(device: torch.device) -> tuple | None:
     return None
 
 
+def empty_like(tensor: torch.Tensor, pool: MemoryPool | None) -> torch.Tensor:
+    """An uninitialised contiguous tensor to keep, of the shape of another, from the pool if there is one."""
+    make = torch.empty if pool is None else pool.lend
+    return make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
 GLOBAL_POOL = MemoryPool()
+RESULTS = MemoryPool()  # what calls return on the CPU: a pool of its own, whose bounds do not push scratch out

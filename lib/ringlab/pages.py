@@ -1,22 +1,16 @@
-"""Memory pages on the CPU: ask Linux for huge ones, and the C library to keep those that were freed.
-
-A large result is written to pages that the system hands out one by one, a page fault each, and takes back when it is
-freed: a few per cent of a call of half a second whose result is 32 MiB (row "freed memory kept" of the session report).
-"""
+"""Memory pages on the CPU: ask Linux for huge ones."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import mmap
-import platform
 import sys
 from collections.abc import Sequence
 
 import torch
 
 _HUGE_FROM, _MADV_HUGEPAGE = 4 << 20, 14  # a smaller buffer holds at most one huge page, and malloc recycles it
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 @functools.cache
@@ -58,21 +52,3 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torc
     tensor = torch.empty(shape, dtype=dtype, device=device)
     advise_huge(tensor)
     return tensor
-
-
-def keep_freed() -> bool:
-    """Have the C library keep freed memory for this process until it ends; True if it does.
-
-    By default glibc returns a freed tensor of 32 MiB or more, and the free end of its heap, to the system, so that the
-    next call's result costs page faults again. Call it once, at the start of a program that calls attention again and
-    again on the CPU; it changes no value. The first calls still fault, until the heap has room. The price is memory:
-    the process, all of its libraries, never shrinks and may come to hold twice what is live at its peak, as a new
-    tensor does not always fit where an old one was. Large tensors of other threads than the first are still returned,
-    and where another allocator stands in, as jemalloc, this plays no part. Elsewhere than on glibc: False. Source:
-    mallopt(3).
-
-    >>> keep_freed()  # doctest: +SKIP
-    True
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.libc_ver()[0] == "glibc" else None
-    return mallopt is not None and mallopt(_M_MMAP_MAX, 0) == 1 and mallopt(_M_TRIM_THRESHOLD, -1) == 1

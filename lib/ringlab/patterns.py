@@ -7,6 +7,7 @@ Patterns are values: frozen, hashable, comparable, and they know nothing of tens
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -175,13 +176,15 @@ def from_dict(data: dict) -> Pattern:
     Dilated(segment_lengths=(4,), dilation_rates=(2,), mixing='lse', offsets='head')
     """
     kinds = {"dense": Dense, "dilated": Dilated, "block_sparse": BlockSparse}
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a pattern is restored from a dict, got {type(data).__name__}")
     fields = dict(data)
     kind = fields.pop("kind", None)
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(kinds)}")
     unknown = fields.keys() - kinds[kind].__dataclass_fields__.keys()
     if unknown:
-        raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(map(str, unknown)))}")
     return BlockSparse.from_dict(fields) if kind == "block_sparse" else kinds[kind](**fields)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import cache as caches
 from .kernels.base import HALF, Kernel, device_type_of, wide
+from .memory import empty_like
 from .merge import merge_
 from .patterns import Pattern
 from .plan import Plan, make_plan
@@ -54,18 +55,23 @@ def plan_for(q: Tensor, k: Tensor, pattern: Pattern, cached, n: int | None = Non
     return plan(block) if block < heads and (steps.merges or kv_heads < heads) else steps
 
 
-def forward(q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) in q's dtype and lse (b, h, n) of all branches, merged; q (b, n, h, d), k, v (b, n, h_kv, d)."""
+def forward(
+    q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool, results=None
+) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) in q's dtype and lse (b, h, n) of all branches, merged; q (b, n, h, d), k, v (b, n, h_kv, d).
+
+    ``pool`` lends accumulators, ``results`` what is returned.
+    """
     b, n, heads, d = q.shape
     narrow = q.dtype in HALF and plan.merges
-    first = plan.whole(n) if heads == k.shape[2] and _in_one_call(q, narrow) else None
+    first = plan.whole(n) if results is None and heads == k.shape[2] and _in_one_call(q, narrow) else None
     views = first and fold(views_of(first, range(first.segments), (q, k, v), kv=(1, 2)))
     if views and len(views) == 1:  # one call writes every row: its result becomes the output
         o, l = kernel.forward(*views[0], causal, scale)  # (b', m, h, d), (b', h, m)
         out, lse = o.reshape(q.shape).to(q.dtype), l.transpose(1, 2).reshape(b, n, heads, 1)
     else:
         first = None
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = empty_like(q, results)
         lse = torch.empty(b, n, heads, 1, dtype=wide(q.dtype), device=q.device)
         if not plan.covered:
             out.zero_()

@@ -73,6 +73,7 @@ def warm(point: Point, device: torch.device) -> None:
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     memory.GLOBAL_POOL.clear()
+    memory.RESULTS.clear()
     gc.collect()
     if trim is not None:
         trim(0)

@@ -22,7 +22,7 @@ LONG_TOKENS = 16384
 FAR = blocks.sliding_window(2, block_size=128)
 EXTREME_TOKENS = (65536, 131072, 262144)
 WAYS = ("rows", "batched", "views")  # of execution, as the document's journey goes
-KEPT = {"keep_freed": True}
+FRESH = {"results": False}
 ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window shows
 LOOKED_UP = 2048  # the longest of the lengths whose patterns are looked up
 CACHES_MB = (0, 0.25, 1, 64)  # the last is the library's own; with 0 nothing is kept
@@ -73,7 +73,7 @@ def journey(dtype: str) -> Group:
 def efficiency(profile: hardware.Profile, device: str, dtype: str) -> Group:
     """Local and global blocks at about a tenth of all pairs; dense attention, and torch's kernel for the same mask.
 
-    On a CPU once more with freed memory kept, which shows what the page faults of a result cost.
+    On a CPU once more with results in fresh memory, which shows what their page faults cost.
 
     It takes seconds for the dense call there, and its pace changes meanwhile: three rounds tell little, and one call
     of half a second beside it too.
@@ -83,7 +83,7 @@ def efficiency(profile: hardware.Profile, device: str, dtype: str) -> Group:
     masks = (long, long.but(pattern=local_global(64, times)))
     points = [*masks, long.but(causal=True), long.but(passes="fwd+bwd")]
     if device == "cpu":
-        points.append(long.but(options=KEPT))
+        points.append(long.but(options=FRESH))
     dense = long.but(system="dense_sdpa", pattern=Dense())
     points += [dense, *([dense.but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute for it
     points.append(long.but(system="flex"))  # compiling it takes as long as all else

@@ -34,15 +34,12 @@ TORCHS = {
 
 
 def ringlab(point: Point, device) -> System:
-    """This library; options backend, gather, blocks, merge, cache, pool, and pool_threshold_mb for a pool of its own.
+    """This library; options are those of ``Execution``, backend, and pool_threshold_mb for a pool of its own.
 
-    ``keep_freed``: the process keeps freed memory from now on, as a program may ask for (``memory.keep_freed``).
     On several ranks, or ``simulated`` ones in this process: scheme and layout.
     """
-    switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "pool_threshold_mb")
-    options = only(point, *switches, "simulated", "scheme", "layout", "keep_freed")
-    if options.pop("keep_freed", False) and not memory.keep_freed():
-        raise NotImplementedError("only glibc's malloc can be told to keep freed memory")
+    switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "results", "pool_threshold_mb")
+    options = only(point, *switches, "simulated", "scheme", "layout")
     across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
     group = ranks_of(point, options.pop("simulated", None))
     if group is not None:

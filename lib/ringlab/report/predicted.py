@@ -113,7 +113,7 @@ def _threads(number: int) -> Iterator[None]:
 
 def _ringlab(point: Point):
     """What ``measure.systems`` makes of the point: (pattern, dtype, backend, execution, group, scheme, layout)."""
-    options = {name: value for name, value in point.options if name != "keep_freed"}
+    options = dict(point.options)
     group, threshold = options.pop("simulated", None), options.pop("pool_threshold_mb", None)
     across = options.pop("scheme", "auto"), options.pop("layout", "contiguous")
     backend = options.pop("backend", "auto")

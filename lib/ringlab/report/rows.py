@@ -82,8 +82,8 @@ def label(result) -> str:
         return f"{label(replace(result, point=point.first))}, once more"
     if s == DEFAULTS:
         return "ringlab.attention as called"
-    if "keep_freed" in s:
-        return "ringlab.attention, freed memory kept"
+    if not s.get("results", True):
+        return "ringlab.attention, results in fresh memory"
     if "blocks" in s:
         return f"ringlab.attention, blocks={s['blocks']}" + ("" if s["cache"] else ", cache off")
     if "pool_threshold_mb" in s:

@@ -39,7 +39,7 @@ class RankFailed(RuntimeError):
 
 @dataclass
 class End:
-    """How a rank ended: "ok" with its value, "error", "network" or "died" with what is known of it.
+    """How a rank ended: "ok" with its value, pickled, "error", "network" or "died" with what is known of it.
 
     "stopped": it was told to end, because another rank had. ``culprit``: another rank that the error itself names.
     """
@@ -48,6 +48,15 @@ class End:
     value: object = None
     trace: str = ""
     culprit: int | None = None
+
+    @classmethod
+    def ok(cls, result: object) -> End:
+        """The end of a rank whose function returned; pickled here, where what cannot be is this rank's own error."""
+        try:
+            return cls("ok", pickle.dumps(result))
+        except Exception as error:  # noqa: BLE001  pickling runs the result's own code
+            what = f"its result, of type {type(result).__name__}, cannot be sent back"
+            raise TypeError(f"{what}: {type(error).__name__}: {error}") from None
 
     @classmethod
     def of(cls, error: BaseException) -> End:
@@ -134,6 +143,18 @@ def meet(store: dist.Store, rank: int, ranks: int, timeout_s: float, beat: Beat,
     dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=limit)
     beat()
     comm.on_post = beat
+
+
+def results(ends: dict[int, End], counts: list[int], timeout_s: float) -> list:
+    """What the ranks returned; raises RankFailed as ``blame`` does, and for what cannot be read back."""
+    blame(ends, counts, timeout_s)
+    found = []
+    for rank in range(len(counts)):
+        try:
+            found.append(pickle.loads(ends[rank].value))
+        except Exception as error:  # noqa: BLE001  reading it runs the result's own code
+            raise RankFailed(rank, f"returned what cannot be read back: {End.of(error).value}") from error
+    return found
 
 
 def blame(ends: dict[int, End], counts: list[int], timeout_s: float) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from . import blame
 from .blame import End
-from .launch import checked
+from .launch import checked, checked_numbers
 
 POLL_S = 0.1
 END_S = 2.0  # for the launcher to end by itself once its ranks are gone
@@ -49,7 +49,7 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
     killed before any rank has raised. Nothing is left running: ranks end by themselves when that launcher, or the
     process that called this, is.
     """
-    checked(function, args, ranks, timeout_s)
+    checked(function, args, ranks, timeout_s, threads)
     with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
         write_job(folder, function, *args, timeout_s=timeout_s, threads=threads)
         with open(Path(folder, "caller"), "w") as alive, open(Path(folder, "stderr"), "w") as stderr:
@@ -78,13 +78,12 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
         for rank, end in ends.items():
             if end.kind == "died":
                 end.value = blame.death(codes.get(rank, 0), _last_line(folder, rank))
-    blame.blame(ends, counts, timeout_s)
-    return [ends[rank].value for rank in range(ranks)]
+    return blame.results(ends, counts, timeout_s)
 
 
 def write_job(folder: Path | str, function: Callable, *args, timeout_s: float = 60.0, threads: int = 1) -> None:
     """Write what the ranks of ``python -m ringlab.ring.elastic folder`` are to run; the folder holds nothing else."""
-    checked(function, args, 1, timeout_s)
+    checked(function, args, 1, timeout_s, threads)
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, "settings").write_bytes(pickle.dumps((timeout_s, threads)))
     Path(folder, "job").write_bytes(pickle.dumps((function, args)))
@@ -92,9 +91,8 @@ def write_job(folder: Path | str, function: Callable, *args, timeout_s: float = 
 
 def collect(folder: Path | str, ranks: int, timeout_s: float = 60.0) -> list:
     """What the ranks of a job returned, by rank; raises RankFailed with the culprit, or with one that left no word."""
-    ends = blame.read_ends(folder, ranks)
-    blame.blame(ends, blame.beats(folder, ranks), timeout_s)
-    return [ends[rank].value for rank in range(ranks)]
+    checked_numbers(ranks, timeout_s)
+    return blame.results(blame.read_ends(folder, ranks), blame.beats(folder, ranks), timeout_s)
 
 
 def _watch(agent: subprocess.Popen, folder: str, ranks: int, timeout_s: float) -> None:
@@ -174,7 +172,7 @@ def _run(folder: str, rank: int, ranks: int, beat: blame.Beat) -> End:
         blame.meet(store, rank, ranks, timeout_s, beat)
         result = function(*args)
         dist.barrier()  # none leaves while another still talks to it
-        return End("ok", result)
+        return End.ok(result)
     except Exception as error:  # noqa: BLE001  whatever a rank raises is told to who reads the folder
         return End.of(error)
 

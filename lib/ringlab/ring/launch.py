@@ -21,10 +21,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..block_parts import shown
 from . import blame
 from .blame import End, RankFailed
 
 __all__ = ["RankFailed", "launch"]
+
+LONGEST_S = 1_000_000  # poll(2), with which ranks are waited for, counts milliseconds in 32 bits
 
 
 def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threads: int = 1) -> list:
@@ -38,7 +41,7 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
     >>> launch(torch.distributed.get_rank, 2)
     [0, 1]
     """
-    checked(function, args, ranks, timeout_s)
+    checked(function, args, ranks, timeout_s, threads)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", blame.COMPILER, "ringlab.ring.launch"])
     pipes, processes = [], []
@@ -58,16 +61,12 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
                 _kill(process.pid)
             for process in processes:
                 process.join()
-    blame.blame(ends, counts, timeout_s)
-    return [ends[rank].value for rank in range(ranks)]
+    return blame.results(ends, counts, timeout_s)
 
 
-def checked(function: Callable, args: tuple, ranks: int, timeout_s: float) -> None:
+def checked(function: Callable, args: tuple, ranks: int, timeout_s: float, threads: int) -> None:
     """Raise ValueError unless other processes can run a function that they import by its name."""
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks must be a positive integer, got {ranks!r}")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    checked_numbers(ranks, timeout_s, threads)
     if not callable(function) or not hasattr(function, "__module__"):
         raise ValueError(f"there is no function to call in {function!r}")
     try:
@@ -76,6 +75,17 @@ def checked(function: Callable, args: tuple, ranks: int, timeout_s: float) -> No
         raise ValueError(f"the arguments cannot be sent to other processes: {error}") from None
     if function.__module__ == "__main__" or "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"{function} cannot be imported by other processes: put it into a module, as a plain function")
+
+
+def checked_numbers(ranks: int, timeout_s: float, threads: int = 1) -> None:
+    """Raise ValueError for counts that are none, and for a time that cannot be waited for."""
+    for name, value in (("ranks", ranks), ("threads", threads)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s > LONGEST_S:
+        raise ValueError(f"timeout_s must be a number of seconds up to {LONGEST_S:,}, got {shown(timeout_s)}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
 
 
 def _listen(processes, pipes, folder: str, timeout_s: float) -> dict[int, End]:
@@ -118,7 +128,7 @@ def _rank(rank, ranks, folder, timeout_s, threads, pipe, function, args) -> None
         blame.meet(dist.FileStore(str(Path(folder, "store")), ranks), rank, ranks, timeout_s, beat)
         result = function(*args)
         dist.barrier()  # none leaves while another still talks to it
-        end = End("ok", result)
+        end = End.ok(result)
     except Exception as error:  # noqa: BLE001  whatever a rank raises is told to the caller
         end = End.of(error)
     pipe.send_bytes(pickle.dumps(end))  # by value: shared memory would end with this process

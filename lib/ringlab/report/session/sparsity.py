@@ -43,12 +43,12 @@ def _word(ratio, most: float) -> Cell | None:
 
 def efficiency(study: Study) -> Table:
     """Time over dense time times density, beside the target and torch's compiled kernel on the same mask."""
-    lines, kept = [], rows.one(study, suite.EFFICIENCY, options=suite.KEPT)
+    lines, fresh = [], rows.one(study, suite.EFFICIENCY, options=suite.FRESH)
     for row in study.rows(group=suite.EFFICIENCY, system=rows.OURS):
         p, ratio = row.point, over_share(study, row)
         same = {"pattern": p.pattern, "causal": p.causal, "passes": p.passes}
         flex = rows.one(study, suite.EFFICIENCY, "flex", **same)
-        mask = str(pattern_of(p)) + ("; freed memory kept" if row is kept else "")
+        mask = str(pattern_of(p)) + ("; results in fresh memory" if row is fresh else "")
         lines.append([
             mask, rows.percent(rows.density(p)), _pass(p), ms(row), times(ratio),
             _word(ratio, target(p)), ms(flex) if flex else None, times(study.ratio(row, flex)) if flex else None,
@@ -68,19 +68,19 @@ def efficiency(study: Study) -> Table:
         note="Over dense × density: 1 where a pair costs what it costs in dense attention; dense is not causal in any "
         "row. " + ("" if timed else f"Dense attention with its backward is not timed but taken as {BACKWARD} × its "
         "forward, by its FLOPs. ") + "FlexAttention is torch's compiled kernel on the same mask of blocks. "
-        + _kept(study, kept),
+        + _fresh(study, fresh),
     )  # fmt: skip
 
 
-def _kept(study: Study, kept) -> str:
+def _fresh(study: Study, fresh) -> str:
     """What the page faults of a result cost, where that was measured."""
-    plain = kept and rows.one(study, suite.EFFICIENCY, pattern=kept.point.pattern, causal=False, passes="fwd")
-    cell = times(study.ratio(plain, kept)) if plain else None
+    plain = fresh and rows.one(study, suite.EFFICIENCY, pattern=fresh.point.pattern, causal=False, passes="fwd")
+    cell = times(study.ratio(fresh, plain)) if plain else None
     if cell is None:
         return ""
     return (
-        "Freed memory kept: the same call in a process that began with `ringlab.memory.keep_freed()`, so that results "
-        f"cost no page faults: {cell.text} as fast ({cell.sub}). The peak is of one call; such a process never shrinks."
+        "Calls write large results to the memory of earlier ones that were let go. In fresh memory (`Execution("
+        f"results=False)`) they cost page faults: without these the call is {cell.text} as fast ({cell.sub})."
     )
 
 
