@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .block_calls import Picked, Run, Tiling
 from .kernels.base import HALF, Kernel, device_type_of, takes_lower_right, wide
-from .memory import MemoryPool, empty_like
+from .memory import MemoryPool
 from .merge import merge_
-from .strided import add_forward, fold, head_block, piece_limit, pieces
+from .strided import add_forward, empty_like, fold, head_block, piece_limit, pieces
 
 # torch's CPU kernel takes fewer queries than WIDE 32 at a time, so that each of STRIP costs no more than one of 128.
 STRIP, WIDE = 64, 192

@@ -75,7 +75,7 @@ class Execution:
         return {True: memory.GLOBAL_POOL, False: None}.get(self.pool, self.pool)
 
     def results_of(self, q: Tensor) -> memory.MemoryPool | None:
-        """The pool for results like q: on a CPU, where it lends and keeps that much. Not for a compiler's fakes."""
+        """The pool for results like q: on a CPU, where it lends and keeps that much. None for subclasses of tensors."""
         pool = {True: memory.RESULTS, False: None}.get(self.results, self.results)
         large = pool is not None and pool.threshold_bytes <= q.numel() * q.element_size() <= pool.max_bytes
         return pool if large and device_type_of(q) == "cpu" and type(q) in (Tensor, Parameter) else None

@@ -5,10 +5,10 @@ page faults on first touch, which reuse avoids and huge pages lessen. Whether th
 """
 
 import contextlib
+import itertools
 import math
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +19,9 @@ from .tracking import LiveStorageTracker, high_water_bytes, is_out_of_memory, re
 
 __all__ = ["GLOBAL_POOL", "RESULTS", "MemoryPool", "PoolStats", "advise_huge", "empty"]
 __all__ += ["LiveStorageTracker", "high_water_bytes", "reset_high_water", "resident_bytes"]
+
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
 
 @dataclass(frozen=True)
 class PoolStats:
@@ -38,10 +41,11 @@ class PoolStats:
 class _Buffer:
     """Raw bytes in one place (device and stream); only the storage is kept, so no autograd history sticks to it."""
 
-    __slots__ = ("alone", "capacity", "place", "storage")
+    __slots__ = ("alone", "capacity", "place", "rank", "storage")
 
     def __init__(self, capacity: int, device: torch.device, place: tuple) -> None:
         self.capacity, self.place = capacity, place
+        self.rank = (1, 0)  # the least is given up first: what was to come back and did not, then the longest unused
         self.storage = empty((capacity,), torch.uint8, device).untyped_storage()
         self.alone = _references(self.storage)
 
@@ -84,9 +88,9 @@ class MemoryPool:
         self.max_bytes, self.threshold_bytes, self.waste = max_bytes, threshold_bytes, waste
         # Reentrant, since garbage collection may end an abandoned scope while this very thread holds the lock.
         self._lock, self._closed = threading.RLock(), False
-        self._idle: OrderedDict[int, _Buffer] = OrderedDict()  # id -> buffer, least recently used first
-        self._held: OrderedDict[int, _Buffer] = OrderedDict()  # returned, but somebody still refers to the bytes
-        self._live = 0
+        self._idle: dict[int, _Buffer] = {}  # by id, the last used one last
+        self._held: dict[int, _Buffer] = {}  # returned, but somebody still refers to the bytes
+        self._live, self._clock = 0, itertools.count()
         self._counts = dict.fromkeys(("borrows", "reuses", "allocations", "bypassed", "evictions", "refused"), 0)
 
     def __reduce__(self):  # a copy, as of a module that is cloned or saved, is an empty pool with the same bounds
@@ -102,7 +106,8 @@ class MemoryPool:
         buffer = self._take(-(-nbytes // 64) * 64, device, place, self.waste)  # torch aligns to 64 bytes
         escaped, history = True, False
         try:
-            tensor = _tensor(buffer, shape, dtype, device)
+            with torch.inference_mode(False):  # a fresh normal tensor: no view, no history, fit for any mode
+                tensor = _tensor(buffer, shape, dtype, device)
             storage = tensor.untyped_storage()
             lent, names = (tensor._use_count(), _references(storage)), sys.getrefcount(tensor)
             try:
@@ -135,10 +140,11 @@ class MemoryPool:
         """
         shape, device, nbytes = _size(shape, dtype, device)
         buffer = self._take(nbytes, device, self._place(device, nbytes), waste=1.0)
-        tensor = _tensor(buffer, shape, dtype, device)
-        if buffer:
-            self._give_back(buffer, held=True)
-        return tensor
+        try:
+            return _tensor(buffer, shape, dtype, device)
+        finally:
+            if buffer:
+                self._give_back(buffer, held=True)
 
     def stats(self) -> PoolStats:
         """A consistent snapshot of the counters and of the bytes idle, held and live."""
@@ -151,7 +157,7 @@ class MemoryPool:
         """Free everything idle or held and reset the counters; what is borrowed stays valid and comes back later."""
         with self._lock:
             freed = (self._idle, self._held)  # freed outside the lock, for it may take long
-            self._idle, self._held = OrderedDict(), OrderedDict()
+            self._idle, self._held = {}, {}
             self._counts = dict.fromkeys(self._counts, 0)
         del freed
 
@@ -186,7 +192,7 @@ class MemoryPool:
             if not is_out_of_memory(error):
                 raise
             with self._lock:  # what the pool keeps idle must not be what is missing
-                freed, self._idle = self._idle, OrderedDict()
+                freed, self._idle = self._idle, {}
                 self._counts["evictions"] += len(freed)
             if not freed:
                 raise
@@ -205,14 +211,20 @@ class MemoryPool:
             self._counts["evictions"] += oversize
             if self._closed or oversize or not reusable or not buffer.intact():
                 return
+            buffer.rank = (not refused, next(self._clock))
             (self._held if held else self._idle)[id(buffer)] = buffer
-            while sum(b.capacity for b in [*self._held.values(), *self._idle.values()]) > self.max_bytes:
-                freed.append((self._held or self._idle).popitem(last=False)[1])
+            kept = sorted([*self._held.values(), *self._idle.values()], key=lambda b: b.rank, reverse=True)
+            while sum(b.capacity for b in kept) > self.max_bytes:
+                freed.append(kept.pop())
+                for place in (self._held, self._idle):
+                    place.pop(id(freed[-1]), None)
                 self._counts["evictions"] += 1
 
     def _reclaim(self) -> None:
         for buffer in [*self._held.values()]:
-            if _references(buffer.storage) == buffer.alone and self._held.pop(id(buffer), None) and buffer.intact():
+            alone, intact = _references(buffer.storage) == buffer.alone, buffer.intact()
+            if (alone or not intact) and self._held.pop(id(buffer), None) and intact:
+                buffer.rank = (True, buffer.rank[1])
                 self._idle[id(buffer)] = buffer
 
 
@@ -224,25 +236,20 @@ def _size(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
 
 
 def _tensor(buffer: _Buffer | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # a fresh normal tensor each time: no view, no history, fit for any mode
-        tensor = torch.empty(0 if buffer else shape, dtype=dtype, device=device)
-        return tensor.set_(buffer.storage, 0, shape) if buffer else tensor
+    tensor = torch.empty(0 if buffer else shape, dtype=dtype, device=device)
+    return tensor.set_(buffer.storage, 0, shape) if buffer else tensor
 
 
 def _place(device: torch.device) -> tuple | None:
     """The device and stream a buffer is bound to; None where the pool must not keep memory."""
+    if any(map(torch._C._get_dispatch_mode, _TRACERS)):  # what is made then has no data, or belongs to a graph
+        return None
     if device.type == "cpu":
         return ("cpu", 0, 0)
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():  # a graph's memory belongs to the graph
         stream = torch.cuda.current_stream(device)
         return ("cuda", stream.device_index, stream.cuda_stream)
     return None
-
-
-def empty_like(tensor: torch.Tensor, pool: MemoryPool | None) -> torch.Tensor:
-    """An uninitialised contiguous tensor to keep, of the shape of another, from the pool if there is one."""
-    make = torch.empty if pool is None else pool.lend
-    return make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 GLOBAL_POOL = MemoryPool()

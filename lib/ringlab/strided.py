@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import cache as caches
 from .kernels.base import HALF, Kernel, device_type_of, wide
-from .memory import empty_like
+from .memory import MemoryPool
 from .merge import merge_
 from .patterns import Pattern
 from .plan import Plan, make_plan
@@ -87,6 +87,12 @@ def forward(
                         into = call.view(lse, segments), call.view(accs[0], segments, origin=origins[0])
                         add_forward([*views, *into], piece_limit(q), call.first, causal, scale, kernel)
     return out, lse.squeeze(-1).transpose(1, 2)
+
+
+def empty_like(t: Tensor, results: MemoryPool | None) -> Tensor:
+    """An output like t, contiguous and uninitialised, lent by the pool if there is one."""
+    make = torch.empty if results is None else results.lend
+    return make(t.shape, dtype=t.dtype, device=t.device)
 
 
 def add_forward(views, limit: int, alone: bool, causal: bool, scale: float, kernel: Kernel) -> None:
