@@ -243,7 +243,7 @@ FLOORS = {
     1: ["local", "strided", "fused", "gather", "tiles", "block_sparse", "block_passes", "bsr", "flex", "chosen",
         "kernels"],
     0: ["patterns", "plan", "merge", "reference", "cost", "cache", "memory", "pages", "tracking", "hardware",
-        "blocks", "block_parts", "block_tree", "tiling", "block_calls", "pieces", "lists"],
+        "blocks", "block_parts", "block_tree", "tiling", "block_calls", "pieces", "lists", "checks"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 SIDEWAYS = {
@@ -271,13 +271,15 @@ SIDEWAYS = {
     "bsr": {"kernels"},
     "flex": {"kernels"},
     "chosen": {"block_passes", "local", "strided", "kernels"},
-    "patterns": {"blocks"},
-    "blocks": {"block_parts"},
+    "patterns": {"blocks", "checks"},
+    "blocks": {"block_parts", "checks"},
+    "block_parts": {"checks"},
+    "hardware": {"checks"},
     "tiling": {"plan", "block_tree", "block_calls"},
     "pieces": {"patterns"},
     "lists": {"patterns", "pieces"},
     "reference": {"patterns", "merge"},
-    "cost": {"patterns"},
+    "cost": {"patterns", "checks"},
     "plan": {"patterns"},
     "cache": {"patterns", "tracking"},
     "memory": {"pages", "tracking"},

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from . import adaptive_blocks, chosen
 from .adaptive_blocks import Adaptive, best_blocks
-from .api import FLOATS, check_tensors
-from .block_parts import positive
+from .api import check_tensors
+from .checks import FLOATS, LARGEST, flag, positive, real, shown
 from .kernels.base import wide
 from .ring import content
 from .ring.world import World
@@ -64,12 +64,11 @@ def adaptive_attention(
     check_tensors(q, k, v)
     if not isinstance(pattern, Adaptive):
         raise TypeError(f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}")
-    for name, value in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+    flag("causal", causal)
+    flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    if isinstance(scale, bool) or not isinstance(scale, float | int) or not abs(scale) < float("inf"):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if not real(scale) or not abs(scale) < float("inf"):
+        raise ValueError(f"scale must be a finite number, got {shown(scale)}")
     if not backend or not isinstance(backend, str | tuple):
         raise ValueError(f"backend must be a name or a tuple of names, got {backend!r}")
     (b, _, heads, _), (count, rows, first), log_m = q.shape, adaptive_blocks.rows_of_blocks(q, pattern, world), None
@@ -119,7 +118,7 @@ class AdaptiveBlockSparse(nn.Module):
     ):
         super().__init__()
         World.of(group)  # raises what is wrong with it now, not at the first call
-        positive("head_dim", head_dim)
+        positive("head_dim", head_dim, most=LARGEST)
         self.pattern, self.backend, self.group = Adaptive(block_size, top_k), backend, group
         self.q_score, self.k_score = (nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype)) for _ in range(2))
 

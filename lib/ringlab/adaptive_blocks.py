@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .block_parts import positive
+from .checks import LARGEST, positive
 from .kernels.base import wide
 from .ring import content
 from .ring.world import World
@@ -30,8 +30,8 @@ class Adaptive:
     top_k: int = 8
 
     def __post_init__(self):
-        positive("block_size", self.block_size)
-        positive("top_k", self.top_k)
+        positive("block_size", self.block_size, most=LARGEST)
+        positive("top_k", self.top_k, most=LARGEST)
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""

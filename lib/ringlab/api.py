@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from . import local, ring
+from .checks import FLOATS, flag, real, shown
 from .local import Execution
 from .patterns import Pattern
 
 DEFAULT = Execution()
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 REFUSED = {
     "attn_mask": "masks are not arguments; use a pattern and causal=True",
     "mask": "masks are not arguments; use a pattern and causal=True",
@@ -72,16 +72,15 @@ def attention(
     check_tensors(q, k, v, shards=group is not None)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
-    for name, value in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+    flag("causal", causal)
+    flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    if isinstance(scale, bool) or not isinstance(scale, float | int):
-        raise TypeError(f"scale must be a number, got {scale!r}")
+    if not real(scale):
+        raise TypeError(f"scale must be a number, got {shown(scale)}")
     if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be finite, got {scale}")
     if not isinstance(execution, Execution):
-        raise TypeError(f"execution must be a ringlab.Execution, got {execution!r}")
+        raise TypeError(f"execution must be a ringlab.Execution, got {shown(execution)}")
     if not backend or not isinstance(backend, str | tuple):
         raise ValueError(f"backend must be a name or a tuple of names, got {backend!r}")
     options = {"causal": causal, "scale": float(scale), "backend": backend, "execution": execution}

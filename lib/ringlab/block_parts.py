@@ -13,6 +13,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from .checks import LARGEST, positive, shown
+
 
 @dataclass(frozen=True)
 class Window:
@@ -87,7 +89,7 @@ class Random:
     seed: int = 0
 
     def __post_init__(self):
-        positive("Random seed", self.seed, 0)
+        positive("Random seed", self.seed, 0, LARGEST)
 
     def seen(self, rows, cols, count):
         drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
@@ -147,7 +149,6 @@ def _bits(rows: tuple[str, ...]) -> Tensor:
 
 Part = Window | Strided | Segment | Global | Random | Coarse | Given
 PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
-LARGEST = 2**40  # beyond any sequence
 NONE = ("before", "after", "reach")  # may be 0
 OPEN = ("after", "steps")  # may be None
 OWN = ("seed", "rows", "columns")  # no counts: their parts check them
@@ -184,7 +185,7 @@ def check(parts: list[Part] | tuple[Part, ...]) -> None:
             raise ValueError(f"a part must be one of {known}, no subclass, got {shown(part)}")
         for name, value in vars(part).items():
             if name not in OWN and not (value is None and name in OPEN):
-                positive(f"{type(part).__name__} {name}", value, int(name not in NONE))
+                positive(f"{type(part).__name__} {name}", value, int(name not in NONE), LARGEST)
 
 
 def restored(given: dict) -> Part:
@@ -209,20 +210,3 @@ def of_mask(mask: Tensor) -> Given:
         wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
         raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
     return Given(tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist()))
-
-
-def positive(name: str, value, least: int = 1) -> None:
-    """Raise ValueError unless ``value`` is an integer from ``least``, 0 or 1, to the largest there may be."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
-        wanted = "a positive integer" if least else "an integer of at least 0"
-        raise ValueError(f"{name} must be {wanted} up to 2**40, got {shown(value)}")
-
-
-def shown(value) -> str:
-    """A value of any kind and size, as a message of one line shows it.
-
-    >>> shown(torch.eye(2)), len(shown(list(range(2000))))
-    ('tensor([[1., 0.], [0., 1.]])', 100)
-    """
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:97]}..."

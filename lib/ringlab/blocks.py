@@ -25,10 +25,9 @@ from .block_parts import (
     check,
     described,
     of_mask,
-    positive,
     restored,
-    shown,
 )
+from .checks import LARGEST, positive, real, shown
 
 AT_ONCE = 512  # blocks of queries that are looked at together
 
@@ -53,7 +52,7 @@ class BlockSparse:
 
     def __post_init__(self):
         check(self.parts)
-        positive("block_size", self.block_size)
+        positive("block_size", self.block_size, most=LARGEST)
         object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
 
     def __or__(self, other: BlockSparse) -> BlockSparse:
@@ -65,8 +64,7 @@ class BlockSparse:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise ValueError(f"the sequence length must be an integer, got {n!r}")
+        positive("the sequence length", n)
         count = -(-n // self.block_size)
         if self.block_size > n:
             raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
@@ -164,8 +162,8 @@ class BlockSparse:
         >>> found.parts[0], round(found.density(16384), 3)
         (Window(before=2, after=None), 0.099)
         """
-        if isinstance(density, bool) or not isinstance(density, float | int) or not 0 < density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {density!r}")
+        if not real(density) or not 0 < density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {shown(density)}")
         kinds = (Window, Random)
         found = [i for kind in kinds for i, part in enumerate(self.parts) if isinstance(part, kind)]
         if not found:

@@ -12,6 +12,7 @@ from math import lcm
 
 import torch
 
+from .checks import known
 from .patterns import BlockSparse, Pattern
 
 PASSES = {"fwd": 4, "fwd+bwd": 14}  # FLOPs per pair and per head_dim
@@ -59,8 +60,7 @@ def count(
     >>> c.pairs, c.flops, c.floor_bytes
     (128, 2048, 1024)
     """
-    if passes not in PASSES:
-        raise ValueError(f"unknown passes {passes!r}; known: {', '.join(PASSES)}")
+    known("passes", passes, PASSES)
     kv_heads = heads if kv_heads is None else kv_heads
     pairs, distinct = count_pairs(pattern, seq_len, heads, kv_heads, causal)
     pairs, distinct = batch * pairs, batch * distinct

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 
 from . import bsr, cost, flex, fused, hardware, local
-from .api import FLOATS
+from .checks import LARGEST, float_dtype, known, positive, shown
 from .dryrun import Cold, DryRun, kernel_for
 from .kernels.base import Described, wants_dtype
 from .local import Execution
-from .patterns import LARGEST, BlockSparse, Pattern
+from .patterns import BlockSparse, Pattern
 from .ring import Problem, choose
 from .ring.layout import named
 from .ring.passes import SCHEMES, backward_of, forward_of
@@ -44,16 +44,14 @@ class Call:
             positive(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ValueError(f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}")
-        if self.dtype not in FLOATS:
-            raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {self.dtype}")
+        float_dtype(self.dtype)
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern must be a ringlab pattern, got {type(self.pattern).__name__}")
         if not isinstance(self.execution, Execution):
-            raise TypeError(f"execution must be a ringlab.Execution, got {self.execution!r}")
+            raise TypeError(f"execution must be a ringlab.Execution, got {shown(self.execution)}")
         if not isinstance(self.profile, hardware.Profile | None):
-            raise TypeError(f"profile must be a hardware profile or its name, got {self.profile!r}")
-        if self.passes not in cost.PASSES:
-            raise ValueError(f"unknown passes {self.passes!r}; known: {', '.join(cost.PASSES)}")
+            raise TypeError(f"profile must be a hardware profile or its name, got {shown(self.profile)}")
+        known("passes", self.passes, cost.PASSES)
         if self.ranks == 1 and (self.scheme, self.layout) != ("auto", "contiguous"):
             raise ValueError("scheme and layout are for several ranks")
 
@@ -69,7 +67,7 @@ class Call:
 
     def at(self, n: int) -> tuple[DryRun, str | None, str]:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
-        positive("seq_len", n)
+        positive("seq_len", n, most=LARGEST)
         if self.ranks > 1:
             one_by_one(self.execution, self.ranks)
             return *self.shared(named(self.layout, n, self.ranks)), ""
@@ -111,8 +109,7 @@ class Call:
     def shared(self, layout) -> tuple[DryRun, str]:
         """(run of the rank that holds most, scheme)."""
         problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
-        if self.scheme != "auto" and self.scheme not in SCHEMES:
-            raise ValueError(f"unknown scheme {self.scheme!r}; known: auto, {', '.join(SCHEMES)}")
+        known("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
         runs = [self.rank(problem, scheme, rank) for rank in range(layout.ranks)]
@@ -142,9 +139,3 @@ class Call:
             if dout is not None:
                 run.name("gradients", *backward_of(rank, scheme, dout, None, q, k, v, out, lse, kept, more, drive))
         return run
-
-
-def positive(name: str, value) -> None:
-    """Raise ValueError in one line unless ``value`` is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")

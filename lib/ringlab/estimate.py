@@ -15,6 +15,7 @@ import torch
 from . import cost, hardware
 from .api import DEFAULT
 from .blocks import Given
+from .checks import shown, whole
 from .dry_call import Call
 from .local import Execution
 from .patterns import BlockSparse, Pattern
@@ -150,8 +151,8 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
     1010304
     """
-    if isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int) or memory_bytes < 1:
-        raise ValueError(f"the memory budget must be a positive number of bytes, got {memory_bytes!r}")
+    if not whole(memory_bytes):
+        raise ValueError(f"the memory budget must be a positive number of bytes, got {shown(memory_bytes)}")
     peak, unit, low, fixed = _peaks(pattern, **call)
     if (at_low := peak(low)) > memory_bytes:
         raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from . import block_sparse, fused, gather, kernels, memory, strided
 from . import cache as caches
-from .block_parts import shown
+from .checks import known, shown, whole
 from .kernels import triton_op
 from .kernels.base import device_type_of
 from .patterns import BlockSparse, Pattern
@@ -57,13 +57,11 @@ class Execution:
         for name, kind in (kinds | {"tile": int | Ladder | None}).items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"Execution: {name} cannot be {shown(getattr(self, name))}")
-        for name, known in (("blocks", block_sparse.WAYS), ("merge", MERGES)):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in known:
-                raise ValueError(f"Execution: unknown {name} {shown(value)}; known: {', '.join(known)}")
+        for name, names in (("blocks", block_sparse.WAYS), ("merge", MERGES)):
+            known(name, getattr(self, name), names)
         if self.gather and self.merge == "fused":
             raise ValueError("Execution: merge='fused' joins strided views, and gather=True makes copies")
-        if isinstance(self.tile, int) and (isinstance(self.tile, bool) or self.tile < 1):
+        if isinstance(self.tile, int) and not whole(self.tile):
             raise ValueError(f"Execution: tile must be a positive number of rows, got {self.tile!r}")
 
     def cached(self, key, build):

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from . import ring
 from .advise import Advice, Auto
 from .api import DEFAULT, REFUSED, attention
+from .checks import positive
 from .local import Execution
 from .patterns import Pattern
 
@@ -58,8 +59,7 @@ class MultiheadAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+            positive(name, size)
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
         if embed_dim % num_heads or num_heads % num_kv_heads:

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .blocks import BlockSparse
+from .checks import LARGEST, known, positive, shown
 
 MIXINGS = ("lse", "head_groups")
 OFFSETS = ("head", "block", "branch", "kv_head")
 SHADES, CELL = " ░▒▓█", 24  # from nothing to all of a cell; positions looked at in one
-LARGEST = 2**40  # beyond any sequence, and strides still fit 64 bits
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,8 @@ class Dilated:
         for length, rate in zip(w, r):
             if rate > length:
                 raise ValueError(f"dilation rate {rate} exceeds its segment length {length}")
-        if self.mixing not in MIXINGS:
-            raise ValueError(f"unknown mixing {self.mixing!r}; known: {', '.join(MIXINGS)}")
-        if self.offsets not in OFFSETS:
-            raise ValueError(f"unknown offsets {self.offsets!r}; known: {', '.join(OFFSETS)}")
+        known("mixing", self.mixing, MIXINGS)
+        known("offsets", self.offsets, OFFSETS)
 
     def offset(self, branch: int, head: int, heads: int, kv_heads: int | None = None) -> int:
         """First selected row of a segment for ``head`` in ``branch``, in [0, rate)."""
@@ -180,8 +178,7 @@ def from_dict(data: dict) -> Pattern:
         raise ValueError(f"a pattern is restored from a dict, got {type(data).__name__}")
     fields = dict(data)
     kind = fields.pop("kind", None)
-    if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(kinds)}")
+    known("pattern kind", kind, kinds)
     unknown = fields.keys() - kinds[kind].__dataclass_fields__.keys()
     if unknown:
         raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(map(str, unknown)))}")
@@ -199,9 +196,8 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
     █ ██
       ██
     """
-    for name, value in (("n", n), ("width", width)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-            raise ValueError(f"{name} must be a positive integer up to 2**40, got {value!r}")
+    positive("n", n, most=LARGEST)
+    positive("width", width, most=LARGEST)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     cells = min(n, width)
@@ -224,7 +220,7 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
 
 def _positive_ints(name: str, values) -> tuple[int, ...]:
     if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} must be a list of positive integers, got {values!r}")
+        raise ValueError(f"{name} must be a list of positive integers, got {shown(values)}")
     if not values:
         raise ValueError(f"{name} is empty")
     found = []
@@ -234,5 +230,5 @@ def _positive_ints(name: str, values) -> tuple[int, ...]:
         except TypeError:
             found.append(0)
         if not 1 <= found[-1] <= LARGEST:
-            raise ValueError(f"{name} must hold positive integers up to 2**40, got {x!r}")
+            raise ValueError(f"{name} must hold positive integers up to 2**40, got {shown(x)}")
     return tuple(found)

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from . import hardware, kernels, memory, ring
 from .advise import Advice, Auto
-from .api import FLOATS, attention, check_tensors
+from .api import attention, check_tensors
+from .checks import flag, float_dtype, positive, real, shown
 from .local import Execution
 from .patterns import Dilated
 from .ring import Simulated
@@ -25,7 +26,6 @@ REFUSED = {
     **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), NO_DROPOUT),
     **dict.fromkeys(("attn_mask", "attention_mask", "mask", "key_padding_mask"), NO_MASK),
 }
-NOT_A_DTYPE = "dtype must be float64, float32, bfloat16 or float16, got {!r}"
 
 
 class PublishedAttention(nn.Module):
@@ -74,17 +74,17 @@ class PublishedAttention(nn.Module):
         for argument, value in refused.items():
             if REFUSED.get(argument) is not NO_DROPOUT or value != 0:  # no dropout is what there is
                 raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
-        if ring_size is not None and (isinstance(ring_size, bool) or not isinstance(ring_size, int) or ring_size < 1):
-            raise ValueError(f"ring_size must be a positive integer, got {ring_size!r}")
+        if ring_size is not None:
+            positive("ring_size", ring_size)
         if self.scheme is None and (group is not None or ring_size not in (None, 1)):
             raise NotImplementedError(f"{name} runs on one device: ring_size must be 1 and group None")
         if group is not None and ring_size not in (None, size := ring.group_size(group)):
             raise ValueError(f"ring_size is {ring_size}, the group has {size} ranks")
         mb = memory_pool_threshold_mb
-        if isinstance(mb, bool) or not isinstance(mb, float | int) or not 0 <= mb < float("inf"):
-            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {mb!r}")
-        if dtype is not None and dtype not in FLOATS:
-            raise ValueError(NOT_A_DTYPE.format(dtype))
+        if not real(mb) or not 0 <= mb < float("inf"):
+            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {shown(mb)}")
+        if dtype is not None:
+            float_dtype(dtype)
         switches = {
             "use_pattern_cache": use_pattern_cache,
             "enable_memory_pool": enable_memory_pool,
@@ -92,8 +92,7 @@ class PublishedAttention(nn.Module):
             "use_gradient_checkpointing": use_gradient_checkpointing,
         }
         for argument, value in switches.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{argument} must be True or False, got {value!r}")
+            flag(argument, value)
         self.pattern = self._made_pattern(segment_lengths, dilation_rates, block_size, density)
         self.device = None if device is None else kernels.device_of(device)
         self.auto = None if config is None else Auto(config)
@@ -125,13 +124,12 @@ class PublishedAttention(nn.Module):
         """Follow ``.half()``, ``.to(...)`` and their like: there are no weights, so empty tensors show what fn does."""
         super()._apply(fn, recurse)
         own = self.device or torch.device("cpu")
-        shown = [fn(torch.empty(0, dtype=dtype, device=own)) for dtype in (torch.float32, torch.float64)]
-        if shown[0].dtype == shown[1].dtype:
-            if shown[0].dtype not in FLOATS:
-                raise ValueError(NOT_A_DTYPE.format(shown[0].dtype))
-            self.dtype = shown[0].dtype
-        if shown[0].device.type != own.type or shown[0].device.index != own.index is not None:
-            self.device = shown[0].device
+        made = [fn(torch.empty(0, dtype=dtype, device=own)) for dtype in (torch.float32, torch.float64)]
+        if made[0].dtype == made[1].dtype:
+            float_dtype(made[0].dtype)
+            self.dtype = made[0].dtype
+        if made[0].device.type != own.type or made[0].device.index != own.index is not None:
+            self.device = made[0].device
         return self
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **refused) -> Tensor:

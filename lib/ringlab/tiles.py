@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .checks import shown, whole
 from .kernels.base import Kernel, wide
 from .merge import merge_
 from .tracking import is_out_of_memory
@@ -31,8 +32,8 @@ class Ladder:
     """
 
     def __init__(self, tiles: tuple[int, ...] = TILES):
-        if not tiles or any(isinstance(t, bool) or not isinstance(t, int) or t < 1 for t in tiles):
-            raise ValueError(f"Ladder: tiles must be positive integers, got {tiles!r}")
+        if not isinstance(tiles, list | tuple) or not tiles or not all(map(whole, tiles)):
+            raise ValueError(f"Ladder: tiles must be positive integers, got {shown(tiles)}")
         if list(tiles) != sorted(set(tiles), reverse=True):
             raise ValueError(f"Ladder: each tile must be smaller than the one before, got {tiles!r}")
         self.tiles, self.level = tuple(tiles), 0

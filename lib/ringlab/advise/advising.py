@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from .. import hardware
-from ..api import FLOATS
+from ..checks import float_dtype, known, positive, real, shown
 from ..cost import PASSES
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Layout
@@ -66,7 +66,7 @@ def advise(
     (torch.float32, 'plan', (2048, 4096, 8192), True)
     """
     if not isinstance(profile, str | hardware.Profile):
-        raise TypeError(f"profile must be a hardware profile or its name, got {profile!r}")
+        raise TypeError(f"profile must be a hardware profile or its name, got {shown(profile)}")
     if isinstance(profile, str):
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
@@ -74,19 +74,17 @@ def advise(
     numbers = {"seq_len": seq_len, "ranks": ranks, "batch": batch, "heads": heads, "kv_heads": kv_heads,
                "head_dim": head_dim, "layers": layers}  # fmt: skip
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        positive(name, value)
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads: {heads} and {kv_heads}")
     if ranks > seq_len:
         raise ValueError(f"{ranks} ranks are more than {seq_len} tokens")
-    if passes not in PASSES:
-        raise ValueError(f"unknown passes {passes!r}; known: {', '.join(PASSES)}")
-    if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype!r}")
+    known("passes", passes, PASSES)
+    if dtype is not None:
+        float_dtype(dtype)
     for name, value in (("memory_bytes", memory_bytes), ("seconds", seconds)):
-        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if value is not None and not (real(value) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a positive number, got {shown(value)}")
     if not isinstance(pattern, Pattern) and pattern not in KINDS:
         raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {pattern!r}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..checks import shown, whole
+
 Capability = tuple[int, int]
 
 # Native fp16 against fp32 multiply-adds, results per clock and SM, tensor cores aside. Up to 7.x: CUDA C Programming
@@ -28,8 +30,8 @@ def check_capability(capability: Capability | None) -> Capability | None:
     if capability is None:
         return None
     pair = tuple(capability) if isinstance(capability, (tuple, list)) else ()
-    if len(pair) != 2 or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in pair):
-        raise TypeError(f"a compute capability is a (major, minor) pair of integers or None, not {capability!r}")
+    if len(pair) != 2 or not all(whole(x, 0) for x in pair):
+        raise TypeError(f"a compute capability is a (major, minor) pair of integers or None, not {shown(capability)}")
     return pair
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from ..checks import positive, shown
 from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel, takes_lower_right
 from .eager import Eager
 from .external import FlashAttn2, FlashAttn3, Xformers
@@ -104,9 +105,8 @@ def table(
 ) -> list[tuple[str, bool, str | None, bool]]:
     """Every kernel as (name, runs, reason for a refusal, chosen by "auto"), in the order of preference."""
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {dtype!r}")
-    if not isinstance(head_dim, int) or head_dim < 1:
-        raise ValueError(f"head_dim must be a positive integer, got {head_dim!r}")
+        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
+    positive("head_dim", head_dim)
     device = _with_index(device)
     chosen = choose(device, dtype, head_dim, causal=causal, backward=backward).name
     rows = []

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..block_parts import shown
+from ..checks import positive, real, shown
 from . import blame
 from .blame import End, RankFailed
 
@@ -80,9 +80,8 @@ def checked(function: Callable, args: tuple, ranks: int, timeout_s: float, threa
 def checked_numbers(ranks: int, timeout_s: float, threads: int = 1) -> None:
     """Raise ValueError for counts that are none, and for a time that cannot be waited for."""
     for name, value in (("ranks", ranks), ("threads", threads)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s > LONGEST_S:
+        positive(name, value)
+    if not real(timeout_s) or timeout_s > LONGEST_S:
         raise ValueError(f"timeout_s must be a number of seconds up to {LONGEST_S:,}, got {shown(timeout_s)}")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..checks import positive, whole
+
 KINDS = ("contiguous", "zigzag", "striped", "hilbert")
 
 
@@ -108,19 +110,19 @@ def contiguous(n: int, ranks: int) -> Layout:
 def uneven(sizes: Sequence[int]) -> Layout:
     """Shards side by side, of these sizes (0 is allowed)."""
     sizes = list(sizes)
-    if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 0 for s in sizes) or not sum(sizes):
+    if not all(whole(s, 0) for s in sizes) or not sum(sizes):
         raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {sizes}")
     return Layout("contiguous", tuple(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
 
 def zigzag(n: int, ranks: int) -> Layout:
     """2 p chunks, rank k owning chunks k and 2 p - 1 - k: equal causal work (Brandon et al. 2023; Llama 3)."""
-    return Layout("zigzag", _borders(n, 2 * _positive("ranks", ranks)))
+    return Layout("zigzag", _borders(n, 2 * positive("ranks", ranks)))
 
 
 def striped(n: int, ranks: int) -> Layout:
     """Rank k owns every p-th position from k on (Striped Attention, arXiv 2311.09431)."""
-    return Layout("striped", (_positive("n", n), _positive("ranks", ranks)))
+    return Layout("striped", (positive("n", n), positive("ranks", ranks)))
 
 
 def hilbert(height: int, width: int, ranks: int) -> Layout:
@@ -128,7 +130,7 @@ def hilbert(height: int, width: int, ranks: int) -> Layout:
 
     Any height and width: the generalised curve of J. Cerveny (github.com/jakubcerveny/gilbert).
     """
-    cells = _positive("height", height) * _positive("width", width)
+    cells = positive("height", height) * positive("width", width)
     return Layout("hilbert", _borders(cells, ranks), (height, width))
 
 
@@ -144,14 +146,8 @@ def named(layout: str | Layout, n: int, ranks: int) -> Layout:
     return makers[layout](n, ranks)
 
 
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return value
-
-
 def _borders(n: int, parts: int) -> tuple[int, ...]:
-    whole, rest = divmod(_positive("n", n), _positive("ranks", parts))
+    whole, rest = divmod(positive("n", n), positive("ranks", parts))
     return tuple(i * whole + min(i, rest) for i in range(parts + 1))
 
 

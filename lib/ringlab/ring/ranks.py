@@ -7,6 +7,7 @@ import json
 import torch.distributed as dist
 
 from .. import local
+from ..checks import known
 from .layout import Layout, named
 from .operators import ranks_forward
 from .passes import SCHEMES, choose
@@ -60,8 +61,7 @@ def _checked(pattern, layout: Layout, causal: bool, heads: int, kv_heads: int, w
 
 
 def _scheme(problem: Problem, scheme: str) -> str:
-    if scheme != "auto" and scheme not in SCHEMES:
-        raise ValueError(f"unknown scheme {scheme!r}; known: auto, {', '.join(SCHEMES)}")
+    known("scheme", scheme, ("auto", *SCHEMES))
     scheme = choose(problem).scheme if scheme == "auto" else scheme
     problem.check(scheme)
     return scheme

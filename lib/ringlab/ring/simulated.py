@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import local
+from ..checks import positive
 from .comm import simulate
 from .passes import SCHEMES, rank_of
 
@@ -18,8 +19,7 @@ class Simulated:
     ranks: int
 
     def __post_init__(self):
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:
-            raise ValueError(f"ranks must be a positive integer, got {self.ranks!r}")
+        positive("ranks", self.ranks)
 
 
 class Simulation(torch.autograd.Function):

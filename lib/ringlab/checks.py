@@ -1,0 +1,57 @@
+"""Checks of arguments that many rooms make, each of them one clear line of ValueError or TypeError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+LARGEST = 2**40  # beyond any sequence, and strides still fit 64 bits
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def whole(value, least: int = 1) -> bool:
+    """Whether a value is an integer from ``least`` up; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def real(value) -> bool:
+    """Whether a value is a number; True and False are none."""
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+def positive(name: str, value, least: int = 1, most: int | None = None) -> int:
+    """``value``, where it is an integer from ``least``, 0 or 1, up to ``most``, a power of two; else ValueError."""
+    if not whole(value, least) or (most is not None and value > most):
+        wanted = "a positive integer" if least else "an integer of at least 0"
+        limit = "" if most is None else f" up to 2**{most.bit_length() - 1}"
+        raise ValueError(f"{name} must be {wanted}{limit}, got {shown(value)}")
+    return value
+
+
+def flag(name: str, value) -> None:
+    """Raise TypeError for a switch that is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def known(name: str, value, names: Iterable[str]) -> None:
+    """Raise ValueError for a value that is none of the ``names``."""
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"unknown {name} {shown(value)}; known: {', '.join(names)}")
+
+
+def float_dtype(value) -> None:
+    """Raise ValueError for what is no dtype that attention runs in."""
+    if not isinstance(value, torch.dtype) or value not in FLOATS:
+        raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {shown(value)}")
+
+
+def shown(value) -> str:
+    """A value of any kind and size, as a message of one line shows it.
+
+    >>> shown(torch.eye(2)), len(shown(list(range(2000))))
+    ('tensor([[1., 0.], [0., 1.]])', 100)
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
