@@ -355,8 +355,8 @@ def test_lent_bytes_are_not_lent_again_until_they_are_let_go(escape):
         kept.sum().backward()
         assert weight.grad.eq(1).all()
     del kept
-    again = pool.lend((4, 16))
-    assert (again.data_ptr() == address) == (escape != "numpy") and other.eq(2).all()
+    again, reused = pool.lend((4, 16)), escape != "numpy"  # what was given up, malloc may still hand out again
+    assert pool.stats().reuses == reused and (again.data_ptr() == address or not reused) and other.eq(2).all()
 
 
 def test_lent_tensors_have_storages_of_their_own_size():
