@@ -199,7 +199,7 @@ def test_idle_bytes_stay_within_the_bound():
 
 def test_other_places_get_their_own_buffers(monkeypatch):
     pool, place = small_pool(), [("cuda", 0, 7)]
-    monkeypatch.setattr(memory, "_place", lambda device: place[0])
+    monkeypatch.setattr(MemoryPool, "_place", lambda pool, device, nbytes: place[0])
     address_of(pool, (64,))
     for other in [("cuda", 1, 7), ("cuda", 0, 8), ("cpu", 0, 0)]:
         place[0] = other

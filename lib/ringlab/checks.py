@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -45,6 +46,16 @@ def float_dtype(value) -> None:
     """Raise ValueError for what is no dtype that attention runs in."""
     if not isinstance(value, torch.dtype) or value not in FLOATS:
         raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {shown(value)}")
+
+
+def tensor_bytes(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Size, torch.device, int]:
+    """The shape and device of a tensor to make, as torch's own, and its bytes; ValueError for a negative size."""
+    shape = torch.Size(shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"sizes of a tensor must be >= 0, got {tuple(shape)}")
+    return shape, torch.device(device), math.prod(shape) * dtype.itemsize
 
 
 def shown(value) -> str:

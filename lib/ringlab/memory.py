@@ -6,14 +6,15 @@ page faults on first touch, which reuse avoids and huge pages lessen. Whether th
 
 import contextlib
 import itertools
-import math
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .checks import tensor_bytes
 from .pages import advise_huge, empty
 from .tracking import LiveStorageTracker, high_water_bytes, is_out_of_memory, reset_high_water, resident_bytes
 
@@ -91,7 +92,7 @@ class MemoryPool:
         self._idle: dict[int, _Buffer] = {}  # by id, the last used one last
         self._held: dict[int, _Buffer] = {}  # returned, but somebody still refers to the bytes
         self._live, self._clock = 0, itertools.count()
-        self._counts = dict.fromkeys(("borrows", "reuses", "allocations", "bypassed", "evictions", "refused"), 0)
+        self._counts: Counter[str] = Counter()
 
     def __reduce__(self):  # a copy, as of a module that is cloned or saved, is an empty pool with the same bounds
         return MemoryPool, (self.max_bytes, self.threshold_bytes, self.waste)
@@ -101,7 +102,7 @@ class MemoryPool:
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Iterator[torch.Tensor]:
         """Lend an uninitialised contiguous tensor; ValueError for a negative size, RuntimeError once closed."""
-        shape, device, nbytes = _size(shape, dtype, device)
+        shape, device, nbytes = tensor_bytes(shape, dtype, device)
         place = self._place(device, nbytes)
         buffer = self._take(-(-nbytes // 64) * 64, device, place, self.waste)  # torch aligns to 64 bytes
         escaped, history = True, False
@@ -138,7 +139,7 @@ class MemoryPool:
         >>> pool.lend((2, 8)).data_ptr() == address, pool.stats().allocations  # b is still there, for its view is
         (True, 2)
         """
-        shape, device, nbytes = _size(shape, dtype, device)
+        shape, device, nbytes = tensor_bytes(shape, dtype, device)
         buffer = self._take(nbytes, device, self._place(device, nbytes), waste=1.0)
         try:
             return _tensor(buffer, shape, dtype, device)
@@ -158,7 +159,7 @@ class MemoryPool:
         with self._lock:
             freed = (self._idle, self._held)  # freed outside the lock, for it may take long
             self._idle, self._held = {}, {}
-            self._counts = dict.fromkeys(self._counts, 0)
+            self._counts = Counter()
         del freed
 
     def close(self) -> None:
@@ -168,7 +169,14 @@ class MemoryPool:
 
     def _place(self, device: torch.device, nbytes: int) -> tuple | None:
         """The device and stream that a buffer is bound to; None: a request that the pool leaves to torch."""
-        return _place(device) if nbytes and nbytes >= self.threshold_bytes else None
+        if not nbytes or nbytes < self.threshold_bytes or any(map(torch._C._get_dispatch_mode, _TRACERS)):
+            return None  # what is made under a tracer has no data, or belongs to a graph
+        if device.type == "cpu":
+            return ("cpu", 0, 0)
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():  # a graph keeps its own memory
+            stream = torch.cuda.current_stream(device)
+            return ("cuda", stream.device_index, stream.cuda_stream)
+        return None
 
     def _take(self, capacity: int, device: torch.device, place: tuple | None, waste: float) -> _Buffer | None:
         with self._lock:
@@ -228,28 +236,9 @@ class MemoryPool:
                 self._idle[id(buffer)] = buffer
 
 
-def _size(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Size, torch.device, int]:
-    shape = torch.Size(shape)
-    if any(size < 0 for size in shape):
-        raise ValueError(f"memory pool: sizes must be >= 0, got {tuple(shape)}")
-    return shape, torch.device(device), math.prod(shape) * dtype.itemsize
-
-
 def _tensor(buffer: _Buffer | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     tensor = torch.empty(0 if buffer else shape, dtype=dtype, device=device)
     return tensor.set_(buffer.storage, 0, shape) if buffer else tensor
-
-
-def _place(device: torch.device) -> tuple | None:
-    """The device and stream a buffer is bound to; None where the pool must not keep memory."""
-    if any(map(torch._C._get_dispatch_mode, _TRACERS)):  # what is made then has no data, or belongs to a graph
-        return None
-    if device.type == "cpu":
-        return ("cpu", 0, 0)
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():  # a graph's memory belongs to the graph
-        stream = torch.cuda.current_stream(device)
-        return ("cuda", stream.device_index, stream.cuda_stream)
-    return None
 
 
 GLOBAL_POOL = MemoryPool()
