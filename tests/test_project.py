@@ -281,7 +281,7 @@ SIDEWAYS = {
     "reference": {"patterns", "merge"},
     "cost": {"patterns", "checks"},
     "plan": {"patterns"},
-    "cache": {"patterns", "tracking"},
+    "cache": {"checks", "patterns", "tracking"},
     "memory": {"checks", "pages", "tracking"},
 }
 PROBED = {"xformers", "flash_attn", "flash_attn_interface", "triton"}  # inside functions of kernels/ and hardware/ only

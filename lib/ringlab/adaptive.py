@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from . import adaptive_blocks, chosen
 from .adaptive_blocks import Adaptive, best_blocks
 from .api import check_tensors
-from .checks import FLOATS, LARGEST, flag, positive, real, shown
+from .checks import FLOATS, LARGEST, backends, flag, float_dtype, positive, real, shown
+from .kernels import device_of
 from .kernels.base import wide
 from .ring import content
 from .ring.world import World
@@ -67,13 +68,12 @@ def adaptive_attention(
     flag("causal", causal)
     flag("return_lse", return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not real(scale) or not abs(scale) < float("inf"):
+    if not real(scale) or not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be a finite number, got {shown(scale)}")
-    if not backend or not isinstance(backend, str | tuple):
-        raise ValueError(f"backend must be a name or a tuple of names, got {backend!r}")
+    backends(backend)
     (b, _, heads, _), (count, rows, first), log_m = q.shape, adaptive_blocks.rows_of_blocks(q, pattern, world), None
     if z is None:
-        picks = best_blocks(q, k, pattern, scale, causal, world, first)
+        picks = best_blocks(q, k, pattern, float(scale), causal, world, first)
     else:
         wanted = (b, heads, rows, count)
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
@@ -119,11 +119,17 @@ class AdaptiveBlockSparse(nn.Module):
         super().__init__()
         World.of(group)  # raises what is wrong with it now, not at the first call
         positive("head_dim", head_dim, most=LARGEST)
+        backends(backend)
+        if dtype is not None:
+            float_dtype(dtype)
+        device = device if device is None else device_of(device)
         self.pattern, self.backend, self.group = Adaptive(block_size, top_k), backend, group
         self.q_score, self.k_score = (nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype)) for _ in range(2))
 
     def logits(self, q: Tensor, k: Tensor, causal: bool = False) -> Tensor:
         """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b, n, h_kv, d); a rank's rows."""
+        check_tensors(q, k, k)
+        flag("causal", causal)
         weights = self.q_score, self.k_score
 
         def score(*means: Tensor) -> Tensor:

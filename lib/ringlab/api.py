@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import local, ring
-from .checks import FLOATS, flag, real, shown
+from .checks import FLOATS, backends, flag, one_device, real, shown
 from .local import Execution
 from .patterns import Pattern
 
@@ -81,12 +81,10 @@ def attention(
         raise ValueError(f"scale must be finite, got {scale}")
     if not isinstance(execution, Execution):
         raise TypeError(f"execution must be a ringlab.Execution, got {shown(execution)}")
-    if not backend or not isinstance(backend, str | tuple):
-        raise ValueError(f"backend must be a name or a tuple of names, got {backend!r}")
+    backends(backend)
     options = {"causal": causal, "scale": float(scale), "backend": backend, "execution": execution}
     if group is None:
-        if (scheme, layout) != ("auto", "contiguous"):
-            raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
+        one_device(scheme, layout)
         out, lse = local.attend(q, k, v, pattern, **options)
     else:
         out, lse = ring.attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from .blocks import BlockSparse, Segment, sliding_window
+from .checks import LARGEST, flag, positive, positive_ints, shown
 from .published import PublishedAttention
 from .ring import Simulated, group_size
 
@@ -35,13 +36,13 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         name = type(self).__name__
-        segments = (segment_lengths, dilation_rates) != (None, None)
+        segments = segment_lengths is not None or dilation_rates is not None
         if segments + (density is not None) + (self.given is not None) != 1:
             raise ValueError(f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them")
-        self.density, size = density, 128 if block_size is None else block_size
+        self.density, size = density, positive("block_size", 128 if block_size is None else block_size, most=LARGEST)
         if self.given is not None:
             if not isinstance(self.given, BlockSparse):
-                raise ValueError(f"{name}: pattern must be a BlockSparse, got {self.given!r}")
+                raise ValueError(f"{name}: pattern must be a BlockSparse, got {shown(self.given)}")
             if block_size is not None:
                 raise ValueError(f"{name}: the pattern has its own block size, {self.given.block_size}")
             return self.given
@@ -49,8 +50,9 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
             window = sliding_window(0, block_size=size)
             window.with_density(density, size)  # raises what is wrong with it now, not at the first call
             return window
-        lengths, rates = segment_lengths or [], dilation_rates or []
-        if len(lengths) != len(rates) or not lengths:
+        lengths = positive_ints("segment_lengths", segment_lengths)
+        rates = positive_ints("dilation_rates", dilation_rates)
+        if len(lengths) != len(rates):
             raise ValueError(f"segment_lengths and dilation_rates differ in length: {len(lengths)} and {len(rates)}")
         for length in lengths:
             if length % size:
@@ -59,6 +61,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
 
     def pattern_for(self, n: int, causal: bool = False) -> BlockSparse:
         """The pattern over ``n`` positions: the one given, or the window whose density is nearest to that asked for."""
+        positive("n", n, most=LARGEST)
+        flag("causal", causal)
         return self.pattern if self.density is None else _solved(self.pattern, self.density, n, causal)
 
     def extra_repr(self) -> str:

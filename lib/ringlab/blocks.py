@@ -27,7 +27,7 @@ from .block_parts import (
     of_mask,
     restored,
 )
-from .checks import LARGEST, positive, real, shown
+from .checks import LARGEST, flag, positive, real, shown
 
 AT_ONCE = 512  # blocks of queries that are looked at together
 
@@ -64,7 +64,7 @@ class BlockSparse:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        positive("the sequence length", n)
+        positive("the sequence length", n, most=LARGEST)
         count = -(-n // self.block_size)
         if self.block_size > n:
             raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
@@ -134,6 +134,7 @@ class BlockSparse:
         >>> BlockSparse([Window(0)], 4).pairs(10, causal=True)  # blocks of 4, 4 and 2 positions
         23
         """
+        flag("causal", causal)
         count = self.count(n)
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size

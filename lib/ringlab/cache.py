@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .checks import positive
 from .tracking import not_counted, storages
 
 T = TypeVar("T")
@@ -115,9 +116,8 @@ class PatternCache:
     """
 
     def __init__(self, max_bytes: int = 64 << 20, max_entries: int = 4096) -> None:
-        if min(max_bytes, max_entries) < 0:
-            raise ValueError(f"max_bytes and max_entries must be >= 0, got {max_bytes} and {max_entries}")
-        self.max_bytes, self.max_entries = max_bytes, max_entries
+        self.max_bytes = positive("max_bytes", max_bytes, 0)
+        self.max_entries = positive("max_entries", max_entries, 0)
         self._lock = threading.Lock()  # never held while building
         self._building: dict[Hashable, _Build] = {}
         self._waiting: dict[int, _Build] = {}  # thread -> the build it waits for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,6 +31,23 @@ def positive(name: str, value, least: int = 1, most: int | None = None) -> int:
     return value
 
 
+def positive_ints(name: str, values) -> tuple[int, ...]:
+    """The integers of a list, NumPy's as Python's; ValueError for none, and for one that is not positive."""
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} must be a list of positive integers, got {shown(values)}")
+    if not values:
+        raise ValueError(f"{name} is empty")
+    found = []
+    for x in values:
+        try:
+            found.append(0 if isinstance(x, bool) else operator.index(x))  # numpy's integers too
+        except TypeError:
+            found.append(0)
+        if not 1 <= found[-1] <= LARGEST:
+            raise ValueError(f"{name} must hold positive integers up to 2**40, got {shown(x)}")
+    return tuple(found)
+
+
 def flag(name: str, value) -> None:
     """Raise TypeError for a switch that is neither True nor False."""
     if not isinstance(value, bool):
@@ -48,14 +66,43 @@ def float_dtype(value) -> None:
         raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {shown(value)}")
 
 
+def one_device(scheme, layout) -> None:
+    """Raise ValueError for a scheme or a layout, which are for several ranks."""
+    for given, usual in ((scheme, "auto"), (layout, "contiguous")):
+        if not isinstance(given, str) or given != usual:
+            raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
+
+
+def backends(value) -> tuple[str, ...]:
+    """The names of kernels to try in order; ValueError for what is no name and no tuple of them."""
+    names = (value,) if isinstance(value, str) and value else value
+    if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"backend must be a name or a tuple of names, got {shown(value)}")
+    return names
+
+
 def tensor_bytes(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Size, torch.device, int]:
     """The shape and device of a tensor to make, as torch's own, and its bytes; ValueError for a negative size."""
-    shape = torch.Size(shape)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
+    try:
+        shape = torch.Size(shape)
+    except (TypeError, OverflowError):
+        raise TypeError(f"a shape must be a sequence of integers, got {shown(shape)}") from None
     if any(size < 0 for size in shape):
         raise ValueError(f"sizes of a tensor must be >= 0, got {tuple(shape)}")
-    return shape, torch.device(device), math.prod(shape) * dtype.itemsize
+    return shape, device_of(device), math.prod(shape) * dtype.itemsize
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """``torch.device(device)``; ValueError in one line for what is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        wanted = "device must be a torch.device or its name, as 'cpu' or 'cuda:0'"
+        raise ValueError(f"{wanted}, got {shown(device)}") from None
 
 
 def shown(value) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from . import bsr, cost, flex, fused, hardware, local
-from .checks import LARGEST, float_dtype, known, positive, shown
+from .checks import LARGEST, flag, float_dtype, known, one_device, positive, shown
 from .dryrun import Cold, DryRun, kernel_for
 from .kernels.base import Described, wants_dtype
 from .local import Execution
@@ -18,6 +18,8 @@ from .ring.layout import named
 from .ring.passes import SCHEMES, backward_of, forward_of
 from .ring.rank import BlockRank, Rank
 from .ring.ranks import one_by_one
+
+MOST_ELEMENTS = 2**58  # bytes of several such tensors are still counted in 64 bits
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Call:
         if not isinstance(self.profile, hardware.Profile | None):
             raise TypeError(f"profile must be a hardware profile or its name, got {shown(self.profile)}")
         known("passes", self.passes, cost.PASSES)
-        if self.ranks == 1 and (self.scheme, self.layout) != ("auto", "contiguous"):
-            raise ValueError("scheme and layout are for several ranks")
+        flag("causal", self.causal)
+        if self.ranks == 1:
+            one_device(self.scheme, self.layout)
 
     @property
     def device_type(self) -> str:
@@ -68,6 +71,7 @@ class Call:
     def at(self, n: int) -> tuple[DryRun, str | None, str]:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
         positive("seq_len", n, most=LARGEST)
+        positive("batch * seq_len * heads * head_dim", self.batch * n * self.heads * self.head_dim, most=MOST_ELEMENTS)
         if self.ranks > 1:
             one_by_one(self.execution, self.ranks)
             return *self.shared(named(self.layout, n, self.ranks)), ""

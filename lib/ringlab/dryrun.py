@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import cache as caches
-from . import kernels, memory
+from . import checks, kernels, memory
 from .kernels.base import HALF, Described
 from .kernels.external import NOT_INSTALLED
 from .local import Execution
@@ -219,9 +219,9 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     """
     if device_type == "cpu":
         return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
-    names = (backend,) if isinstance(backend, str) else backend
-    if unknown := [name for name in names if name not in ("auto", "sdpa", *kernels.KERNELS)]:
-        raise ValueError(f"unknown backend {unknown[0]!r}; known: auto, sdpa, {', '.join(kernels.KERNELS)}")
+    names = checks.backends(backend)
+    for name in names:
+        checks.known("backend", name, ("auto", "sdpa", *kernels.KERNELS))
     if capability is not None:
         device = Described(device_type, capability)
         known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}

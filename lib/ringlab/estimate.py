@@ -22,6 +22,7 @@ from .patterns import BlockSparse, Pattern
 
 MARGIN = 1.1  # rates that a probe measured are raised by this before they bound anything, as in measuring
 ROWS = 128  # what the longest sequence is a multiple of, a rank
+MOST_BYTES = 2**50  # of a rank's memory: beyond any machine
 FEW_BLOCKS = 1024  # up to which calls of a block-sparse pattern are planned; random parts take quadratic time
 
 
@@ -151,8 +152,8 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
     1010304
     """
-    if not whole(memory_bytes):
-        raise ValueError(f"the memory budget must be a positive number of bytes, got {shown(memory_bytes)}")
+    if not whole(memory_bytes) or memory_bytes > MOST_BYTES:
+        raise ValueError(f"the memory budget must be a positive number of bytes up to 2**50, got {shown(memory_bytes)}")
     peak, unit, low, fixed = _peaks(pattern, **call)
     if (at_low := peak(low)) > memory_bytes:
         raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")

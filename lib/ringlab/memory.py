@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import tensor_bytes
+from .checks import real, shown, tensor_bytes
 from .pages import advise_huge, empty
 from .tracking import LiveStorageTracker, high_water_bytes, is_out_of_memory, reset_high_water, resident_bytes
 
@@ -83,9 +83,9 @@ class MemoryPool:
     """
 
     def __init__(self, max_bytes: int = 512 << 20, threshold_bytes: int = 16 << 20, waste: float = 2.0) -> None:
-        if not (max_bytes >= 0 and threshold_bytes >= 0 and waste >= 1):
-            given = f"got {max_bytes}, {threshold_bytes}, {waste}"
-            raise ValueError(f"memory pool: max_bytes, threshold_bytes must be >= 0 and waste >= 1, {given}")
+        given = max_bytes, threshold_bytes, waste
+        if not (all(map(real, given)) and max_bytes >= 0 and threshold_bytes >= 0 and waste >= 1):
+            raise ValueError(f"memory pool: max_bytes, threshold_bytes must be >= 0 and waste >= 1, got {shown(given)}")
         self.max_bytes, self.threshold_bytes, self.waste = max_bytes, threshold_bytes, waste
         # Reentrant, since garbage collection may end an abandoned scope while this very thread holds the lock.
         self._lock, self._closed = threading.RLock(), False

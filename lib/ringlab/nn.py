@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from . import ring
 from .advise import Advice, Auto
 from .api import DEFAULT, REFUSED, attention
-from .checks import positive
+from .checks import LARGEST, flag, float_dtype, one_device, positive
+from .kernels import device_of
 from .local import Execution
 from .patterns import Pattern
 
@@ -59,21 +60,27 @@ class MultiheadAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         for name, size in sizes.items():
-            positive(name, size)
+            positive(name, size, most=LARGEST)
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
         if embed_dim % num_heads or num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim and num_kv_heads num_heads, got {', '.join(map(str, sizes.values()))}"
             )
+        switches = {"bias": bias, "causal": causal, "use_gradient_checkpointing": use_gradient_checkpointing}
+        for name, value in switches.items():
+            flag(name, value)
+        if dtype is not None:
+            float_dtype(dtype)
+        device = device if device is None else device_of(device)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.pattern, self.use_gradient_checkpointing = pattern, use_gradient_checkpointing
         self.auto = None if config is None else Auto(config)
         self.options = {"causal": causal, "group": group, "backend": backend, "execution": execution}
         if group is not None:
             self.options |= {"scheme": scheme, "layout": layout}
-        elif (scheme, layout) != ("auto", "contiguous"):
-            raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
+        else:
+            one_device(scheme, layout)
         kv_dim, made = embed_dim // num_heads * num_kv_heads, {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.k_proj = nn.Linear(embed_dim, kv_dim, **made)
@@ -83,6 +90,8 @@ class MultiheadAttention(nn.Module):
     def forward(self, x: Tensor, **refused) -> Tensor:
         """Attention of x (b, n, embed_dim) to itself; returns (b, n, embed_dim)."""
         _refuse(refused)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}")
         if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):

@@ -6,14 +6,14 @@ Patterns are values: frozen, hashable, comparable, and they know nothing of tens
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
+from dataclasses import fields as dataclass_fields
 
 import torch
 
 from .blocks import BlockSparse
-from .checks import LARGEST, known, positive, shown
+from .checks import LARGEST, flag, known, positive, positive_ints
 
 MIXINGS = ("lse", "head_groups")
 OFFSETS = ("head", "block", "branch", "kv_head")
@@ -93,7 +93,7 @@ class Dilated:
 
     def __post_init__(self):
         for name in ("segment_lengths", "dilation_rates"):
-            object.__setattr__(self, name, _positive_ints(name, getattr(self, name)))
+            object.__setattr__(self, name, positive_ints(name, getattr(self, name)))
         w, r = self.segment_lengths, self.dilation_rates
         if len(w) != len(r):
             raise ValueError(f"segment_lengths and dilation_rates differ in length: {len(w)} and {len(r)}")
@@ -168,7 +168,7 @@ Pattern = Dense | Dilated | BlockSparse
 
 
 def from_dict(data: dict) -> Pattern:
-    """The pattern that ``pattern.to_dict()`` wrote; raises ValueError for an unknown kind or field.
+    """The pattern that ``pattern.to_dict()`` wrote; ValueError for an unknown kind, an unknown or missing field.
 
     >>> from_dict({"kind": "dilated", "segment_lengths": [4], "dilation_rates": [2]})
     Dilated(segment_lengths=(4,), dilation_rates=(2,), mixing='lse', offsets='head')
@@ -182,6 +182,8 @@ def from_dict(data: dict) -> Pattern:
     unknown = fields.keys() - kinds[kind].__dataclass_fields__.keys()
     if unknown:
         raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(map(str, unknown)))}")
+    if lacking := [f.name for f in dataclass_fields(kinds[kind]) if f.default is MISSING and f.name not in fields]:
+        raise ValueError(f"pattern {kind!r} lacks {', '.join(lacking)}")
     return BlockSparse.from_dict(fields) if kind == "block_sparse" else kinds[kind](**fields)
 
 
@@ -198,6 +200,9 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
     """
     positive("n", n, most=LARGEST)
     positive("width", width, most=LARGEST)
+    if positive("heads", heads) <= positive("head", head, 0):
+        raise ValueError(f"head {head} is none of {heads} heads")
+    flag("causal", causal)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     cells = min(n, width)
@@ -216,19 +221,3 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
         shares = [float(part.double().mean()) for part in seen.split(sizes, 1)]
         lines.append("".join(SHADES[-int(-share * 4 // 1)] for share in shares))
     return "\n".join(lines)
-
-
-def _positive_ints(name: str, values) -> tuple[int, ...]:
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} must be a list of positive integers, got {shown(values)}")
-    if not values:
-        raise ValueError(f"{name} is empty")
-    found = []
-    for x in values:
-        try:
-            found.append(0 if isinstance(x, bool) else operator.index(x))  # numpy's integers too
-        except TypeError:
-            found.append(0)
-        if not 1 <= found[-1] <= LARGEST:
-            raise ValueError(f"{name} must hold positive integers up to 2**40, got {shown(x)}")
-    return tuple(found)

@@ -138,6 +138,7 @@ class PublishedAttention(nn.Module):
         for argument in refused:
             raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
         check_tensors(q, k, v)
+        flag("is_causal", is_causal)
         own = self.device or q.device
         if own.type != q.device.type or (own.type == "cuda" and own.index not in (None, q.device.index)):
             raise ValueError(f"{name} is on {self.device}, the input on {q.device}")

@@ -20,7 +20,7 @@ from ..ring import Layout
 from .advice import Advice
 from .choosing import Asked, Placed
 from .proposing import PAPER, ladder, local
-from .records import ASKED, ESTIMATE, POLICY, Choice, Evidence, Proposal, duration, size
+from .records import ASKED, ESTIMATE, POLICY, Choice, Evidence, Proposal, duration, evidence, size
 
 SHORTEST = 256  # first segment of a ladder
 MOST_RANKS = 32  # looked at for a sequence that does not fit
@@ -85,10 +85,10 @@ def advise(
     for name, value in (("memory_bytes", memory_bytes), ("seconds", seconds)):
         if value is not None and not (real(value) and 0 < value < math.inf):
             raise ValueError(f"{name} must be a positive number, got {shown(value)}")
-    if not isinstance(pattern, Pattern) and pattern not in KINDS:
-        raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {pattern!r}")
+    if not isinstance(pattern, Pattern) and not (isinstance(pattern, str) and pattern in KINDS):
+        raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {shown(pattern)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
-    asked = Asked(profile, causal=causal, passes=passes, budget=budget, rows=tuple(rows), layout=layout,
+    asked = Asked(profile, causal=causal, passes=passes, budget=budget, rows=evidence(rows), layout=layout,
                   given_dtype=dtype, estimates=estimates, **numbers)  # fmt: skip
     return _Advising(asked, seconds).advice(pattern)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import hardware
+from ..checks import shown
 from ..local import Execution
 from ..patterns import Pattern
 from ..ring import Layout, Simulated, group_size
@@ -32,8 +33,8 @@ class Auto:
 
     def __init__(self, config: str | Advice):
         given = isinstance(config, Advice)
-        if not given and config != "auto":
-            raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {config!r}')
+        if not given and not (isinstance(config, str) and config == "auto"):
+            raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {shown(config)}')
         self.asks, self.advice, self.found = not given, config if given else None, {}
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from .. import cost, hardware, kernels
+from ..checks import flag
 from ..estimate import Estimate, estimate, rates_of
 from ..local import Execution
 from ..patterns import BlockSparse, Pattern
@@ -59,6 +60,12 @@ class Asked:
     layout: str | Layout | None
     given_dtype: torch.dtype | None
     estimates: bool
+
+    def __post_init__(self):
+        flag("causal", self.causal)
+        flag("estimates", self.estimates)
+        if self.layout is not None:
+            named(self.layout, self.seq_len, self.ranks)  # raises what is wrong with it
 
     # -----------------------------------------------------------------------------------------------------------------
     # from rows

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from math import log
 
 import torch
 
+from ..checks import shown
 from ..local import Execution
 from ..patterns import Pattern
 
@@ -123,6 +125,14 @@ def changed(execution: Execution) -> dict:
     plain = Execution()
     values = {f.name: getattr(execution, f.name) for f in fields(execution)}
     return {name: value for name, value in values.items() if value != getattr(plain, name)}
+
+
+def evidence(rows: Iterable[Evidence]) -> tuple[Evidence, ...]:
+    """The rows given; TypeError for what are none."""
+    found = tuple(rows) if isinstance(rows, Iterable) else (rows,)
+    if not all(isinstance(row, Evidence) for row in found):
+        raise TypeError(f"rows must be ringlab.Evidence, got {shown(rows)}")
+    return found
 
 
 def size(nbytes: int) -> str:

@@ -224,12 +224,12 @@ def get_profile(name: str) -> Profile:
         return known[folded[asked]]
     close = difflib.get_close_matches(asked, folded, n=1, cutoff=0.5)
     hint = f" did you mean {folded[close[0]]!r}?" if close else ""
-    raise UnknownProfile(f"unknown profile {name!r};{hint} known: auto, {', '.join(known)}")
+    raise UnknownProfile(f"unknown profile {str(name)!r};{hint} known: auto, {', '.join(known)}")
 
 
 def resolve(name: str = "auto", machine: Machine | None = None) -> Profile:
     """Return the profile that a user asked for, "auto" being the one that matches the machine."""
-    if name != "auto":
+    if str(name) != "auto":
         return get_profile(name)
     return get_profile(match(machine or detect()))
 

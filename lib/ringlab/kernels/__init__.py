@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from ..checks import positive, shown
+from .. import checks
+from ..checks import LARGEST, flag, known, positive, shown
 from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel, takes_lower_right
 from .eager import Eager
 from .external import FlashAttn2, FlashAttn3, Xformers
@@ -56,11 +57,15 @@ def choose(
     """
     if (kernel := settled_kernel()) is not None:
         return Choice(kernel, {})
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
+    positive("head_dim", head_dim, most=LARGEST)
+    flag("causal", causal)
+    flag("backward", backward)
     device = _with_index(device)
     names = ()
-    for name in (backend,) if isinstance(backend, str) else backend:
-        if name not in ("auto", "sdpa", *KERNELS):
-            raise ValueError(f"unknown backend {name!r}; known: auto, sdpa, {', '.join(KERNELS)}")
+    for name in checks.backends(backend):
+        known("backend", name, ("auto", "sdpa", *KERNELS))
         names += order(device) if name == "auto" else SDPA if name == "sdpa" else (name,)
     refusals = {}
     for name in names:
@@ -104,9 +109,6 @@ def table(
     device: torch.device | str, dtype: torch.dtype, head_dim: int = 64, *, causal: bool = False, backward: bool = True
 ) -> list[tuple[str, bool, str | None, bool]]:
     """Every kernel as (name, runs, reason for a refusal, chosen by "auto"), in the order of preference."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
-    positive("head_dim", head_dim)
     device = _with_index(device)
     chosen = choose(device, dtype, head_dim, causal=causal, backward=backward).name
     rows = []
@@ -158,10 +160,7 @@ def _wrong(kernel, first: int, device, dtype: torch.dtype, head_dim: int, causal
 
 def device_of(device: torch.device | str) -> torch.device:
     """``torch.device(device)``; ValueError in one line for what is none, or a GPU where torch finds none."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device must be a torch.device or its name, as 'cpu' or 'cuda:0', got {device!r}") from None
+    found = checks.device_of(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {str(found)!r}, but torch finds no GPU here")
     return found

@@ -9,9 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..checks import positive, whole
+from ..checks import LARGEST, positive, shown, whole
 
 KINDS = ("contiguous", "zigzag", "striped", "hilbert")
+MOST_RANKS = 2**20  # beyond any machine, and a layout lists them all
 
 
 @dataclass(frozen=True)
@@ -109,20 +110,19 @@ def contiguous(n: int, ranks: int) -> Layout:
 
 def uneven(sizes: Sequence[int]) -> Layout:
     """Shards side by side, of these sizes (0 is allowed)."""
-    sizes = list(sizes)
-    if not all(whole(s, 0) for s in sizes) or not sum(sizes):
-        raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {sizes}")
+    if not isinstance(sizes, Sequence) or not all(whole(s, 0) for s in sizes) or not sum(sizes):
+        raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {shown(sizes)}")
     return Layout("contiguous", tuple(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
 
 def zigzag(n: int, ranks: int) -> Layout:
     """2 p chunks, rank k owning chunks k and 2 p - 1 - k: equal causal work (Brandon et al. 2023; Llama 3)."""
-    return Layout("zigzag", _borders(n, 2 * positive("ranks", ranks)))
+    return Layout("zigzag", _borders(n, ranks, 2))
 
 
 def striped(n: int, ranks: int) -> Layout:
     """Rank k owns every p-th position from k on (Striped Attention, arXiv 2311.09431)."""
-    return Layout("striped", (positive("n", n), positive("ranks", ranks)))
+    return Layout("striped", (positive("n", n, most=LARGEST), positive("ranks", ranks, most=MOST_RANKS)))
 
 
 def hilbert(height: int, width: int, ranks: int) -> Layout:
@@ -141,14 +141,15 @@ def named(layout: str | Layout, n: int, ranks: int) -> Layout:
             raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
         return layout
     makers = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
-    if layout not in makers:
-        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(makers)}, or a ringlab.ring.Layout")
+    if not isinstance(layout, str) or layout not in makers:
+        raise ValueError(f"unknown layout {shown(layout)}; known: {', '.join(makers)}, or a ringlab.ring.Layout")
     return makers[layout](n, ranks)
 
 
-def _borders(n: int, parts: int) -> tuple[int, ...]:
-    whole, rest = divmod(positive("n", n), positive("ranks", parts))
-    return tuple(i * whole + min(i, rest) for i in range(parts + 1))
+def _borders(n: int, ranks: int, each: int = 1) -> tuple[int, ...]:
+    parts = each * positive("ranks", ranks, most=MOST_RANKS)
+    size, rest = divmod(positive("n", n, most=LARGEST), parts)
+    return tuple(i * size + min(i, rest) for i in range(parts + 1))
 
 
 @cache

@@ -7,7 +7,7 @@ import json
 import torch.distributed as dist
 
 from .. import local
-from ..checks import known
+from ..checks import known, shown
 from .layout import Layout, named
 from .operators import ranks_forward
 from .passes import SCHEMES, choose
@@ -93,5 +93,5 @@ def process_group(group) -> dist.ProcessGroup:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of the group: new_group gave it no part")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated, got {group!r}")
+        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated, got {shown(group)}")
     return group
