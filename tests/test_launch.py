@@ -199,6 +199,26 @@ def test_two_nodes_meet_by_the_same_command_while_a_rank_is_missed(tmp_path, mon
     assert all(a.equal(b) for one, other in zip(found, same) for a, b in zip(one, other))
 
 
+def test_as_many_ranks_as_memory_and_open_files_allow(monkeypatch):
+    assert forked.most_ranks() > 2
+    for memory, files, most in ((1 << 30, 1024, 128), (1 << 30, 64, 32), (None, 64, 32), (1 << 30, -1, 128)):
+        monkeypatch.setattr(forked.host, "ram_bytes", lambda read, memory=memory: memory)
+        monkeypatch.setattr(forked.resource, "getrlimit", lambda which, files=files: (files, files))
+        assert forked.most_ranks() == most
+
+
+BARE = "import torch.distributed as dist\nfrom ringlab.ring.launch import launch\nlaunch(dist.get_rank, 2)\n"
+
+
+def test_a_script_without_its_guard_is_told_so_once(tmp_path):
+    (tmp_path / "script.py").write_text(BARE)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    said = "left with exit code 1 before it was done: it never began; a script must call launch under `if __name__ =="
+    assert said in done.stderr.splitlines()[-1]
+
+
 def test_a_function_of_a_cell_is_refused():
     for launch in (forked.launch, elastic.launch):
         with pytest.raises(ValueError, match="put it into a module"):
@@ -212,6 +232,8 @@ def test_a_function_of_a_cell_is_refused():
         ("f", (), {}, "there is no function to call in 'f'"),
         (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
         (fault, (), {"ranks": 2.5}, "ranks must be a positive integer, got 2.5"),
+        (fault, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
+        (np.ones((2, 2)), (), {}, r"there is no function to call in array\(\[\[1., 1."),
         (fault, (), {"timeout_s": 0}, "timeout_s must be positive, got 0"),
         (fault, (), {"timeout_s": -1.5}, "timeout_s must be positive, got -1.5"),
         (fault, (), {"timeout_s": float("nan")}, "timeout_s must be positive, got nan"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import tempfile
 import threading
@@ -21,13 +22,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..checks import positive, real, shown
+from ..checks import LARGEST, positive, real, shown
+from ..hardware import Probe, host
 from . import blame
 from .blame import End, RankFailed
 
 __all__ = ["RankFailed", "launch"]
 
 LONGEST_S = 1_000_000  # poll(2), with which ranks are waited for, counts milliseconds in 32 bits
+RANK_BYTES, RANK_FILES = 8 << 20, 2  # a rank's own memory, before it has tensors, and files open here for it, at least
+GUARD = "a script must call launch under `if __name__ == '__main__':`, for every rank imports it"
 
 
 def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threads: int = 1) -> list:
@@ -35,12 +39,15 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
 
     ``function`` must be importable by name; ``threads`` per rank; ``timeout_s`` for the whole call and for every
     exchange. Raises RankFailed that names the rank which raised, died, left early or hangs, and ValueError for what
-    cannot be run in other processes, as a function of a notebook or script. Nothing is left running, what the ranks
-    have started included.
+    cannot be run in other processes, as a function of a notebook or script, and for more ranks than this machine has
+    memory for, at 8 MiB each, or may open files for, at two each. Nothing is left running, what the ranks have started
+    included.
 
     >>> launch(torch.distributed.get_rank, 2)
     [0, 1]
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a rank, importing the script
+        raise SystemExit(GUARD)  # ends it without a traceback: the caller's own error says why
     checked(function, args, ranks, timeout_s, threads)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", blame.COMPILER, "ringlab.ring.launch"])
@@ -50,8 +57,9 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 job = (rank, ranks, folder, timeout_s, threads, theirs, function, args)
-                processes.append(context.Process(target=_rank, args=job, daemon=True))
-                processes[-1].start()
+                process = context.Process(target=_rank, args=job, daemon=True)
+                process.start()
+                processes.append(process)
                 theirs.close()
                 pipes.append(ours)
             ends = _listen(processes, pipes, folder, timeout_s)
@@ -67,14 +75,23 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
 def checked(function: Callable, args: tuple, ranks: int, timeout_s: float, threads: int) -> None:
     """Raise ValueError unless other processes can run a function that they import by its name."""
     checked_numbers(ranks, timeout_s, threads)
+    if ranks > (most := most_ranks()):
+        raise ValueError(f"ranks is {shown(ranks)}: this machine has memory and open files for {most:,} at most")
     if not callable(function) or not hasattr(function, "__module__"):
-        raise ValueError(f"there is no function to call in {function!r}")
+        raise ValueError(f"there is no function to call in {shown(function)}")
     try:
         pickle.dumps(args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"the arguments cannot be sent to other processes: {error}") from None
     if function.__module__ == "__main__" or "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"{function} cannot be imported by other processes: put it into a module, as a plain function")
+
+
+def most_ranks() -> int:
+    """The ranks that this machine could hold, by its memory and the files that a process may open."""
+    memory, (files, _) = host.ram_bytes(Probe().read), resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = (memory and memory // RANK_BYTES, files > 0 and files // RANK_FILES)  # none where not known
+    return min(filter(None, limits), default=LARGEST)
 
 
 def checked_numbers(ranks: int, timeout_s: float, threads: int = 1) -> None:
@@ -102,7 +119,9 @@ def _listen(processes, pipes, folder: str, timeout_s: float) -> dict[int, End]:
                 ends[rank] = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):  # it ended without a word
                 processes[rank].join(blame.GRACE_S)
-                ends[rank] = End("died", blame.death(processes[rank].exitcode))
+                code = processes[rank].exitcode
+                unmet = code == 1 and blame.process_of(folder, rank) is None
+                ends[rank] = End("died", blame.death(code, f"it never began; {GUARD}" if unmet else ""))
             if ends[rank].kind != "ok":
                 joining, deadline = False, min(deadline, time.monotonic() + blame.GRACE_S)
     return ends
