@@ -138,19 +138,27 @@ def evidence(rows: Iterable[Evidence]) -> tuple[Evidence, ...]:
 def size(nbytes: int) -> str:
     """Bytes in binary units.
 
-    >>> size(8 * 2**30), size(3 * 2**19), size(7)
-    ('8 GiB', '1.5 MiB', '7 B')
+    >>> size(8 * 2**30), size(3 * 2**19), size(7), size(2**44)
+    ('8 GiB', '1.5 MiB', '7 B', '16,384 GiB')
     """
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= factor:
-            return f"{nbytes / factor:.4g} {unit}"
+            return f"{_plain(nbytes / factor, 4)} {unit}"
     return f"{nbytes:.0f} B"
 
 
 def duration(time: float) -> str:
     """A time in the unit that suits it.
 
-    >>> duration(0.0213), duration(75.0)
-    ('21.3 ms', '75 s')
+    >>> duration(0.0213), duration(75.0), duration(4321.0), duration(2.5e-7)
+    ('21.3 ms', '75 s', '4,321 s', '0.25 µs')
     """
-    return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if time >= factor:
+            return f"{_plain(time / factor, 3)} {unit}"
+    return f"{_plain(time * 1e6, 3)} µs"
+
+
+def _plain(x: float, digits: int) -> str:
+    """``x`` to so many digits, large ones whole: never in exponent form."""
+    return f"{x:.{digits}g}" if x < 10**digits - 0.5 else f"{x:,.0f}"

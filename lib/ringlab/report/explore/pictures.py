@@ -14,6 +14,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, PowerNorm
 
+from ...advise.records import duration
 from ...patterns import Pattern
 from .. import theme
 from ..figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, WIDTH, Bar, bars, drawing
@@ -156,8 +157,8 @@ def bounds(estimate) -> str:
         for name, seconds in estimate.bounds.items()
     ]  # fmt: skip
     fig = bars(items, xlabel=unit)
-    said = ", ".join(f"{name} {view.duration(s)}" for name, s in estimate.bounds.items())
-    caption = f"No call takes less than {view.duration(estimate.bound_s)}: {estimate.binds} binds"
+    said = ", ".join(f"{name} {duration(s)}" for name, s in estimate.bounds.items())
+    caption = f"No call takes less than {duration(estimate.bound_s)}: {estimate.binds} binds"
     return image_html(fig, f"{caption}. {said}", caption)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import hardware
+from ...advise.records import duration
 from ...patterns import BlockSparse, Pattern
 from ..tables import Cell, Table, number, size
 from .choice import PRESETS, Choice
@@ -158,16 +159,6 @@ def scaled(value: float, units: dict[str, float]) -> tuple[str, float]:
     (('ms', 0.001), ('MiB', 1048576))
     """
     return next(((name, factor) for name, factor in units.items() if value >= factor), list(units.items())[-1])
-
-
-def duration(seconds: float) -> str:
-    """Seconds in a unit that reads well.
-
-    >>> duration(0.0181), duration(2.5e-7)
-    ('18.1 ms', '0.25 µs')
-    """
-    unit, factor = scaled(seconds, TIMES)
-    return f"{number(seconds / factor)} {unit}"
 
 
 def _of(peak: int, memory: int | None) -> str:
