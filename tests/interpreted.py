@@ -5,16 +5,27 @@ Prints one JSON object a line: a case, the error and the bound of each result.
 
 import json
 import os
+import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest import mock
 
 import torch
+from gluon_machine import CODE, SOURCES, Machine
 from helpers import NAMES, errors, results
 from ringlab import Dense, Dilated, Execution, attention, blocks, estimate, fused, kernels, pieces, reference
 from ringlab import cache as caches
-from ringlab.kernels import KERNELS, triton_choices, triton_lists, triton_merge, triton_op, triton_sizes, triton_tune
+from ringlab.kernels import (
+    KERNELS,
+    triton_choices,
+    triton_lists,
+    triton_merge,
+    triton_op,
+    triton_sizes,
+    triton_trial,
+    triton_tune,
+)
 from ringlab.kernels.eager import Eager
 from ringlab.kernels.triton_sizes import Sizes
 from ringlab.local import IN_GRAPHS
@@ -146,6 +157,7 @@ def main():
     triton_lists.make_lists = counted
     caches.GLOBAL.clear()
     tuning()
+    first_runs()
     compiled(Dilated([8, 16], [1, 2]), 18, 1, 1, 16)
     joined()
     show("bfloat16", refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64))
@@ -165,10 +177,32 @@ def tuning():
     before = triton_lists.tuned("forward", q, k, False, False)
     times = iter(range(100, 0, -1))
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, RINGLAB_CACHE=folder):
-        found = triton_tune.tune(q, k, v, pattern, passes=("forward",), timer=lambda call: call() and next(times))
+        with by_hand(), mock.patch.object(triton_tune, "trial", lambda *_: None):
+            found = triton_tune.tune(q, k, v, pattern, passes=("forward",), timer=lambda call: call() and next(times))
         after = triton_lists.tuned("forward", q, k, False, False)
     show("tuned", uses=[str(one.use) for one in found], timed=[str(x) for x in found[0].seconds],
          refused=list(map(str, found[0].refused.items())), before=str(before), after=str(after))  # fmt: skip
+
+
+def by_hand(old="", new=""):
+    """The kernels in Gluon on a small machine, with ``old`` in their text changed to ``new``."""
+    found = {name: source.replace(old, new) if old else source for name, source in SOURCES.items()}
+    machines = {name: Machine({part: found[part] for part in (CODE, name)}) for name in found if name != CODE}
+    return mock.patch.dict(sys.modules, machines)
+
+
+def first_runs():
+    """What the first run of a candidate in Gluon says of the right kernels, and of wrong ones."""
+    triton_trial.compute_of, triton_trial.LENGTH, triton_trial.HEADS = (lambda q: (9, 0)), 600, 1
+    triton_trial.FOLDED, triton_trial.REPEATS = Dilated([256, 512], [1, 2]), 1
+    asked = {"head_dim": 16, "dtype": "float16", "causal": True, "group": 2, "device": "cpu"}
+    size = asdict(Sizes(128, 64, 4, 2, "gluon"))
+    with by_hand():
+        right = [triton_trial.prove(name, size=size, **asked) for name in triton_sizes.PASSES]
+        unfit = triton_trial.prove("forward", size=size | {"rows": 256}, **asked)
+    with by_hand("shift - bonus", "shift"):
+        wrong = triton_trial.prove("forward", size=size, **asked)
+    show("first run", right=right, unfit=unfit, wrong=wrong)
 
 
 def joined():

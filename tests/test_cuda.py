@@ -11,7 +11,7 @@ import torch
 from helpers import errors, results
 from ring_cases import parity, tensors
 from ringlab import Dense, Dilated, Execution, Ladder, attention, blocks, fused, kernels, reference
-from ringlab.kernels import triton_choices, triton_lists, triton_sizes, triton_tune
+from ringlab.kernels import triton_choices, triton_lists, triton_sizes, triton_trial, triton_tune
 from ringlab.local import IN_GRAPHS
 from ringlab.memory import MemoryPool
 from ringlab.ring import contiguous, zigzag
@@ -189,6 +189,9 @@ def test_every_size_that_tuning_may_choose_is_right(monkeypatch, causal, head_di
             monkeypatch.setattr(triton_choices, "chosen", lambda use, *_, of={name: size}: of.get(use.name))
             (one,) = kernel.launches(name, q, k, v, pattern, causal)
             assert one.size == size
+            if size.reads in triton_sizes.BY_HAND:  # one that hangs must not hang what comes after
+                use = triton_choices.Use.of(name, head_dim, BF16, causal, False, 2)
+                assert triton_trial.trial(use, size, DEVICE) is None
             check(pattern, 2048, 4, 2, head_dim, BF16, causal=causal, backend="triton")
 
 

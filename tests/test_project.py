@@ -251,7 +251,7 @@ SIDEWAYS = {
     "cli": {"cli_estimate", "cli_advise", "cli_compare", "cli_measure", "cli_tune"},
     "cli_measure": {"cli_compare"},
     "cli_advise": {"cli_estimate"},
-    "cli_tune": {"cli_estimate"},
+    "cli_tune": {"cli_compare", "cli_estimate"},
     "report": {"measure"},
     "published": {"api", "advise"},
     "variants": {"published"},
@@ -286,7 +286,7 @@ SIDEWAYS = {
 }
 PROBED = {"xformers", "flash_attn", "flash_attn_interface", "triton"}  # inside functions of kernels/ and hardware/ only
 # Needs triton to be read, so nothing else imports it but functions, by its name.
-DEVICE_CODE = {"triton_code", "triton_backward", "triton_merge"}
+DEVICE_CODE = {"triton_code", "triton_backward", "triton_merge", "gluon_code", "gluon_forward", "gluon_backward"}
 TORCH_ALONE = {room for room, floor in FLOOR.items() if floor <= 3} | {"measure"}
 
 

@@ -3,7 +3,6 @@
 No test here can say how fast they are.
 """
 
-import importlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled import SHARED, fed, fits, resources, used
 from ringlab import Dilated, attention, cli, fused, kernels, pieces
 from ringlab.kernels import triton_choices, triton_lists, triton_sizes, triton_tune
 from ringlab.kernels.base import HALF
@@ -95,62 +95,6 @@ def test_what_the_interpreter_gets_wrong_is_refused(interpreted):
 # ---------------------------------------------------------------------------------------------------------------------
 # the device code, compiled for GPUs that are not here
 
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take (CUDA programming guide)
-ELEMENTS = ("q", "k", "v", "dout")  # of the tensors' own dtype
-RESULTS = ("out", "dq", "dk", "dv")  # the same, or fp32 where several launches add up
-
-
-def resources(name: str, capability: int, head_dim: int, size: Sizes, dtype: str = "bf16", *, causal: bool = True,
-              join: bool = False, mask: bool = True) -> dict[str, int]:  # fmt: skip
-    """What a program takes: registers, stack, local and shared bytes, warps; and how often some instructions occur."""
-    kernel = getattr(importlib.import_module(f"ringlab.kernels.{triton_lists.CODE[name]}"), name)
-    kind, compute = torch.float32 if dtype == "fp32" else torch.bfloat16, divmod(capability, 10)
-    fixed = {"ROWS": size.rows, "COLS": size.cols, "DIM": head_dim, "PAD": triton_sizes.padded(head_dim),
-             "CAUSAL": causal, "JOIN": join, "PRECISION": triton_sizes.precision(head_dim, kind),
-             "EARLY": triton_sizes.early(compute, size.reads)}  # fmt: skip
-    fixed |= {"READS": size.reads, "STEP": 0 if size.reads == "pointers" else 4}
-    fixed |= {"MASK": mask} if name == "forward" else {}
-    kinds = {"scale": "fp32", "lse": "*fp32", "less": "*fp32", "tiles": "*i32", "entries": "*i32"}
-    kinds |= dict.fromkeys(ELEMENTS, f"*{dtype}") | dict.fromkeys(RESULTS, "*fp32" if join else f"*{dtype}")
-    owned = ("k", "v") if name == "backward_kv" else ("q", "dout")
-    for x in {"pointers": (), "descriptors": ("q", "k", "v", "dout"), "specialized": ("k", "v")}[size.reads]:
-        kinds[x] = f"tensordesc<{dtype}[1, 1, 1, {size.rows if x in owned else size.cols}, {head_dim}]>"
-    return used(kernel, kinds, fixed, capability, num_warps=size.warps, num_stages=size.stages)[0]
-
-
-def used(kernel, kinds: dict, fixed: dict, capability: int, **options) -> tuple[dict[str, int], str]:
-    """The same of any kernel, and its PTX; what is not in ``kinds`` is an int, strides and pointers are aligned."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    kinds = kinds | dict.fromkeys(fixed, "constexpr")
-    signature = {argument: kinds.get(argument, "i32") for argument in kernel.arg_names}
-    aligned = {}
-    for i, (argument, kind) in enumerate(signature.items()):
-        if isinstance(kind, tuple):
-            aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(kind))}
-        elif kind[0] == "*" or argument.startswith("s_"):
-            aligned[i,] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, signature, constexprs=fixed, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / f"{kernel.__name__}.cubin"
-    cubin.write_bytes(made.asm["cubin"])
-    shown = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    registers, stack, _, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", shown).groups())
-    found = {"registers": registers, "stack": stack, "local": local, "shared": made.metadata.shared}
-    if capability == 90:
-        lines = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-        found |= {x: lines.count(x) for x in ("HGMMA", "WARPGROUP.DEPBAR", "UTMALDG")}
-    return found | {"warps": made.metadata.num_warps}, made.asm["ptx"]
-
-
-def fits(found: dict[str, int], capability: int) -> bool:
-    """No spills to memory, and no more shared memory than there is."""
-    shared = 0 < found["shared"] <= SHARED[capability] * 1024
-    return not found["stack"] and not found["local"] and 0 < found["registers"] <= 255 and shared
-
-
 @needs_triton
 @pytest.mark.parametrize(
     "name, capability, head_dim",
@@ -204,13 +148,6 @@ def test_joins_fit_every_architecture_and_read_16_bytes_at_a_time(case, tmp_path
         assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global")
 
 
-def fed(name: str, found: dict[str, int], size: Sizes) -> bool:
-    """On 9.0: products of warp groups, not one after the other; reads by the copy engine, or by warps of its own."""
-    described, specialized = size.reads != "pointers", size.reads == "specialized"
-    overlapped = (found["HGMMA"] > 0 or size.rows < 64) and found["WARPGROUP.DEPBAR"] <= (4 if name == "forward" else 8)
-    return overlapped and (found["UTMALDG"] > 0) == described and found["warps"] == (12 if specialized else size.warps)
-
-
 @needs_triton
 @pytest.mark.parametrize(
     "name, reads", [("forward", "descriptors"), ("forward", "specialized"), ("backward_kv", "descriptors")]
@@ -251,11 +188,12 @@ def test_candidates_are_few_and_start_with_the_default():
                 for joins in (False, True):
                     found = triton_sizes.candidates(name, head_dim, dtype, compute, joins)
                     assert found[0] == triton_sizes.sizes(name, head_dim, dtype, compute, joins)
-                    assert len(set(found)) == len(found) <= 6
+                    assert len(set(found)) == len(found) <= 8
                     by_pointers = head_dim == 96 or joins or compute[0] not in (9, 10)
                     assert not by_pointers or {x.reads for x in found} == {"pointers"}
-                    specialized = any(x.reads == "specialized" for x in found)
-                    assert not specialized or (name, compute) == ("forward", (9, 0))
+                    ways = {x.reads for x in found}
+                    assert "specialized" not in ways or (name, compute) == ("forward", (9, 0))
+                    assert not ways & set(triton_sizes.BY_HAND) or compute == (9, 0)
 
 
 @needs_triton
@@ -340,10 +278,11 @@ class Calls:
 
 
 SLOW, OFF, NAN, FAILS, NO_FIT, SHORT = (Sizes(16, cols, 4, 1) for cols in range(16, 22))
+BY_HAND = Sizes(128, 64, 4, 2, "gluon")
 
 
 @needs_triton
-def test_the_fastest_right_candidate_wins():
+def test_the_fastest_right_candidate_wins(monkeypatch):
     right, wrong = (torch.tensor([1.0, -torch.inf]),), (torch.tensor([1.2, -torch.inf]),)
     results = {DEFAULT: right, SLOW: right, OTHER: right, OFF: wrong, NAN: (torch.tensor([torch.nan] * 2),),
                FAILS: RuntimeError("out of\nresources"), NO_FIT: right, SHORT: right}  # fmt: skip
@@ -355,6 +294,11 @@ def test_the_fastest_right_candidate_wins():
         FAILS: "RuntimeError: out of resources", NO_FIT: "descriptors cannot",
         SHORT: "the pattern's pieces are shorter than tiles of 16 x 21",
     }  # fmt: skip
+    calls = Calls({DEFAULT: right, BY_HAND: RuntimeError("it was run")})
+    calls.tensors = (torch.zeros(1),)
+    monkeypatch.setattr(triton_tune, "trial", lambda use, size, device: "hangs")
+    (found,) = triton_tune._tuned(calls, "forward", lambda call: 1.0)
+    assert found.refused == {BY_HAND: "hangs"}
     (found,) = triton_tune._tuned(Calls({DEFAULT: right, OTHER: right}), "forward", lambda call: 1.0)
     assert found.best == DEFAULT
 
@@ -365,6 +309,13 @@ def test_attention_takes_what_was_tuned(interpreted):
     assert found["uses"] == ["forward, head_dim 64, float16, groups of 1"] and found["refused"] == []
     want = [str(x) for x in triton_sizes.candidates("forward", 64, torch.float16, (9, 0))]
     assert found["timed"] == want and (found["before"], found["after"]) == (want[0], want[-1])
+
+
+@needs_triton
+def test_the_first_run_of_a_kernel_in_gluon_finds_a_wrong_one(interpreted):
+    found = interpreted["first run"]
+    assert found["right"] == [None] * 3 and found["wrong"].startswith("wrong result: off by ")
+    assert found["unfit"] == "the kernels in Gluon start from nothing"
 
 
 def test_descriptors_are_asked_for_what_they_cannot_read(monkeypatch):

@@ -20,7 +20,10 @@ import torch
 
 from .triton_sizes import Sizes, candidates
 
-CODE = ("triton_code.py", "triton_backward.py", "triton_lists.py", "triton_reads.py", "../lists.py", "../pieces.py")
+CODE = (
+    "triton_code.py", "triton_backward.py", "gluon_code.py", "gluon_forward.py", "gluon_backward.py",
+    "triton_lists.py", "triton_reads.py", "../lists.py", "../pieces.py",
+)  # fmt: skip
 FILES = "triton-lists-*.json"
 MOST_MEMBERS = 8  # query heads for each K/V head, from which on all are tuned alike
 

@@ -2,12 +2,15 @@
 
 Rows are read by stride where they lie: nothing is gathered, and the branches of a pattern that fold (``pieces.split``)
 are one softmax in one kernel; the next launch, if a pattern needs several, goes on from what the one before wrote.
-Nothing is allocated but results, a row sum per query and, for half precision in several launches, fp32 results.
+Nothing is allocated but results, a row sum per query (with the kernels in Gluon, its log-sum-exp once more) and, for
+half precision in several launches, fp32 results.
 
-Proved without a GPU: values, by Triton's interpreter, and that the default sizes compile for every architecture from
-8.0 to 12.0 within its shared memory and without spills. Not measured: any speed; so ``backend="auto"`` never takes it.
-Tile sizes, and whether q, k and v are read by tensor descriptors, are what ``triton_tune`` chose for this GPU, else the
-defaults, by pointers. Open for measuring: the order of programs, ``split``'s rule.
+Proved without a GPU: values, by Triton's interpreter (of the kernels in Gluon, by the tests' own), and that the sizes
+compile for every architecture from 8.0 to 12.0 within its shared memory and without spills. Not measured: any speed; so
+``backend="auto"`` never takes it.
+Tile sizes, and how tensors are read (by pointers, by tensor descriptors, or by the kernels in Gluon for Hopper), are
+what ``triton_tune`` chose for this GPU, else the defaults, by pointers. Open for measuring: the order of programs,
+``split``'s rule.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ from . import triton_choices
 from .base import HALF, capability, needs_cuda, wants_dtype
 from .external import missing
 from .triton_reads import as_read, why_pointers, with_scratch
-from .triton_sizes import LEAST, Sizes, early, padded, precision, sizes
+from .triton_sizes import BY_HAND, LEAST, Sizes, early, padded, precision, sizes
 
 WIDEST = 256  # head_dim
+REGISTERS = 168  # of a thread of the twelve warps in Gluon, before those that compute take from the one that fetches
 LOG2E = 1.4426950408889634
+BY_HAND_CODE = {"forward": "gluon_forward", "backward_q": "gluon_backward", "backward_kv": "gluon_backward"}
 CODE = {"forward": "triton_code", "backward_q": "triton_backward", "backward_kv": "triton_backward"}
 Pick = Callable[[str, Tensor, Tensor, bool, bool], Sizes]  # by pass, q, k, causal and joins
 
@@ -124,7 +129,8 @@ class TritonLists:
             else:
                 *mine, g, queries = as_read(one.size, one.lists, (k, v), (dout, q))
                 read = g, queries, *mine
-            arguments = (*read, lse, less, *into)
+            final = lse if one.size.reads not in BY_HAND else alive(lse)
+            arguments = (*read, final, less, *into)
             _launch(name, one, (dout, q, k, v, into[0]), arguments, k.shape[2], q.shape[1], scale, causal, i > 0)
         return tuple(t.to(q.dtype) for t in into)
 
@@ -136,7 +142,7 @@ class TritonLists:
         for source in split(pattern, n, heads, kv_heads, self._pick(name, q, k, causal, False).rows):
             size = self._pick(name, q, k, causal, bool(found))
             lists = _lists(source, size, q, k, causal, by, cached)
-            if why := why_pointers(size, lists, tensors):
+            if why := why_pointers(size, lists, tensors, bool(found)):
                 size = sizes(name, d, q.dtype, compute_of(q), bool(found))
                 lists = _lists(source, size, q, k, causal, by, cached)
             found.append(Launch(size, lists, why))
@@ -195,6 +201,9 @@ def _launch(name, one: Launch, strided, arguments, kv_heads, n, scale, causal, j
     programs = len(lists.tiles)
     if not programs:
         return
+    scalars = (scale * LOG2E, programs)
+    if size.reads in BY_HAND:
+        return _launch_by_hand(name, one, strided[0], arguments, (*scalars, programs * b), kv_heads, n, causal)
     kernel = getattr(importlib.import_module(f"ringlab.kernels.{CODE[name]}"), name)[(programs * b,)]
     fixed = {
         "ROWS": lists.rows, "COLS": lists.cols, "DIM": d, "PAD": padded(d), "CAUSAL": causal, "JOIN": join,
@@ -205,6 +214,28 @@ def _launch(name, one: Launch, strided, arguments, kv_heads, n, scale, causal, j
     if name == "forward":
         fixed["MASK"] = size.reads != "specialized" or not lists.whole
     strides = (s for t in strided for s in t.stride()[:3])
-    scalars = (scale * LOG2E, programs, heads, heads // kv_heads, n, *strides)
+    scalars = (*scalars, heads, heads // kv_heads, n, *strides)
     with on_device(strided[0]):
         with_scratch(strided[0].device, size, kernel, *arguments, lists.tiles, lists.entries, *scalars, **fixed)
+
+
+def _launch_by_hand(name, one: Launch, q, arguments, scalars, kv_heads, n, causal) -> None:
+    """The same by a kernel in Gluon."""
+    (size, lists, _), (_, _, heads, d), (*_, work) = one, q.shape, scalars
+    at_once = min(work, multiprocessors(q.device)) if size.reads == "persistent" else work
+    kernel = getattr(importlib.import_module(f"ringlab.kernels.{BY_HAND_CODE[name]}"), name)[(at_once,)]
+    lengths = (n, arguments[-1].shape[1]) if name == "backward_kv" else (n,)
+    fixed = {"COLS": lists.cols, "DIM": d, "STEP": lists.stride, "CAUSAL": causal, "STAGES": size.stages}
+    with on_device(q):
+        kernel(*arguments, lists.tiles, lists.entries, *scalars, heads, heads // kv_heads, *lengths, **fixed,
+               num_warps=size.warps, maxnreg=REGISTERS)  # fmt: skip
+
+
+def alive(lse: Tensor) -> Tensor:
+    """log2-sum-exps by which the probabilities of a row that sees nothing are 0."""
+    return torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of what stands for one in tests, two."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

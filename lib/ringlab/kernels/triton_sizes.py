@@ -15,7 +15,10 @@ from .base import HALF
 
 LEAST = 16  # rows of the smallest tile that tensor cores take
 PASSES = ("forward", "backward_q", "backward_kv")
-READS = ("pointers", "descriptors", "specialized")  # how tiles are read; only forward has the last
+# How tiles are read; only forward has "specialized". "gluon" and "persistent": by the kernels in Gluon, with a program
+# for each tile, or with as many programs as run at once.
+READS = ("pointers", "descriptors", "specialized", "gluon", "persistent")
+BY_HAND = READS[3:]
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int]
 def candidates(
     name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False
 ) -> tuple[Sizes, ...]:
-    """What tuning times, at most six: the default first, then what compiles well for the architecture.
+    """What tuning times, at most eight: the default first, then what compiles well for the architecture.
 
     >>> candidates("backward_kv", 128, torch.float32, (8, 6))
     (Sizes(rows=32, cols=16, warps=8, stages=1, reads='pointers'),)
@@ -119,25 +122,34 @@ def _specialized(*found: tuple[int, int, int]) -> tuple[Sizes, ...]:
     return tuple(Sizes(rows, cols, 4, stages, "specialized") for rows, cols, stages in found)
 
 
+def _by_hand(cols: int, stages: int) -> tuple[Sizes, ...]:
+    """Four warps are asked for; eight more are in the code."""
+    return tuple(Sizes(128, cols, 4, stages, reads) for reads in BY_HAND)
+
+
 # By architecture class, pass, then head_dim up to; for 2-byte dtypes, in addition to the default.
 CANDIDATES = {
     "9.x": {
         "forward": {
             64: (*_described((128, 128, 8, 2), (128, 64, 8, 3)), *_specialized((128, 128, 2), (128, 64, 3)),
-                 *_pointers((64, 64, 4, 3))),
+                 *_by_hand(128, 3), *_pointers((64, 64, 4, 3))),
             128: (*_described((128, 64, 8, 3), (128, 128, 8, 2)), *_specialized((128, 64, 3), (128, 128, 2)),
-                  *_pointers((128, 32, 8, 3))),
-            256: (*_described((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)), *_pointers((64, 64, 8, 2))),
+                  *_by_hand(128, 2), *_pointers((128, 32, 8, 3))),
+            256: (*_described((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)), *_by_hand(32, 3),
+                  *_pointers((64, 64, 8, 2))),
         },
         "backward_q": {
-            64: (*_described((128, 64, 8, 3), (128, 128, 8, 2)), *_pointers((64, 64, 4, 2), (128, 64, 8, 3))),
-            128: (*_described((128, 64, 8, 3), (128, 64, 8, 2)), *_pointers((128, 32, 8, 3), (64, 32, 4, 2))),
+            64: (*_described((128, 64, 8, 3), (128, 128, 8, 2)), *_by_hand(128, 2),
+                 *_pointers((64, 64, 4, 2), (128, 64, 8, 3))),
+            128: (*_described((128, 64, 8, 3), (128, 64, 8, 2)), *_by_hand(64, 3),
+                  *_pointers((128, 32, 8, 3), (64, 32, 4, 2))),
             256: (*_described((64, 32, 8, 2)), *_pointers((32, 32, 4, 1), (32, 64, 8, 1))),
         },
         "backward_kv": {
-            64: (*_described((128, 64, 8, 3), (128, 64, 8, 2)),
+            64: (*_described((128, 64, 8, 3), (128, 64, 8, 2)), *_by_hand(64, 3),
                  *_pointers((128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))),
-            128: (*_described((128, 32, 8, 2), (64, 64, 8, 2)), *_pointers((64, 32, 8, 2), (64, 64, 8, 2))),
+            128: (*_described((128, 32, 8, 2), (64, 64, 8, 2)), *_by_hand(32, 3),
+                  *_pointers((64, 32, 8, 2), (64, 64, 8, 2))),
             256: _pointers((32, 64, 8, 1)),
         },
     },

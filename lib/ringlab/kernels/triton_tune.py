@@ -17,7 +17,8 @@ from . import PROBE_ERROR, probe, triton_choices
 from .triton_choices import Use
 from .triton_lists import Launch, TritonLists, compute_of, dense_rows, row_sums
 from .triton_reads import too_long
-from .triton_sizes import PASSES, Sizes
+from .triton_sizes import BY_HAND, PASSES, Sizes
+from .triton_trial import differs, trial
 
 Timer = Callable[[Callable[[], object]], float]
 
@@ -93,9 +94,11 @@ def _timed(calls: _Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Ti
         launch = calls.launches(use.name, now)[use.joins]
         # A tile that is cut to the pieces of this pattern would be timed as another than it is.
         why = launch.why or (None if size == default else too_long(size, launch.lists))
+        if why is None and size.reads in BY_HAND:
+            why = trial(use, size, calls.tensors[0].device)
         try:
             call = calls.call(use.name, now)
-            why = why or _differs(call(), want, PROBE_ERROR.get(use.dtype, 0.05))
+            why = why or differs(call(), want, PROBE_ERROR.get(use.dtype, 0.05))
             if why is None:
                 found.seconds[size] = timer(call)
         except (RuntimeError, broken) as failure:
@@ -103,15 +106,6 @@ def _timed(calls: _Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Ti
         if why is not None:
             found.refused[size] = why
     return found
-
-
-def _differs(found: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float) -> str | None:
-    """Why results are not those of the defaults, or None; a row that sees nothing has lse -inf in both."""
-    for x, y in zip(found, want):
-        off = torch.where(x == y, 0, x - y).float().norm() / y.float().nan_to_num(0, 0, 0).norm()
-        if not off <= most:
-            return f"wrong result: off by {off:.1e}"
-    return None
 
 
 def _median(call: Callable[[], object]) -> float:
