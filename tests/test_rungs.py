@@ -4,8 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from reporting import made_up
-from ringlab import hardware
+from ringlab import cli_tune, hardware
+from ringlab.kernels.triton_choices import Use
+from ringlab.kernels.triton_sizes import Sizes
+from ringlab.kernels.triton_tune import Timed
 from ringlab.measure import kernel_suites as suite
 from ringlab.measure import stats, suites
 from ringlab.report import driver, rung_rows, rungs
@@ -189,3 +193,24 @@ def test_the_report_measures_the_kernels_too_where_there_is_a_gpu():
         every = driver._suite([Path("claims.ipynb")])(profile, device=device, rehearsal=False)
         assert {g.name for g in asked} < {g.name for g in every}
         assert len(every) == sum(len(make(profile, device=device)) for make in suites.SUITES.values())
+
+
+def test_what_tuning_timed_is_shown_beside_each_other(tmp_path):
+    use = Use.of("forward", 128, torch.bfloat16, False, False, 1)
+    plain, by_hand = Sizes(128, 64, 8, 2), Sizes(128, 128, 4, 2, "persistent")
+    found = Timed(use, plain, {plain: 0.004, by_hand: 0.002}, {Sizes(128, 128, 4, 2, "gluon"): "hangs: a first run"})
+    shape = {"pattern": suite.PATTERN.to_dict(), "seq_len": 16384, "batch": 1, "heads": 16, "kv_heads": 16}
+    study = Study(hardware.get_profile("h200"), [], tmp_path / "data", suite="kernels")
+    assert rungs.tuned(study) is None
+    cli_tune.record([found], shape, tmp_path / "data", torch.device("cpu"))
+    table = rungs.tuned(study)
+    work = 16 * 4 * 128 * sum(16384 * w // r**2 for w, r in ((2048, 1), (4096, 2), (8192, 4)))
+    shown = [[getattr(cell, "text", cell) for cell in row] for row in table.rows]
+    assert [row[1:4] for row in shown] == [
+        ["Gluon, programs that stay", "128 × 128, 4, 2", "2.00"], ["pointers", "128 × 64, 8, 2", "4.00"],
+        ["Gluon, a program for each tile", "128 × 128, 4, 2", "refused"],
+    ]  # fmt: skip
+    assert [row[7] for row in shown] == ["kept", "the default", "hangs: a first run"]
+    assert float(shown[0][5]) == pytest.approx(work / 0.002 / 1e12, rel=0.01) and shown[0][6] == "2.00×"
+    assert [row[4] for row in shown] == ["700 to 780", None, None]
+    assert table.note.startswith(f"interpreter, torch {torch.__version__}, triton ")

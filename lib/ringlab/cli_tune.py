@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from . import hardware
+from .cli_compare import folder
 from .cli_estimate import add_pattern, pattern_of
 from .kernels import triton_choices
 from .kernels.triton_sizes import PASSES
@@ -26,6 +31,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=int, metavar="N", help="(default: as many as heads)")
     add("--head-dim", type=int, action="append", metavar="N", help="may be repeated (default: 64 and 128)")
     add("--dtype", metavar="T", help="as float16 (default: the profile's policy)")
+    add("--data", type=folder, metavar="DIR", help="where timings go (default: reports/<profile>/data)")
     add("--pass", dest="passes", action="append", choices=PASSES, help="may be repeated (default: all)")
 
 
@@ -43,7 +49,7 @@ def run(given: argparse.Namespace) -> Iterator[str]:
     kv_heads = given.kv_heads or given.heads
     if min(given.seq_len, given.batch, kv_heads) < 1 or given.heads % kv_heads:
         raise ValueError("--seq-len, --batch and --heads are positive, and --heads a multiple of --kv-heads")
-    pattern = pattern_of(given)
+    pattern, every = pattern_of(given), []
     for head_dim in given.head_dim or HEAD_DIMS:
         q, k, v = (torch.randn(given.batch, given.seq_len, heads, head_dim, device="cuda", dtype=dtype)
                    for heads in (given.heads, kv_heads, kv_heads))  # fmt: skip
@@ -51,7 +57,38 @@ def run(given: argparse.Namespace) -> Iterator[str]:
             for name in given.passes or PASSES:
                 for found in tune(q, k, v, pattern, causal=causal, passes=(name,)):
                     yield from lines(found)
+                    every.append(found)
+    shape = {"pattern": pattern.to_dict(), "seq_len": given.seq_len, "batch": given.batch, "heads": given.heads,
+             "kv_heads": kv_heads}  # fmt: skip
+    yield str(record(every, shape, given.data or _data(profile.name), q.device))
     yield str(triton_choices.path(q.device))
+
+
+def _data(profile: str) -> Path:
+    from .report.places import reports_folder
+
+    return reports_folder() / profile / "data"
+
+
+def record(found: list[Timed], shape: dict, data: Path, device: torch.device) -> Path:
+    """Write what was timed beside the rows of a report, in place of what an earlier tuning wrote; returns the file."""
+    from .measure import provenance
+
+    commit, dirty = provenance.git_state()
+    stamp = dict(triton_choices.stamp(device))
+    about = {"torch": str(torch.__version__), "commit": commit or "unknown", "dirty": dirty} | stamp
+    timed = [
+        {"use": str(one.use), "dtype": str(one.use.dtype).removeprefix("torch."), "size": asdict(size)}
+        | {name: getattr(one.use, name) for name in ("name", "head_dim", "causal", "joins")}
+        | {"seconds": one.seconds.get(size), "why": one.refused.get(size)}
+        | {"default": size == one.default, "kept": size == one.best}
+        for one in found for size in (*one.seconds, *one.refused)
+    ]  # fmt: skip
+    data.mkdir(parents=True, exist_ok=True)
+    file, made = data / "tuned.json", data / ".tuned.json.tmp"
+    made.write_text(json.dumps({"about": about, "shape": shape, "timed": timed}, indent=1), encoding="utf-8")
+    os.replace(made, file)
+    return file
 
 
 def lines(found: Timed) -> Iterator[str]:

@@ -8,11 +8,12 @@ from . import study as studies
 from .cells import PEAK, error, ms, peak, times
 from .findings import missing_points
 from .rung_targets import dense_beside, flex, targets, trained
+from .rungs_tuned import tuned
 from .study import Study, pattern_of
 from .tables import Cell, Table, Text, number
 from .trust import objection, reason, status
 
-__all__ = ["blocks", "lengths", "memory", "open_study", "sources", "targets", "unquoted", "versions"]
+__all__ = ["blocks", "lengths", "memory", "open_study", "sources", "targets", "tuned", "unquoted", "versions"]
 
 
 def open_study(profile: str = "auto", data: str = "") -> Study:
