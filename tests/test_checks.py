@@ -173,3 +173,27 @@ def test_what_python_or_torch_refused_is_refused_for_what_it_is(call, error, why
     with pytest.raises(error, match=why) as failure:
         call()
     assert "\n" not in str(failure.value)
+
+
+def test_what_stands_for_such_a_value_elsewhere_is_taken():
+    assert ring.uneven(x for x in [3, 4]) == ring.uneven([3, 4]) == ring.uneven(dict(a=3, b=4).values())
+    assert cache.PatternCache(max_bytes=np.int64(64), max_entries=float("inf")).max_bytes == 64
+    assert memory.MemoryPool(np.int64(64), waste=np.float32(2)).waste == 2
+    for names in (["auto"], ("auto",)):
+        assert kernels.choose("cpu", torch.float32, np.int64(8), backend=names).kernel is not None
+        assert estimate(Dense(), seq_len=64, heads=1, head_dim=8, backend=names).peak_bytes > 0
+        assert ringlab.attention(Q, Q, Q, PATTERN, backend=names, scale=np.float32(0.5)).shape == Q.shape
+    assert ringlab.Adaptive(8, 2).count(np.int64(64)) == 8
+    assert ringlab.Ladder(range(512, 0, -256)).tiles == (512, 256)
+    assert ringlab.BlockSparseOptimized(range(16, 33, 16), range(1, 3), block_size=8).pattern.block_size == 8
+    assert MultiheadAttention(32, 4, PATTERN, bias=0).q_proj.bias is None
+    assert patterns.show(PATTERN, 32, head=2).count("\n") == 31
+
+
+def test_a_layout_of_another_length_and_a_number_too_long_to_show_are_one_line():
+    zigzag = ring.zigzag(64, 2)
+    for call in (ringlab.advise, estimate):
+        more = {"profile": "gtx1080"} if call is ringlab.advise else {"pattern": Dense()}
+        said = one_line(call, seq_len=4096, ranks=2, layout=zigzag, **more)
+        assert said == "the layout is for 64 positions, the sequence has 4096"
+    assert "a int too long to show" in one_line(Dilated, [10**5000], [1]).replace("an int", "a int")

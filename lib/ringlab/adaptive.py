@@ -67,13 +67,13 @@ def adaptive_attention(
         raise TypeError(f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}")
     flag("causal", causal)
     flag("return_lse", return_lse)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not real(scale) or not abs(scale) <= torch.finfo(torch.float32).max:
+    if scale is not None and not (real(scale) and abs(scale) < float("inf")):
         raise ValueError(f"scale must be a finite number, got {shown(scale)}")
-    backends(backend)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    backend = backends(backend)
     (b, _, heads, _), (count, rows, first), log_m = q.shape, adaptive_blocks.rows_of_blocks(q, pattern, world), None
     if z is None:
-        picks = best_blocks(q, k, pattern, float(scale), causal, world, first)
+        picks = best_blocks(q, k, pattern, scale, causal, world, first)
     else:
         wanted = (b, heads, rows, count)
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
@@ -119,7 +119,7 @@ class AdaptiveBlockSparse(nn.Module):
         super().__init__()
         World.of(group)  # raises what is wrong with it now, not at the first call
         positive("head_dim", head_dim, most=LARGEST)
-        backends(backend)
+        backend = backends(backend)
         if dtype is not None:
             float_dtype(dtype)
         device = device if device is None else device_of(device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checks import LARGEST, flag, positive
+from .checks import LARGEST, flag, integer, positive
 from .kernels.base import wide
 from .ring import content
 from .ring.world import World
@@ -35,7 +35,7 @@ class Adaptive:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        if self.block_size > positive("the sequence length", n, most=LARGEST):
+        if self.block_size > positive("the sequence length", integer(n), most=LARGEST):
             raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
         count = -(-n // self.block_size)
         if self.top_k > count:

@@ -74,14 +74,14 @@ def attention(
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     flag("causal", causal)
     flag("return_lse", return_lse)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not real(scale):
+    if scale is not None and not real(scale):
         raise TypeError(f"scale must be a number, got {shown(scale)}")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be finite, got {scale}")
+        raise ValueError(f"scale must be finite, got {shown(scale)}")
     if not isinstance(execution, Execution):
         raise TypeError(f"execution must be a ringlab.Execution, got {shown(execution)}")
-    backends(backend)
+    backend = backends(backend)
     options = {"causal": causal, "scale": float(scale), "backend": backend, "execution": execution}
     if group is None:
         one_device(scheme, layout)

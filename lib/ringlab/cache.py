@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .checks import positive
+from .checks import real, shown
 from .tracking import not_counted, storages
 
 T = TypeVar("T")
@@ -116,12 +116,12 @@ class PatternCache:
     """
 
     def __init__(self, max_bytes: int = 64 << 20, max_entries: int = 4096) -> None:
-        self.max_bytes = positive("max_bytes", max_bytes, 0)
-        self.max_entries = positive("max_entries", max_entries, 0)
+        if not (real(max_bytes) and real(max_entries)) or min(max_bytes, max_entries) < 0:
+            raise ValueError(f"max_bytes and max_entries must be >= 0, got {shown((max_bytes, max_entries))}")
         self._lock = threading.Lock()  # never held while building
         self._building: dict[Hashable, _Build] = {}
         self._waiting: dict[int, _Build] = {}  # thread -> the build it waits for
-        self._generation = 0
+        self.max_bytes, self.max_entries, self._generation = max_bytes, max_entries, 0
         self._reset()
 
     def __reduce__(self):  # a copy, as of a module that is cloned or saved, is an empty cache with the same bounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 
@@ -18,8 +19,13 @@ def whole(value, least: int = 1) -> bool:
 
 
 def real(value) -> bool:
-    """Whether a value is a number; True and False are none."""
-    return isinstance(value, float | int) and not isinstance(value, bool)
+    """Whether a value is a real number, NumPy's too; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def integer(value):
+    """NumPy's integer as Python's, anything else as it is."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
 
 
 def positive(name: str, value, least: int = 1, most: int | None = None) -> int:
@@ -33,7 +39,7 @@ def positive(name: str, value, least: int = 1, most: int | None = None) -> int:
 
 def positive_ints(name: str, values) -> tuple[int, ...]:
     """The integers of a list, NumPy's as Python's; ValueError for none, and for one that is not positive."""
-    if not isinstance(values, list | tuple):
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise ValueError(f"{name} must be a list of positive integers, got {shown(values)}")
     if not values:
         raise ValueError(f"{name} is empty")
@@ -73,12 +79,11 @@ def one_device(scheme, layout) -> None:
             raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
 
 
-def backends(value) -> tuple[str, ...]:
-    """The names of kernels to try in order; ValueError for what is no name and no tuple of them."""
-    names = (value,) if isinstance(value, str) and value else value
-    if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+def backends(value) -> str | tuple[str, ...]:
+    """The name of a kernel, or those to try in order; ValueError for what is no name and no tuple or list of them."""
+    if not isinstance(value, str | tuple | list) or not value or not all(isinstance(name, str) for name in value):
         raise ValueError(f"backend must be a name or a tuple of names, got {shown(value)}")
-    return names
+    return value if isinstance(value, str) else tuple(value)
 
 
 def tensor_bytes(
@@ -111,5 +116,8 @@ def shown(value) -> str:
     >>> shown(torch.eye(2)), len(shown(list(range(2000))))
     ('tensor([[1., 0.], [0., 1.]])', 100)
     """
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an integer of thousands of digits
+        text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -219,7 +219,8 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     """
     if device_type == "cpu":
         return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
-    names = checks.backends(backend)
+    backend = checks.backends(backend)
+    names = (backend,) if isinstance(backend, str) else backend
     for name in names:
         checks.known("backend", name, ("auto", "sdpa", *kernels.KERNELS))
     if capability is not None:

@@ -67,9 +67,10 @@ class MultiheadAttention(nn.Module):
             raise ValueError(
                 f"num_heads must divide embed_dim and num_kv_heads num_heads, got {', '.join(map(str, sizes.values()))}"
             )
-        switches = {"bias": bias, "causal": causal, "use_gradient_checkpointing": use_gradient_checkpointing}
-        for name, value in switches.items():
-            flag(name, value)
+        flag("causal", causal)
+        for name, value in (("bias", bias), ("use_gradient_checkpointing", use_gradient_checkpointing)):
+            if not isinstance(value, int | None):  # 0, 1 and None, as torch's modules take them
+                flag(name, value)
         if dtype is not None:
             float_dtype(dtype)
         device = device if device is None else device_of(device)

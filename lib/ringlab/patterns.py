@@ -200,8 +200,8 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
     """
     positive("n", n, most=LARGEST)
     positive("width", width, most=LARGEST)
-    if positive("heads", heads) <= positive("head", head, 0):
-        raise ValueError(f"head {head} is none of {heads} heads")
+    positive("head", head, 0)
+    positive("heads", heads)
     flag("causal", causal)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")

@@ -6,7 +6,7 @@ with the final (out, lse). All of it happens inside one call of a kernel: what r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ class Ladder:
     """
 
     def __init__(self, tiles: tuple[int, ...] = TILES):
-        if not isinstance(tiles, list | tuple) or not tiles or not all(map(whole, tiles)):
+        if not isinstance(tiles, Sequence) or not tiles or not all(map(whole, tiles)):
             raise ValueError(f"Ladder: tiles must be positive integers, got {shown(tiles)}")
         if list(tiles) != sorted(set(tiles), reverse=True):
             raise ValueError(f"Ladder: each tile must be smaller than the one before, got {tiles!r}")

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from .. import checks
-from ..checks import LARGEST, flag, known, positive, shown
+from ..checks import LARGEST, flag, integer, known, positive, shown
 from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel, takes_lower_right
 from .eager import Eager
 from .external import FlashAttn2, FlashAttn3, Xformers
@@ -59,12 +59,13 @@ def choose(
         return Choice(kernel, {})
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
-    positive("head_dim", head_dim, most=LARGEST)
+    head_dim = positive("head_dim", integer(head_dim), most=LARGEST)
     flag("causal", causal)
     flag("backward", backward)
     device = _with_index(device)
     names = ()
-    for name in checks.backends(backend):
+    backend = checks.backends(backend)
+    for name in (backend,) if isinstance(backend, str) else backend:
         known("backend", name, ("auto", "sdpa", *KERNELS))
         names += order(device) if name == "auto" else SDPA if name == "sdpa" else (name,)
     refusals = {}

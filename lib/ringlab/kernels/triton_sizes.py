@@ -81,7 +81,9 @@ def candidates(
         return (default,)
     listed = next(x for most, x in CANDIDATES[_class(compute)][name].items() if head_dim <= most)
     plain = head_dim == padded(head_dim) and not joins  # descriptors read whole rows, and start from nothing
-    return (default, *(x for x in listed if x != default and (plain or x.reads == "pointers")))
+    wide = head_dim >= 64  # narrower ones were not compiled by hand
+    listed = (x for x in listed if x.reads == "pointers" or plain and (wide or x.reads not in BY_HAND))
+    return (default, *(x for x in listed if x != default))
 
 
 def _class(compute: tuple[int, int]) -> str:

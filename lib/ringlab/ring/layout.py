@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -108,9 +108,10 @@ def contiguous(n: int, ranks: int) -> Layout:
     return Layout("contiguous", _borders(n, ranks))
 
 
-def uneven(sizes: Sequence[int]) -> Layout:
+def uneven(sizes: Iterable[int]) -> Layout:
     """Shards side by side, of these sizes (0 is allowed)."""
-    if not isinstance(sizes, Sequence) or not all(whole(s, 0) for s in sizes) or not sum(sizes):
+    sizes = tuple(sizes) if isinstance(sizes, Iterable) else ()
+    if not all(whole(s, 0) for s in sizes) or not sum(sizes):
         raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {shown(sizes)}")
     return Layout("contiguous", tuple(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
@@ -139,6 +140,8 @@ def named(layout: str | Layout, n: int, ranks: int) -> Layout:
     if isinstance(layout, Layout):
         if layout.ranks != ranks:
             raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
+        if layout.n != n:
+            raise ValueError(f"the layout is for {layout.n} positions, the sequence has {n}")
         return layout
     makers = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
     if not isinstance(layout, str) or layout not in makers:

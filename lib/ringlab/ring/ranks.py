@@ -37,7 +37,7 @@ def _over_group(q, k, v, pattern, causal, scale, backend, execution, group, sche
 def _texts(pattern, layout, p: int, rank: int, shape, causal: bool, scheme: str, execution) -> tuple[str, ...]:
     """Pattern, layout, scheme, execution as the operators take them, checked; ``shape``: rows, heads, K/V heads."""
     rows, heads, kv_heads = shape
-    found = named(layout, rows if isinstance(layout, Layout) else rows * p, p)
+    found = named(layout, layout.n if isinstance(layout, Layout) else rows * p, p)
     problem = _checked(pattern, found, causal, heads, kv_heads, found.size(rank), rows)
     one_by_one(execution, p)
     return json.dumps(pattern.to_dict()), str(found), _scheme(problem, scheme), execution.text()
