@@ -233,13 +233,12 @@ class Machine:
     def _gluon(self) -> dict[str, ModuleType]:
         """What takes the place of Gluon's modules."""
         own = SimpleNamespace
-        either = {bool: lambda c, x, y: x if c else y}
         language = {
             "constexpr": lambda x: x, "static_range": range, "float32": torch.float32, "int64": torch.int64,
             "program_id": lambda axis: self.program, "num_programs": lambda axis: self.programs,
             "cast": lambda x, dtype: x.to(dtype) if isinstance(x, torch.Tensor) else x,
             "arange": lambda start, end, layout: torch.arange(start, end), "minimum": min,
-            "where": lambda c, *xy: either.get(type(c), lambda *given: torch.where(*given))(c, *xy),
+            "where": lambda c, x, y: torch.where(c, x, y) if isinstance(c, torch.Tensor) else x if c else y,
             "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "max": lambda x, axis: x.amax(axis), "sum": lambda x, axis: x.sum(axis), "maximum": torch.maximum,

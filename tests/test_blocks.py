@@ -475,7 +475,7 @@ ODD = [  # parts as no to_dict writes them
         (lambda: Global(1, False, False), "rows, columns or both must be True"),
         (lambda: Given(("ff", "1")), "rows must be hexadecimal bit sets, one for each block"),
         (lambda: Given(["1"]), "rows must be hexadecimal bit sets"),
-        (lambda: blocks.sliding_window(1).density(64.5), "the sequence length must be a positive integer .*, got 64.5"),
+        (lambda: blocks.sliding_window(1).density(64.5), "length must be a positive integer up to 2..40, got 64.5"),
         (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "several parts of a kind"),
         (lambda: patterns.show(patterns.Dense(), 64, width=0), "width must be a positive integer up to"),
         (lambda: BlockSparse([Window(-1)], 8), "Window before must be an integer of at least 0 up to 2..40, got -1"),
