@@ -25,10 +25,10 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(autouse=True, scope="session")
 def beside_other_tests():
     """Rows that tests measure count as undisturbed, though other tests run beside them."""
-    from ringlab.measure import neighbours
+    from ringlab.measure import session
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "CROWDED", 99.0)
+        patch.setattr(session, "CROWDED", 99.0)
         yield
 
 

@@ -6,17 +6,16 @@
 torch.Size([1, 64, 4, 16])
 """
 
-from . import blocks, kernels, nn, reference, ring
+from . import block_patterns as blocks
+from . import kernels, nn, reference, ring
 from .adaptive import Adaptive, AdaptiveBlockSparse, adaptive_attention
 from .advise import Advice, Evidence, advise
-from .api import attention
-from .block_variants import BlockSparseOptimized, BlockSparseRingDilatedAttention, BlockSparseTorchSparse
-from .estimate import Estimate, estimate, longest
-from .local import Execution
-from .patterns import BlockSparse, Dense, Dilated, Pattern
-from .ring import Simulated
-from .tiles import Ladder
-from .variants import (
+from .attention import attention
+from .block_patterns import BlockSparse
+from .compat import (
+    BlockSparseOptimized,
+    BlockSparseRingDilatedAttention,
+    BlockSparseTorchSparse,
     DilatedAttention,
     ImprovedDilatedAttention,
     RingDilatedAttentionCorrect,
@@ -29,6 +28,11 @@ from .variants import (
     RingDilatedAttentionV2Flash,
     RingDilatedAttentionV2Robust,
 )
+from .engine import Execution
+from .engine.chunked import Ladder
+from .estimate import Estimate, estimate, longest
+from .patterns import Dense, Dilated, Pattern
+from .ring import Simulated
 
 __version__ = "0.1.0"
 __all__ = [

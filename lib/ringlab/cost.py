@@ -12,8 +12,9 @@ from math import lcm
 
 import torch
 
+from .block_patterns import BlockSparse
 from .checks import known
-from .patterns import BlockSparse, Pattern
+from .patterns import Pattern
 
 PASSES = {"fwd": 4, "fwd+bwd": 14}  # FLOPs per pair and per head_dim
 

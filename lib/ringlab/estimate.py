@@ -13,12 +13,12 @@ from functools import lru_cache
 import torch
 
 from . import cost, hardware
-from .api import DEFAULT
-from .blocks import Given
+from .attention import DEFAULT
+from .block_patterns import BlockSparse, Given
 from .checks import shown, whole
-from .dry_call import Call
-from .local import Execution
-from .patterns import BlockSparse, Pattern
+from .engine import Execution
+from .meta_run import Call
+from .patterns import Pattern
 
 MARGIN = 1.1  # rates that a probe measured are raised by this before they bound anything, as in measuring
 ROWS = 128  # what the longest sequence is a multiple of, a rank

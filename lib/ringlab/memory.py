@@ -1,11 +1,18 @@
-"""Reuse memory: a pool of scratch buffers with a scope, and of results without.
+"""Memory pages on the CPU: ask Linux for huge ones.
+
+Reuse memory: a pool of scratch buffers with a scope, and of results without.
 
 torch's CUDA allocator caches already, so there the pool mostly repeats its work; on the CPU a large fresh buffer costs
 page faults on first touch, which reuse avoids and huge pages lessen. Whether that pays is for measurements to say.
 """
 
+from __future__ import annotations
+
 import contextlib
+import ctypes
+import functools
 import itertools
+import mmap
 import sys
 import threading
 from collections import Counter
@@ -15,11 +22,51 @@ from dataclasses import dataclass
 import torch
 
 from .checks import real, shown, tensor_bytes
-from .pages import advise_huge, empty
-from .tracking import LiveStorageTracker, high_water_bytes, is_out_of_memory, reset_high_water, resident_bytes
+from .tracking import is_out_of_memory
 
-__all__ = ["GLOBAL_POOL", "RESULTS", "MemoryPool", "PoolStats", "advise_huge", "empty"]
-__all__ += ["LiveStorageTracker", "high_water_bytes", "reset_high_water", "resident_bytes"]
+_HUGE_FROM, _MADV_HUGEPAGE = 4 << 20, 14  # a smaller buffer holds at most one huge page, and malloc recycles it
+
+
+@functools.cache
+def _madvise():
+    if not sys.platform.startswith("linux"):
+        return None
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None:
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
+
+
+def advise_huge(tensor: torch.Tensor) -> bool:
+    """Ask Linux to back a CPU tensor of 4 MiB or more with huge pages; True if the system accepted.
+
+    Call it before the first write: pages already touched stay as they are. The advice covers the whole pages inside the
+    tensor's storage, changes no value, and ends with the memory. Elsewhere, or for smaller tensors: False.
+
+    >>> advise_huge(torch.empty(8))
+    False
+    """
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()  # a fake tensor's is on the meta device
+    madvise = _madvise() if storage.device.type == "cpu" and storage.nbytes() >= _HUGE_FROM else None
+    if madvise is None:
+        return False
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    return madvise(start, stop - start, _MADV_HUGEPAGE) == 0
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Allocate as torch.empty does, with huge pages for large CPU tensors; contents are uninitialised.
+
+    >>> empty((2, 3), torch.bfloat16).shape
+    torch.Size([2, 3])
+    """
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    advise_huge(tensor)
+    return tensor
+
 
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 

@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from . import ring
 from .advise import Advice, Auto
-from .api import DEFAULT, REFUSED, attention
+from .attention import DEFAULT, REFUSED, attention
 from .checks import LARGEST, flag, float_dtype, one_device, positive
+from .engine import Execution
 from .kernels import device_of
-from .local import Execution
 from .patterns import Pattern
 
 

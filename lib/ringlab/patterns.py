@@ -12,7 +12,7 @@ from dataclasses import fields as dataclass_fields
 
 import torch
 
-from .blocks import BlockSparse
+from .block_patterns import BlockSparse
 from .checks import LARGEST, flag, known, positive, positive_ints
 
 MIXINGS = ("lse", "head_groups")

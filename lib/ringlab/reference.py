@@ -114,7 +114,19 @@ def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, 
 
 
 def sampled_errors(
-    q, k, v, pattern: Pattern, *, out, lse, causal=False, scale=None, dout=None, grads=None, samples=32, seed=0,
+    q,
+    k,
+    v,
+    pattern: Pattern,
+    *,
+    out,
+    lse,
+    causal=False,
+    scale=None,
+    dout=None,
+    grads=None,
+    samples=32,
+    seed=0,
     start=None,
 ) -> dict[str, float]:
     """Errors of a result at full size, exact on sampled rows: out, lse and dq by query, dk and dv by key.

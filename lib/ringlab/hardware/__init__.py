@@ -2,9 +2,9 @@
 
 from .detect import Gpu, Machine, Probe, detect
 from .dtypes import compute_dtype, default_dtype, dtype_reason, fp16_ratio, has_bf16, has_tensor_cores, sm
-from .install import drivable, install_line, refusal, runs, torch_build
 from .peaks import Peaks, measure_cpu_peaks
 from .profiles import Profile, UnknownProfile, get_profile, match, profiles, resolve, table
+from .torch_builds import drivable, install_line, refusal, runs, torch_build
 
 __all__ = [
     "Gpu",

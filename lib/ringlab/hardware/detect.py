@@ -1,20 +1,90 @@
-"""What this machine is: CPU, memory, GPUs as the driver and as torch see them. Never raises for hardware's absence."""
+"""The host's CPU, memory and limits, from /proc, /sys and the control group; None where a file does not tell.
+
+`read` returns a file's text, or None where it cannot be read.
+
+What this machine is: CPU, memory, GPUs as the driver and as torch see them. Never raises for hardware's absence.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from . import host
 from .dtypes import Capability
-from .install import runs
+from .torch_builds import runs
+
+Read = Callable[[str], "str | None"]
+
+
+def cpu_model(read: Read) -> str:
+    """Name the CPU."""
+    text = read("/proc/cpuinfo") or ""
+    for key in ("model name", "Model", "Hardware", "cpu model"):
+        if found := re.search(rf"^{key}\s*:\s*(.+)$", text, re.MULTILINE):
+            return " ".join(found[1].split())
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def _cgroup(read: Read, controller: str, v2_name: str, v1_name: str) -> Iterator[tuple[str, str]]:
+    """Yield (directory, text) of a control group's file for this process's group and all groups above it."""
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        base, name = ("/sys/fs/cgroup", v2_name) if not controllers else (f"/sys/fs/cgroup/{controllers}", v1_name)
+        parts = [p for p in path.split("/") if p]
+        for depth in range(len(parts), -1, -1):
+            directory = "/".join([base, *parts[:depth]])
+            if (text := read(f"{directory}/{name}")) is not None:
+                yield directory, text.strip()
+
+
+def ram_bytes(read: Read) -> int | None:
+    """Return the smaller of the memory and the limit of this process's control group, in bytes."""
+    limits = []
+    if found := re.search(r"^MemTotal:\s*(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE):
+        limits.append(int(found[1]) * 1024)
+    group = [text for _, text in _cgroup(read, "memory", "memory.max", "memory.limit_in_bytes")]
+    limits += [int(text) for text in group if text.isdecimal()]  # "max": no limit
+    return min(limits, default=None)
+
+
+def cpu_quota(read: Read) -> float | None:
+    """Return the cores' worth of time that the control group grants, None without a limit."""
+    shares = []
+    for directory, text in _cgroup(read, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        quota, _, period = text.partition(" ")
+        period = period or (read(f"{directory}/cpu.cfs_period_us") or "").strip()
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            shares.append(int(quota) / int(period))
+    return min(shares, default=None)
+
+
+def cache_bytes(read: Read, cores: set[int]) -> int | None:
+    """Sum the last-level caches that the usable cores reach, each shared one once."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
+    caches: dict[tuple[int, str], int] = {}
+    for core in cores:
+        for index in range(8):
+            folder = f"/sys/devices/system/cpu/cpu{core}/cache/index{index}"
+            if (size := read(f"{folder}/size")) is None:
+                break
+            found = re.fullmatch(r"(\d+)([KMG]?)", size.strip())
+            level = (read(f"{folder}/level") or "").strip()
+            if found and level.isdecimal():
+                shared = (read(f"{folder}/shared_cpu_list") or str(core)).strip()
+                caches[int(level), shared] = int(found[1]) * units[found[2]]
+    last = max((level for level, _ in caches), default=None)
+    return None if last is None else sum(size for (level, _), size in caches.items() if level == last)
+
 
 SMI_TIMEOUT_S = 10
 _SMI_FIELDS = (
@@ -171,12 +241,12 @@ def detect(probe: Probe | None = None) -> Machine:
     return Machine(
         device="cuda" if works else "cpu",
         gpus=tuple(gpus),
-        cpu_model=host.cpu_model(probe.read),
+        cpu_model=cpu_model(probe.read),
         cpu_capability=probe.cpu_capability(),
         cores=max(1, len(cores)),
-        cpu_quota=host.cpu_quota(probe.read),
-        cache_bytes=host.cache_bytes(probe.read, cores),
-        ram_bytes=host.ram_bytes(probe.read),
+        cpu_quota=cpu_quota(probe.read),
+        cache_bytes=cache_bytes(probe.read, cores),
+        ram_bytes=ram_bytes(probe.read),
         threads=probe.threads(),
         torch=version,
         torch_cuda=cuda,
@@ -263,7 +333,7 @@ def _capability(text: str) -> Capability | None:
 
 def _capability_by_name(name: str) -> Capability | None:
     """Drivers before 510 do not tell the capability; the profiles know it for the cards that they describe."""
-    from .profiles import profiles  # here, as profiles describe machines
+    from ringlab.hardware.profiles import profiles  # here, as profiles describe machines
 
     return next((p.capability for p in profiles().values() if p.pattern and re.search(p.pattern, name)), None)
 

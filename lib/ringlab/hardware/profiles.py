@@ -14,7 +14,7 @@ import torch
 from . import dtypes
 from .detect import Gpu, Machine, detect
 from .dtypes import Capability
-from .install import refusal
+from .torch_builds import refusal
 
 FOLDER = Path(__file__).parent / "profiles"
 ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
@@ -258,15 +258,17 @@ def table(machine: Machine | None = None) -> list[dict]:
     for name, profile in _load().items():
         ok, why = profile.runnable(machine)
         profile = profile.on(machine)
-        rows.append({
-            "name": name,
-            "title": profile.title,
-            "sm": dtypes.sm(profile.capability),
-            "memory_bytes": profile.memory_bytes,
-            "dtype": str(profile.default_dtype(machine)).removeprefix("torch."),
-            "dtype_reason": profile.dtype_reason(machine),
-            "runnable": ok,
-            "why": why,
-            "matches": name == here,
-        })
+        rows.append(
+            {
+                "name": name,
+                "title": profile.title,
+                "sm": dtypes.sm(profile.capability),
+                "memory_bytes": profile.memory_bytes,
+                "dtype": str(profile.default_dtype(machine)).removeprefix("torch."),
+                "dtype_reason": profile.dtype_reason(machine),
+                "runnable": ok,
+                "why": why,
+                "matches": name == here,
+            }
+        )
     return rows

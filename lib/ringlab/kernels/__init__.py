@@ -10,11 +10,9 @@ import torch
 from .. import checks
 from ..checks import LARGEST, flag, integer, known, positive, shown
 from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel, takes_lower_right
-from .eager import Eager
 from .external import FlashAttn2, FlashAttn3, Xformers
-from .torch_cpu import CpuFlash
-from .torch_cuda import CuDNN, Efficient, Flash
-from .triton_lists import TritonLists
+from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
+from .triton import TritonLists
 
 KERNELS: dict[str, Kernel] = {
     k.name: k

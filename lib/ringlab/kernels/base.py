@@ -75,7 +75,7 @@ def settled_kernel() -> Kernel | None:
 
 
 def device_type_of(t: Tensor) -> str:
-    """"cpu" or "cuda": where work on a tensor runs, or is said to run."""
+    """ "cpu" or "cuda": where work on a tensor runs, or is said to run."""
     found = _settled.get()
     return t.device.type if found is None else found[1]
 

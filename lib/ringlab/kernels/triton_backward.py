@@ -1,4 +1,4 @@
-"""The device code of the backward list kernels; helpers and conventions are those of ``triton_code``.
+"""The device code of the backward list kernels; helpers and conventions are those of ``triton_forward``.
 
 ``delta`` comes first; then dq by tiles of queries and dk, dv by tiles of keys, each from the final log-sum-exp, so that
 a program writes its own rows alone.
@@ -7,7 +7,7 @@ a program writes its own rows alone.
 import triton
 import triton.language as tl
 
-from .triton_code import (
+from .triton_forward import (  # fmt: skip
     BASE,
     COLUMNS,
     COUNT,
@@ -26,7 +26,7 @@ from .triton_code import (
     _put,
     _rows,
     _unpack,
-)  # fmt: skip
+)
 
 
 @triton.jit

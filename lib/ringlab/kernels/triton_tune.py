@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from ..patterns import Pattern
-from . import PROBE_ERROR, probe, triton_choices
-from .triton_choices import Use
-from .triton_lists import Launch, TritonLists, compute_of, dense_rows, row_sums
-from .triton_reads import too_long
-from .triton_sizes import BY_HAND, PASSES, Sizes
-from .triton_trial import differs, trial
+from . import PROBE_ERROR, probe, triton_config
+from .experimental.sandbox import differs, trial
+from .triton import Launch, TritonLists, compute_of, dense_rows, row_sums, too_long
+from .triton_config import BY_HAND, TILE_PASSES, Sizes, Use
 
 Timer = Callable[[Callable[[], object]], float]
 
@@ -48,7 +46,7 @@ def tune(
     pattern: Pattern,
     *,
     causal: bool = False,
-    passes: tuple[str, ...] = PASSES,
+    passes: tuple[str, ...] = TILE_PASSES,
     timer: Timer | None = None,
     keep: bool = True,
 ) -> list[Timed]:
@@ -62,15 +60,15 @@ def tune(
     Raises NotImplementedError, with the reason, where the kernels cannot run, ValueError for an unknown pass and
     OSError where the choices cannot be kept.
     """
-    if unknown := set(passes) - set(PASSES):
-        raise ValueError(f"unknown pass {sorted(unknown)[0]!r}; known: {', '.join(PASSES)}")
+    if unknown := set(passes) - set(TILE_PASSES):
+        raise ValueError(f"unknown pass {sorted(unknown)[0]!r}; known: {', '.join(TILE_PASSES)}")
     if why := probe("triton", q.device, q.dtype, q.shape[3], causal, True):
         raise NotImplementedError(f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}")
     tried = _Calls(q, k, v, pattern, causal)
     timer = timer or _median
     found = [one for name in passes for one in _tuned(tried, name, timer)]
     if keep:
-        triton_choices.keep({one.use: one.best for one in found}, q.device)
+        triton_config.keep({one.use: one.best for one in found}, q.device)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .points import STATUSES, Group, Point, Result, select, sgemm
 from .provenance import engine_hash, machine_id
-from .runner import Interrupted, run
+from .session import Interrupted, run
 from .stats import Ratio, ratio
 from .store import SCHEMA, Busy, load
 

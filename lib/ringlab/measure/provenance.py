@@ -16,17 +16,15 @@ from pathlib import Path
 import torch
 
 from .. import __version__, hardware
-from ..kernels import triton_choices
+from ..kernels import triton_config
 
 PACKAGE = Path(__file__).resolve().parent.parent
 OUTSIDE_ENGINE = (
-    "measure", "report", "cli.py", "cli_estimate.py", "__main__.py", "estimate.py", "dry_call.py", "dryrun.py",
-    "cli_advise.py", "advise", "cli_compare.py", "cli_measure.py", "cli_tune.py",
+    "measure", "report", "cli.py", "__main__.py", "estimate.py", "meta_run.py", "advise",
 )  # fmt: skip
 # What of measure/ only says which points there are, who runs them and where the rows go.
 OUTSIDE_METHOD = (
-    "__init__", "points", "suites", "runner", "session", "member", "processes", "host", "progress", "store",
-    "provenance", "neighbours", "ring_suites", "session_suites", "landscape_suites", "kernel_suites",
+    "__init__", "points", "suites", "session", "store", "provenance",
 )  # fmt: skip
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.
@@ -131,7 +129,7 @@ def threads() -> int:
 
 def tuning() -> str | None:
     """12 hex digits over the tile sizes that ``ringlab tune`` keeps for list kernels; None where it has kept none."""
-    files = sorted(triton_choices.folder().glob(triton_choices.FILES))
+    files = sorted(triton_config.folder().glob(triton_config.FILES))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12] if files else None
 
 

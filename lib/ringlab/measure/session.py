@@ -1,27 +1,207 @@
-"""Points on their way: each in its own process, those that are compared taking turns, every sample stored as it comes.
+"""What else ran on the CPU while samples were taken: times measured beside other work are too long.
+
+What a run shows on stderr: a line per group and per point, and the round at work with the time left.
+
+On a terminal that is one line written over and over, in a file or a pipe a line every ten seconds.
+
+One point while it is measured.
+
+Points on their way: each in its own process, those that are compared taking turns, every sample stored as it comes.
 
 A run of an interleaved group that was stopped goes on where it stood, at its next round. A process that dies costs its
 point alone.
+
+Runs what is missing and returns what is there.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from uuid import uuid4
 
+import torch
+
+from .. import cost, hardware, patterns
 from ..cost import Cost
 from . import provenance
-from .bounds import Bounds
-from .member import Member, crammed, drawn
-from .neighbours import Neighbours
 from .points import Group, Point, Result
-from .processes import Died, Handle, Host, TimedOut
-from .progress import START_S, Progress
-from .ranks import Ranks
 from .stats import summary
-from .store import Store, Unfinished, result_row, warn
-from .timing import rounds_for
+from .store import Store, Unfinished, latest, read, result_row, unfinished, warn
+from .timing import Bounds, available_bytes, rounds_for, samples_for
+from .workers import Died, Handle, Host, Ranks, TimedOut
+
+CROWDED = 0.1  # cores missing for our threads, as a part of these, from which times are not trusted
+STAT = Path("/proc/stat")
+LEAST_S = 0.9  # the machine counts in hundredths of a second, too coarse for less
+
+
+class Neighbours:
+    """Adds up the CPU time of others over the samples of a group.
+
+    Others' seconds are the machine's busy time, a hypervisor's stolen time included, less that of this process and of
+    its workers. ``threads``: how many of ours must not wait. Without a /proc/stat, and over less than a second in all,
+    it knows nothing.
+    """
+
+    def __init__(self, threads: int):
+        self.threads, self.wall_s, self.theirs_s = threads, 0.0, 0.0
+
+    @contextmanager
+    def watched(self, workers: Callable[[], float] = float) -> Iterator[None]:
+        """Watch what runs inside; ``workers``: CPU seconds that the workers have used so far."""
+        before, begin = (self.busy(), time.process_time(), workers()), time.monotonic()
+        yield
+        self.wall_s += time.monotonic() - begin
+        busy, own, theirs = self.busy(), time.process_time(), workers()
+        if busy is not None:
+            self.theirs_s += busy - before[0] - (own - before[1]) - (theirs - before[2])
+
+    @staticmethod
+    def busy() -> float | None:
+        """Seconds of CPU time that all processes of this machine have used since it started."""
+        try:
+            fields = STAT.read_text().split("\n", 1)[0].split()[1:]
+        except OSError:
+            return None
+        user, nice, system, _, _, irq, softirq, stolen = (int(x) for x in fields[:8])
+        return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+
+    @classmethod
+    def now(cls, threads: int, wall_s: float = 1.0) -> Neighbours:
+        """What others take while this process waits."""
+        found = cls(threads)
+        with found.watched():
+            time.sleep(wall_s)
+        return found
+
+    @property
+    def cores(self) -> float | None:
+        """Cores that others used on average."""
+        known = self.wall_s >= LEAST_S and STAT.is_file()
+        return round(max(0.0, self.theirs_s / self.wall_s), 2) if known else None
+
+    @property
+    def crowded(self) -> bool:
+        """Too few cores were left for our threads."""
+        missing = (self.cores or 0.0) + self.threads - (os.cpu_count() or 1)
+        return missing > CROWDED * self.threads
+
+
+RATE = {"cpu": 1e11, "cuda": 1e14}  # FLOP/s, a first guess that only weighs points against each other
+EVERY_S = 10.0
+PRIOR_S = 30.0  # of work at the pace that was guessed, or the first points alone would decide
+START_S = 0.7  # of a point, before its first sample
+
+
+class Progress:
+    """Time left = time so far, scaled by the work still to do; each point's work is guessed, then known."""
+
+    def __init__(self, groups: list[tuple[Group, list[Point]]], device: str, show: bool):
+        self.show, self.terminal = show, show and sys.stderr.isatty()
+        self.samples = {(g.name, p.id): g.timed * _expected_s(p, device) for g, points in groups for p in points}
+        self.total, self.count = len(self.samples), 0
+        self.left_s = sum(self.samples.values()) + START_S * self.total
+        self.done_s, self.start = 0.0, time.monotonic()
+        self.said = self.start
+
+    def begin(self, group: Group, points: list[Point]) -> None:
+        turns = ", taking turns" if group.interleave and len(points) > 1 else ""
+        self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self._left()})")
+
+    def did(self, text: str, seconds: float) -> None:
+        """So much of the work is done, by the guess that was made for it."""
+        self.left_s, self.done_s = self.left_s - seconds, self.done_s + seconds
+        if self.terminal:
+            print(f"\r\033[K{text} ({self._left()})", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.said > EVERY_S:
+            self._line(f"{text} ({self._left()})")
+
+    def expect(self, group: Group, point: Point, seconds: float) -> None:
+        """The samples of a point will take so long."""
+        self.left_s += seconds - self.samples.get((group.name, point.id), 0.0)
+        self.samples[group.name, point.id] = seconds
+
+    def drop(self, group: Group, point: Point) -> None:
+        """A point that failed takes no samples."""
+        self.expect(group, point, 0.0)
+
+    def result(self, result: Result) -> None:
+        self.count += 1
+        if result.median is not None:
+            found = f"{result.median * 1e3:.4g} ms" + (" unstable" if result.unstable else "")
+        else:
+            found = "checked" if result.status == "ok" else ""
+        if result.status != "ok":
+            found = f"{found} {result.status}: {result.reason}".strip()
+        self._line(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {found}")
+
+    def clear(self) -> None:
+        if self.terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def _line(self, text: str) -> None:
+        self.clear()
+        if self.show:
+            self.said = time.monotonic()
+            warn(text)
+
+    def _left(self) -> str:
+        pace = (time.monotonic() - self.start + PRIOR_S) / (self.done_s + PRIOR_S)
+        left = max(0.0, self.left_s) * pace
+        return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
+
+
+def _expected_s(point: Point, device: str) -> float:
+    """Seconds that the samples of a point may take, from its FLOPs."""
+    names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
+    shape = {name: getattr(point, name) for name in names}
+    try:
+        work = cost.count(patterns.from_dict(point.pattern), dtype=getattr(torch, point.dtype), **shape)
+    except ValueError:  # a point that will be refused
+        return 0.0
+    seconds = work.flops / RATE[device]
+    return samples_for(seconds) * max(seconds, 0.02)
+
+
+@dataclass
+class Member:
+    """A point on its way: its process, what its replies said, and its samples by round."""
+
+    point: Point
+    samples: dict[int, float] = field(default_factory=dict)
+    handle: Handle | Ranks | None = None
+    row: dict = field(default_factory=lambda: {"status": "ok", "reason": ""})
+    estimate: float = 0.0  # seconds of a sample
+    wanted: int = 0
+    spent: float = 0.0
+    cpu_s: float = 0.0  # CPU time of its processes so far
+
+    @property
+    def alive(self) -> bool:
+        return self.row["status"] == "ok"
+
+    @property
+    def left(self) -> int:
+        return max(0, self.wanted - len(self.samples)) if self.alive else 0
+
+
+def crammed(member: Member) -> bool:
+    """Its ranks have no core each, so that no time is taken."""
+    return member.row.get("ranks", {}).get("oversubscribed", False)
+
+
+def drawn(point: Point) -> tuple:
+    """What decides a point's inputs, their random values aside."""
+    shape = (point.batch, point.seq_len, point.heads, point.kv_heads, point.head_dim)
+    return (*shape, point.dtype, point.causal, point.passes)
+
 
 EARLY = ("cuda",)  # devices whose processes take seconds to be ready: those of a group start side by side
 CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, its libraries' workspaces included
@@ -248,3 +428,132 @@ class Session:
 
     def _append(self, run: str, **row) -> None:
         self.store.append(run=run, rehearsal=self.rehearsal, **row)
+
+
+TIMEOUT_S = 120.0  # that one point may take, all its rounds included
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run; the message says what is kept."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else "interrupted"
+
+
+def run(
+    groups: Iterable[Group],
+    folder: Path | str,
+    *,
+    profile,
+    device: str | None = None,
+    rehearsal: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    progress: bool = False,
+    force: bool = False,
+    memory_bytes: int | None = None,
+    minutes: float | None = None,
+) -> list[Result]:
+    """Measure the points of ``groups`` that have no rows in ``folder`` yet, and return the results of all of them.
+
+    ``profile``: a hardware profile or its name, whose figures bound GPU times. ``device``: "cuda" or "cpu", by default
+    what the profile is for, and "cpu" for a rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point
+    on stderr. ``force``: measure again what is there. ``memory_bytes``: how much a worker on the CPU may grow, by
+    default what is available. ``minutes``: after so long no further group is begun (one always is), what is left is
+    said, and the next run goes on there.
+
+    A point is done where a result exists for the same point, group, engine, method, torch, device, machine and threads,
+    and, if the group is interleaved, the same points in it. A worker that was killed from outside, a time that was too
+    short, and other work that ran meanwhile leave a point to the next run (the last, once the machine is quiet).
+    Raises Interrupted on Ctrl-C (all rows so far are kept), Busy where another run holds the folder, OSError where the
+    folder cannot be written, and ValueError for arguments that cannot be.
+    """
+    groups = _checked(groups, timeout_s, minutes)
+    until = time.monotonic() + (math.inf if minutes is None else 60 * minutes)
+    name = getattr(profile, "name", profile)
+    if device is None:
+        device = "cpu" if rehearsal else hardware.get_profile(name).kind
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"profile {name!r} is of a GPU, and torch drives none here; rehearsal=True times this CPU")
+    here = provenance.collect(device)
+    if memory_bytes is None and device == "cpu":
+        memory_bytes = available_bytes(hardware.detect().ram_bytes)
+    with Store(folder) as store:
+        there = [] if force else read(folder)
+        kept = [r for r in there if _counts(r, here, rehearsal, timeout_s)]
+        again = _disturbed(kept, here["threads"], progress)
+        kept = [r for r in kept if (r.group, r.run) not in again]
+        done = {(r.group, r.composition, r.point.id) for r in kept}
+        wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
+        missing = [(g, [p for p in g.points if (g.name, g.composition(p), p.id) not in done]) for g in groups]
+        todo = [(group, points) for group, points in missing if points]
+        if progress and not todo:
+            newest = max((r.provenance.get("utc", "") for r in kept), default="")
+            warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
+        elif progress and (why := _foreign(there, here, wanted)):
+            warn(why)
+        settings = {"device": device, "threads": here["threads"], "memory_bytes": memory_bytes}
+        session = Session(store, here | {"profile": name}, rehearsal, settings, timeout_s)
+        session.progress = Progress(todo, device, progress)
+        session.bounds = Bounds(device, None if rehearsal else name, here["threads"], session.probe)
+        try:
+            for number, (group, points) in enumerate(todo):
+                if number and time.monotonic() >= until:
+                    session.progress.clear()
+                    warn(_left(todo[number:], minutes))
+                    break
+                anew = force or group.name in {name for name, _ in again}
+                session.run_group(group, points, None if anew else unfinished(folder, group, here, rehearsal))
+        except KeyboardInterrupt:
+            session.progress.clear()
+            kept_now = f"{len(session.results)} points and the finished samples of others are kept"
+            raise Interrupted(f"interrupted: {kept_now}; run again to go on") from None
+        finally:
+            session.close()
+    found = [r for r in kept + session.results if (r.group, r.composition, r.point.id) in wanted]
+    return latest(found)
+
+
+def _left(todo: list[tuple[Group, list]], minutes: float) -> str:
+    points, names = sum(len(points) for _, points in todo), [group.name for group, _ in todo]
+    return f"{minutes:g} minutes are over: {points} points are left, of {'; '.join(names)}; run again to go on"
+
+
+def _checked(groups, timeout_s: float, minutes: float | None) -> list[Group]:
+    groups = [groups] if isinstance(groups, Group) else list(groups)
+    for group in groups:
+        if not isinstance(group, Group):
+            raise ValueError(f"groups must be measure.Group objects, got {type(group).__name__}")
+    names = [g.name for g in groups]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two groups have the name {next(n for n in names if names.count(n) > 1)!r}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes must be positive, got {minutes!r}")
+    return groups
+
+
+def _counts(result: Result, here: dict, rehearsal: bool, timeout_s: float) -> bool:
+    same = result.rehearsal == rehearsal and provenance.key(result.provenance) == provenance.key(here)
+    longer = result.status == "timeout" and result.provenance.get("timeout_s", timeout_s) < timeout_s
+    return result.final and same and not longer
+
+
+def _disturbed(kept: list[Result], threads: int, progress: bool) -> set[tuple[str, str]]:
+    """(group, run) of the rows that others disturbed, if they no longer would."""
+    found = {(r.group, r.run) for r in kept if r.provenance.get("crowded")}
+    if found and (now := Neighbours.now(threads)).crowded:
+        if progress:
+            warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
+        return set()
+    return found
+
+
+def _foreign(there: list[Result], here: dict, wanted: set) -> str:
+    """Why rows that lie there do not count."""
+    rows = [r for r in there if (r.group, r.composition, r.point.id) in wanted]
+    apart = [provenance.differs(r.provenance, here) for r in rows]
+    names = [name for name in provenance.KEY if any(name in found for found in apart)]
+    if not names:
+        return ""
+    return f"{sum(map(bool, apart))} rows that are there are of another {', '.join(names)}: measuring these points here"

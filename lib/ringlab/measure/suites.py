@@ -1,14 +1,436 @@
-"""Which points answer which document. A suite is a function of a profile: every machine measures the same list."""
+"""The points of the three documents on ring attention: published systems by rank and length, float32 as they have it.
+
+With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from others, and the plan and the ring move
+nothing; ``LONG`` reaches over a border. Rows on more ranks than the machine has cores have memory and bytes, no time.
+
+The points of document 002, on block-sparse attention: its table, what each step is worth, how near to the work
+itself, over length to extreme lengths, and one row for each pattern.
+
+The points of the kernels on a GPU: each way to run a pattern there, beside the fastest calls that do like work.
+
+One shape throughout: 16 heads in the GPU's half precision, three branches that fold; all that is compared takes turns.
+
+The points of the landscape: the field's attention functions, at a like number of keys for each query, on one page.
+
+All take turns in one group. Dense attention sees every key; a query of the sparse ones 270 to 450 of them on average,
+whatever the length, so that they differ in which keys they see and less in how many.
+
+Which points answer which document. A suite is a function of a profile: every machine measures the same list.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .. import hardware, kernels
+from .. import block_patterns, hardware, kernels
+from ..block_patterns import BlockSparse
 from ..patterns import Dense, Dilated
-from . import kernel_suites, landscape_suites, ring_suites, session_suites
+from . import peers
 from .points import Group, Point, sgemm
-from .ring_suites import LARGE_MEMORY, TWIN, half_dtype, own_dtype
+
+RING_DOCUMENT = Dilated([512, 1024], [1, 2], mixing="head_groups", offsets="branch")
+RING_LONG = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
+SDPA, CORRECT = "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect"
+HILBERT = "RingDilatedAttentionHilbertGPUOptimized"
+V2_COLLECTIVE, ROBUST, HYBRID = (f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid"))
+TWIN = {"twin": True}  # the same work once more
+SHORTEST = 4096  # a rehearsal goes no further
+LARGE_MEMORY = 16e9  # bytes; from here on a GPU takes longer sequences
+
+
+def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """Document 001: throughput and memory per rank over n and p, of the systems that it tested.
+
+    ``throughput``: on one rank, two and four; ``simulated``: eight in one process, which has no memory of a rank to
+    show. Four are timed where each has a core or GPU of its own; all rows of a group have the same threads a rank.
+    """
+    first = Point(SDPA, RING_DOCUMENT)
+    ns = _lengths(rehearsal, 2048, 4096, 8192, 16384)
+    points = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2, 4)]
+    points += [first.but(system=CORRECT, seq_len=ns[1], world_size=p) for p in (1, 2)]
+    points += [first.but(system=HILBERT, seq_len=ns[1]), first.but(system="dense_sdpa", pattern=Dense(), seq_len=ns[1])]
+    points += [first.but(seq_len=ns[1], world_size=p, options=TWIN) for p in (1, 2)]
+    return [
+        Group("throughput", tuple(points)),
+        Group("simulated", (first.but(seq_len=ns[-1], options={"simulated": 8}),), timed=False),
+    ]
+
+
+def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """Document 003: gathering against the ring against the plan; time, memory and bytes.
+
+    ``one device``: its tables, where no ring code runs; ``schemes``: two ranks and four whose segments reach over the
+    border.
+    """
+    first = Point(V2_COLLECTIVE, RING_LONG)
+    one = [first.but(system=system, seq_len=n) for n in (1024, 2048, 4096) for system in (V2_COLLECTIVE, ROBUST)]
+    one += [p.but(causal=True) for p in one[-2:]]
+    one += [one[-3].but(options=TWIN)]
+
+    def schemes(n: int, ranks: int) -> list[Point]:
+        point = first.but(seq_len=n, world_size=ranks)
+        return [point, point.but(system=ROBUST), point.but(system="ringlab", options={"scheme": "plan"})]
+
+    several = [p for n in (1024, 2048, 4096) for p in schemes(n, 2)]
+    several += [p.but(causal=True) for p in several[-3:]]
+    several += [several[-1].but(options=dict(several[-1].options) | TWIN), *schemes(4096, 4)]
+    return [Group("one device", tuple(one)), Group("schemes", tuple(several))]
+
+
+def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """Document 004: the hybrid over n and p.
+
+    ``hybrid``: its table on one rank, two and four; ``long``: what 32K and 64K hold on several ranks, untimed.
+    """
+    first = Point(HYBRID, RING_DOCUMENT, world_size=2)
+    ns = _lengths(rehearsal, 1024, 2048, 4096, 8192, 16384)
+    points = [first.but(seq_len=n) for n in ns]
+    points += [first.but(seq_len=n, world_size=p) for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))]
+    groups = [Group("hybrid", (*points, first.but(seq_len=ns[0], options=TWIN)))]
+    if not rehearsal:
+        long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
+        groups.append(Group("long", tuple(long), timed=False))
+    return groups
+
+
+def own_dtype(profile: hardware.Profile) -> str:
+    """What the profile's policy chooses."""
+    return str(profile.default_dtype()).removeprefix("torch.")
+
+
+def half_dtype(profile: hardware.Profile, device: str) -> str:
+    """The half precision to use: the profile's own, bfloat16 on a CPU, else float16."""
+    own = own_dtype(profile)
+    return "bfloat16" if device == "cpu" else own if own != "float32" else "float16"
+
+
+def _lengths(rehearsal: bool, *lengths: int) -> list[int]:
+    return [n for n in lengths if not rehearsal or n <= SHORTEST]
+
+
+RING_SUITES: dict[str, Callable[..., list[Group]]] = {
+    "benchmark_summary": benchmark_summary,
+    "performance_comparison": performance_comparison,
+    "hybrid_summary": hybrid_summary,
+}
+
+
+SPARSE_TABLE, JOURNEY, EFFICIENCY = "block sparse table", "journey", "efficiency"
+WINDOW_LENGTHS, EXTREME_LENGTHS, BLOCK_PATTERNS, SESSION_REUSE = (
+    "window lengths",
+    "extreme lengths",
+    "block patterns",
+    "reuse",
+)
+ORIGINAL, OPTIMIZED = "BlockSparseRingDilatedAttention", "BlockSparseOptimized"
+TORCH_SPARSE = "BlockSparseTorchSparse"
+
+SESSION_TOKENS = (
+    4096  # the document's: batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions, two blocks each way
+)
+WINDOW = block_patterns.sliding_window(2, block_size=64)
+LONG_TOKENS = 16384
+FAR = block_patterns.sliding_window(2, block_size=128)
+EXTREME_TOKENS = (65536, 131072, 262144)
+BLOCK_WAYS = ("rows", "batched", "views")  # of execution, as the document's journey goes
+FRESH = {"results": False}
+ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window shows
+LOOKED_UP = 2048  # the longest of the lengths whose patterns are looked up
+CACHES_MB = (0, 0.25, 1, 64)  # the last is the library's own; with 0 nothing is kept
+SCRATCH_MB, THREADS = (1, 4, 16, 64), (1, 2)
+
+
+def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """The points of document 002 for a profile, about three minutes on two CPU cores.
+
+    ``block sparse table``: its table and dense attention. ``journey``: what building the calls costs, cold and warm,
+    and what each step is worth. ``efficiency``: how near a call comes to dense time times density, beside torch's
+    compiled FlexAttention on the same masks. ``window lengths``: from which n on the pattern pays. ``extreme
+    lengths``: the lengths of its headlines, each alone. ``block patterns``: density, time and error of each kind, and
+    of blocks chosen by content. ``reuse``: a cache by its bytes where many patterns are looked up, and a pool beside
+    fresh memory by size and threads. A rehearsal leaves out what is long.
+    """
+    dtype = own_dtype(profile) if device == "cuda" else "float32"
+    groups = [
+        sparse_table(dtype),
+        journey(dtype),
+        window_lengths(profile, device, dtype, rehearsal),
+        block_patterns_group(dtype),
+    ]
+    if not rehearsal:
+        groups += [efficiency(profile, device, dtype), extreme_lengths(device, dtype), session_reuse()]
+    return groups
+
+
+def sparse_table(dtype: str) -> Group:
+    """The document's rows; torch's sparse tensors know float32 alone, and where others have another dtype they stand
+    beside it in float32 too.
+    """
+    ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
+    published = [ours.but(system=system) for system in (ORIGINAL, OPTIMIZED)]
+    points = [*published, ours, ours.but(options=TWIN)]
+    points.append(ours.but(system="dense_sdpa", pattern=Dense()))
+    points.append(ours.but(system=TORCH_SPARSE, dtype="float32"))
+    if dtype != "float32":
+        points += [p.but(dtype="float32") for p in (published[1], ours)]
+    return Group(SPARSE_TABLE, tuple(points))
+
+
+def journey(dtype: str) -> Group:
+    """Calls built and found, the three ways, and the cache off and on."""
+    call = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
+    built = [call.but(system="plan_build", options={"blocks": way, "warm": warm}) for way in BLOCK_WAYS
+             for warm in (False, True)]  # fmt: skip
+    ways = [call.but(options={"blocks": way}) for way in BLOCK_WAYS]
+    off = [call.but(options={"blocks": way, "cache": False}) for way in ("rows", "views")]
+    return Group(JOURNEY, (*built, *ways, *off, call.but(options={"blocks": "views"} | TWIN)))
+
+
+def efficiency(profile: hardware.Profile, device: str, dtype: str) -> Group:
+    """Local and global blocks at about a tenth of all pairs; dense attention, and torch's kernel for the same mask.
+
+    On a CPU once more with results in fresh memory, which shows what their page faults cost.
+
+    It takes seconds for the dense call there, and its pace changes meanwhile: three rounds tell little, and one call
+    of half a second beside it too.
+    """
+    times = 4 if device == "cuda" and (profile.memory_bytes or 0) > LARGE_MEMORY else 1
+    long = Point("ringlab", local_global(128, times), seq_len=times * LONG_TOKENS, dtype=dtype)
+    masks = (long, long.but(pattern=local_global(64, times)))
+    points = [*masks, long.but(causal=True), long.but(passes="fwd+bwd")]
+    if device == "cpu":
+        points.append(long.but(options=FRESH))
+    dense = long.but(system="dense_sdpa", pattern=Dense())
+    points += [dense, *([dense.but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute for it
+    points.append(long.but(system="flex"))  # compiling it takes as long as all else
+    return Group(EFFICIENCY, tuple(points), rounds=6, sample_s=1.0 if device == "cpu" else 0.0)
+
+
+def local_global(block_size: int, times: int = 1) -> BlockSparse:
+    """A window and global blocks whose density at ``times`` 16,384 positions is about a tenth."""
+    some = 128 // block_size * times
+    return block_patterns.local_global(2 * some, 4 * some, block_size=block_size)
+
+
+def window_lengths(profile: hardware.Profile, device: str, dtype: str, rehearsal: bool = False) -> Group:
+    """A fixed window over growing n beside dense attention, and the document's two rows at a long n."""
+    large = (profile.memory_bytes or 0) > LARGE_MEMORY
+    longest = SHORTEST if rehearsal else LONG_TOKENS if device == "cpu" else 65536 if large else 32768
+    dense_to = SHORTEST if device == "cpu" else longest
+    ours = Point("ringlab", WINDOW, dtype=dtype)
+    ns = [2**i for i in range(10, 20) if 2**i <= longest]
+    points = [ours.but(seq_len=n) for n in ns]
+    points += [ours.but(seq_len=n, system="dense_sdpa", pattern=Dense()) for n in ns if n <= dense_to]
+    if longest > SHORTEST:
+        far = longest // 2 if device == "cpu" else longest
+        points += [ours.but(seq_len=far, system=system) for system in (ORIGINAL, OPTIMIZED)]
+    return Group(WINDOW_LENGTHS, tuple(points))
+
+
+def extreme_lengths(device: str, dtype: str) -> Group:
+    """What the headlines are about, one after the other: each has the machine's memory to itself.
+
+    A CPU takes one head of the eight: all of them are alike, and it would spend minutes on them.
+    """
+    heads = 1 if device == "cpu" else 8
+    points = [Point("ringlab", FAR, seq_len=n, heads=heads, dtype=dtype) for n in EXTREME_TOKENS]
+    return Group(EXTREME_LENGTHS, tuple(points), interleave=False)
+
+
+def block_patterns_group(dtype: str) -> Group:
+    """One row for each kind of pattern, and one for blocks chosen by content."""
+    point = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
+    chosen = point.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
+    return Group(BLOCK_PATTERNS, (*(point.but(pattern=pattern) for pattern in KINDS.values()), chosen))
+
+
+def session_reuse() -> Group:
+    """Lookups of many patterns by what the cache may hold, and scratch from a pool and without it."""
+    lookup = Point("cache_workload", WINDOW, seq_len=LOOKED_UP)
+    points = [lookup.but(options={"max_mb": mb, "blocks": "batched"}) for mb in CACHES_MB]
+    points.append(lookup.but(options={"max_mb": CACHES_MB[-1], "blocks": "views"}))
+    scratch = Point("pool_workload", Dense(), seq_len=1)
+    points += [scratch.but(options={"size_mb": mb, "threads": threads, "pool": pool})
+               for mb in SCRATCH_MB for threads in THREADS for pool in (False, True)]  # fmt: skip
+    return Group(SESSION_REUSE, tuple(points))
+
+
+KINDS: dict[str, BlockSparse] = {
+    "window": WINDOW,
+    "strided": BlockSparse([block_patterns.Window(1), block_patterns.Strided(8)], 64),
+    "local and global": block_patterns.local_global(1, 2, block_size=64),
+    "BigBird": block_patterns.bigbird(1, 2, 3, block_size=64),
+    "hierarchical": block_patterns.hierarchical([(1, 2), (8, 32)], block_size=64),
+}
+SESSION_SUITES: dict[str, Callable[..., list[Group]]] = {"session_summary": session_summary}
+
+
+RUNGS, RUNGS_BY_LENGTH, RUNGS_ON_BLOCKS, RUNGS_IN_MEMORY = (
+    "rungs",
+    "rungs by length",
+    "rungs on blocks",
+    "rungs in memory",
+)  # groups begin so
+RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
+RUNG_TOKENS, RUNG_HEADS, RUNG_HEAD_DIMS = 65536, 16, (128, 64)
+RUNG_LONGER = (262_144, 1_048_576)
+RUNG_MASK = local_global(128, 4)  # of 65,536 positions about a tenth of all pairs
+
+# Each way of this library by the options of the system "ringlab"; the next one is one more row here and one in
+# report/rungs.toml.
+RUNG_WAYS: dict[str, dict] = {
+    "default": {},
+    "lists": {"backend": "triton"},
+    "fused": {"backend": "sdpa", "merge": "fused"},
+    "strided": {"backend": "sdpa", "merge": "eager"},
+}
+RUNG_PEERS = ("cudnn", "flash")  # torch's own kernels, on segments that lie contiguous already
+RUNG_PASSES: dict[str, dict] = {
+    "forward": {},
+    "forward and backward": {"passes": "fwd+bwd"},
+    "causal": {"causal": True},
+}
+
+
+def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """The points for a GPU that is here, about four minutes on a data-centre GPU; none for a CPU or a rehearsal.
+
+    ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by head_dim and pass; dense attention
+    beside the first. ``rungs by length``: from 16,384 tokens to a million, where the copying form is held against.
+    ``rungs on blocks``: a tenth of all pairs in blocks of 128. ``rungs in memory``: the longest, forward and backward,
+    each alone on the GPU.
+    """
+    if device == "cpu" or rehearsal:
+        return []
+    first = Point("ringlab", RUNG_PATTERN, seq_len=RUNG_TOKENS, heads=RUNG_HEADS, head_dim=RUNG_HEAD_DIMS[0],
+                  dtype=half_dtype(profile, device))  # fmt: skip
+    longer = [n for n in RUNG_LONGER if _fits(first.but(seq_len=n), profile.memory_bytes)]
+    groups = [rungs(first.but(head_dim=d, **how), name) for d in RUNG_HEAD_DIMS for name, how in RUNG_PASSES.items()]
+    groups += [rungs_by_length(first.but(seq_len=n)) for n in (RUNG_TOKENS // 4, *longer)]
+    groups += [
+        rungs_on_blocks(first.but(pattern=RUNG_MASK, **RUNG_PASSES[name]), name)
+        for name in ("forward", "forward and backward")
+    ]
+    training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
+    trained = (training, _way(training, "lists"), _way(training, "fused"))
+    return [*groups, Group(RUNGS_IN_MEMORY, trained, interleave=False)]
+
+
+def rungs(point: Point, name: str) -> Group:
+    """Every way and every peer on the shape and pass of a point."""
+    points = [_way(point, way) for way in RUNG_WAYS] + [point.but(system="copying")]
+    points += [point.but(system="contiguous_segments", options={"backend": peer}) for peer in RUNG_PEERS]
+    if (point.head_dim, name) == (RUNG_HEAD_DIMS[0], "forward"):
+        points += [_dense(point), point.but(options=TWIN)]
+    return Group(f"{RUNGS}, head_dim {point.head_dim}, {name}", tuple(points))
+
+
+def rungs_by_length(point: Point) -> Group:
+    """Every way but eager merges, and the copying form; dense attention where it takes less than a tenth of a second.
+
+    A million tokens leave the copying form no room beside others: each has the GPU to itself.
+    """
+    points = [point, _way(point, "lists"), _way(point, "fused"), point.but(system="copying")]
+    points += [_dense(point)] if point.seq_len <= RUNG_TOKENS else []
+    return Group(
+        f"{RUNGS_BY_LENGTH}, {point.seq_len:,} tokens", tuple(points), interleave=point.seq_len < max(RUNG_LONGER)
+    )
+
+
+def rungs_on_blocks(point: Point, name: str) -> Group:
+    """Two ways on a block-sparse pattern, dense attention, and torch's FlexAttention, which is compiled last."""
+    points = [point, _way(point, "lists"), _dense(point)]
+    points += [point.but(system="flex")] if point.passes == "fwd" else []
+    return Group(f"{RUNGS_ON_BLOCKS}, {name}", tuple(points))
+
+
+def _way(point: Point, name: str) -> Point:
+    return point.but(options=RUNG_WAYS[name])
+
+
+def _dense(point: Point) -> Point:
+    return point.but(system="dense_sdpa", pattern=Dense())
+
+
+def _fits(point: Point, memory_bytes: int | None) -> bool:
+    """Room for q, k, v, out and their gradients twice: a timed call's results are held against the checked one's."""
+    return 16 * 2 * point.seq_len * point.heads * point.head_dim <= (memory_bytes or 0)
+
+
+KERNEL_SUITES: dict[str, Callable[..., list[Group]]] = {"kernels": kernel_suite}
+
+
+LANDSCAPE, LANDSCAPE_CHECKS = "landscape", "landscape checks"
+LANDSCAPE_BLOCK = 64
+LANDSCAPE_WINDOW = block_patterns.sliding_window(2, block_size=LANDSCAPE_BLOCK)  # five blocks: 320 keys
+BIGBIRD = block_patterns.bigbird(1, 1, 1, block_size=LANDSCAPE_BLOCK)  # three, a global and a random one
+LOCAL_GLOBAL = block_patterns.local_global(1, 2, block_size=LANDSCAPE_BLOCK)  # three and two global ones
+ROWS_KEPT = 256  # rows that each branch of ``ladder`` keeps of a segment, as LongNet's do
+
+
+def landscape_ladder(seq_len: int, **how) -> Dilated:
+    """LongNet's geometric ladder up to the whole sequence: segments of 256 x 4^i at rate 4^i, each keeping 256 rows.
+
+    >>> str(ladder(16384))
+    'dilated [256, 1024, 4096, 16384] / [1, 4, 16, 64]'
+    """
+    rates = [4**i for i in range(20) if ROWS_KEPT * 4**i <= seq_len] or [1]
+    return Dilated([ROWS_KEPT * r for r in rates], rates, **how)
+
+
+def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """The field on one page, under 45 seconds on two CPU cores.
+
+    ``landscape``: each system over three lengths, forward; dense attention not where it takes a second, FlexAttention
+    at the longest, for compiling it takes ten. ``landscape checks``: gradients at the shortest, untimed. A package of
+    others that is installed stands in both, with its version, and causal too; one that is not, once, to be listed as
+    absent.
+    """
+    dtype = own_dtype(profile) if device == "cuda" else "float32"
+    large = (profile.memory_bytes or 0) > LARGE_MEMORY
+    ns = [1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536]
+    ns = [n for n in ns if not rehearsal or n <= SHORTEST]
+    dense_to = SHORTEST if device == "cpu" else ns[-1] if large else ns[-2]
+    dense = Point("dense_sdpa", Dense(), dtype=dtype)
+    ours = [Point("ringlab", pattern, dtype=dtype) for pattern in (LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL)]
+    points = [dense.but(seq_len=n) for n in ns if n <= dense_to]
+    for n in ns:
+        points += [p.but(seq_len=n) for p in ours] + [ours[0].but(seq_len=n, pattern=landscape_ladder(n))]
+    points.append(ours[0].but(seq_len=ns[0], options=TWIN))
+    if not rehearsal:
+        # Its mask is made from all pairs, 4 GiB of them at 65,536.
+        points.append(ours[2].but(system="flex", seq_len=ns[-1] if device == "cpu" or large else ns[-2]))
+    for name, pattern in LANDSCAPE_PEERS.items():
+        points += _peer(name, pattern, dtype, [n for n in ns if name != "ring_attention_pytorch" or n <= dense_to])
+    return [Group(LANDSCAPE, tuple(dict.fromkeys(points))), landscape_checks(points, ns[0])]
+
+
+def _peer(name: str, pattern: Callable, dtype: str, ns: list[int]) -> list[Point]:
+    """A package's points with its version, and this library on the same function; one point where it is absent."""
+    version = peers.installed(name)
+    if version is None:
+        return [Point(name, pattern(ns[0]), seq_len=ns[0], dtype=dtype)]
+    theirs = [Point(name, pattern(n), seq_len=n, dtype=dtype, options={"version": version}) for n in ns]
+    return theirs + [p.but(system="ringlab", options={}) for p in theirs if p.pattern["kind"] == "dilated"]
+
+
+LANDSCAPE_PEERS: dict[str, Callable[[int], Dilated | Dense]] = {  # what each says it computes, by sequence length
+    "dilated_attention_pytorch": lambda n: landscape_ladder(n, mixing="head_groups", offsets="branch"),
+    "torchscale_dilated": lambda n: landscape_ladder(n, offsets="block"),
+    "ring_attention_pytorch": lambda n: Dense(),
+}
+
+
+def landscape_checks(points: list[Point], seq_len: int) -> Group:
+    """Forward and backward of each system at one length, those of others causal too; FlexAttention has no backward."""
+    there = [p for p in points if p.seq_len == seq_len and p.system != "flex" and not dict(p.options).get("twin")]
+    there = [p.but(passes="fwd+bwd") for p in there if p.system not in LANDSCAPE_PEERS or p.options]
+    causal = [p.but(causal=True) for p in there if p.system in LANDSCAPE_PEERS]
+    return Group(LANDSCAPE_CHECKS, tuple(dict.fromkeys([*there, *causal])), timed=False)
+
+
+LANDSCAPE_SUITES: dict[str, Callable[..., list[Group]]] = {"landscape": landscape}
+
 
 # Document 000: b = 1, h = 8, d = 64; head groups with offsets by branch is what its classes compute.
 DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
@@ -143,9 +565,9 @@ def engine(profile: hardware.Profile, device: str) -> list[Group]:
 
 
 SUITES: dict[str, Callable[..., list[Group]]] = {
-    **kernel_suites.SUITES,
+    **KERNEL_SUITES,
     "optimization": optimization,
-    **ring_suites.SUITES,
-    **session_suites.SUITES,
-    **landscape_suites.SUITES,
+    **RING_SUITES,
+    **SESSION_SUITES,
+    **LANDSCAPE_SUITES,
 }

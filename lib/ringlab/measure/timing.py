@@ -1,12 +1,27 @@
-"""Clocks, and how often to call: warm-up, loops per sample, samples per point. Units: seconds."""
+"""Clocks, and how often to call: warm-up, loops per sample, samples per point. Units: seconds.
+
+Lower bounds on times: measured rates on a CPU, a profile's figures on a GPU; None where no figure is known.
+
+The memory of a first call, in a process that did nothing else before.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+from .. import hardware, memory, tracking
+from ..cost import Cost
+from .contract import Output, System
+from .points import Point
+from .systems import build
 
 MIN_SAMPLE_S = 0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
 SAMPLES = 10
@@ -90,3 +105,135 @@ def rounds_for(seconds: list[float], interleaved: bool) -> list[int]:
         return counts
     common = max(SAMPLES, min(counts))
     return [min(c, common) for c in counts]
+
+
+MARGIN = 1.1  # rates measured by a probe are raised by this before they bound anything: a probe can be disturbed
+PROBES = 3  # of the rates, before a row that is faster than its bound is called suspect
+
+
+class Bounds:
+    """``seconds(cost, dtype)`` that no call can beat on this device.
+
+    ``probe(names)`` measures the rates of dtypes on the CPU: name -> (FLOP/s, bytes/s from memory, from cache). One
+    that other processes disturb says too little, and its bound would accuse honest rows: the best of all counts.
+    """
+
+    def __init__(self, device: str, profile: str | None, threads: int, probe: Callable[[list[str]], dict]):
+        self.machine, self.on_gpu, self.threads, self._probe = hardware.detect(), device == "cuda", threads, probe
+        found = hardware.get_profile(profile) if profile and self.on_gpu else None
+        self.profile = found.on(self.machine) if found else None
+        self.peaks: dict[str, hardware.Peaks] = {}
+
+    def need(self, dtypes, again: bool = False) -> None:
+        """Measure the rates of these dtypes, and of fp32, in which half precision may be computed: once each."""
+        wanted = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
+        wanted = sorted(wanted if again else wanted - self.peaks.keys())
+        for name, rates in (self._probe(wanted) if wanted else {}).items():
+            found = hardware.Peaks(*rates, self.machine.cache_bytes, self.threads)
+            self.peaks[name] = found.best(self.peaks[name]) if name in self.peaks else found
+
+    def seconds(self, cost: Cost, dtype: str) -> float | None:
+        floor = cost.floor_bytes
+        if not self.on_gpu:
+            peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
+            if not peaks:  # the probe failed
+                return None
+            flops, bandwidth = max(p.flops_per_s for p in peaks), max(p.bandwidth(floor) for p in peaks)
+            return cost.seconds(MARGIN * flops, MARGIN * bandwidth)
+        if self.profile is None:
+            return None
+        rate = self.profile.peak(getattr(torch, dtype), self.machine)
+        if dtype == "float32" and rate and self.profile.flops.get("tf32"):
+            rate = max(rate, self.profile.flops["tf32"] / 3)  # fp32 out of three tf32 products, as CUTLASS does
+        return cost.seconds(rate, self.profile.bandwidth(floor)) or None
+
+    def below(self, cost: Cost, dtype: str, seconds: float) -> tuple[float | None, bool]:
+        """(bound, whether ``seconds`` lies below it even after the rates were probed again)."""
+        bound = self.seconds(cost, dtype)
+        for _ in range(0 if self.on_gpu else PROBES):
+            if bound and seconds < bound:
+                self.need({dtype}, again=True)
+                bound = self.seconds(cost, dtype)
+        return bound, bool(bound) and seconds < bound
+
+
+WARM_TOKENS = 512
+WORTH_BYTES = 32 << 20
+ALREADY_WARM = ("sgemm", "flex")  # one has no code of ours to load, the other is compiled for one length as it is built
+
+
+def footprint(system: System, device: torch.device) -> tuple[list, Output, dict, float]:
+    """(inputs, output, memory in bytes, seconds) of a first, cold call. Inputs, output and gradients count.
+
+    ``tracked_peak_bytes``: live tensor storages. ``high_water_bytes``: the process's own mark above its resident size
+    before the inputs were made, on the CPU and for 32 MiB of tensors or more, below which the libraries' own pages
+    would be most of it. ``allocator_peak_bytes``: on CUDA. ``operator_calls``: aten operators that the call dispatched,
+    ``view_calls`` those of them that only make a view; what a cache builds once is in neither. And what the system
+    itself counted in that call.
+    """
+    gc.collect()
+    floor = system.cost.floor_bytes
+    found = {"floor_bytes": floor, "high_water_bytes": None, "allocator_peak_bytes": None}
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else tracking.resident_bytes()
+    inputs = system.inputs()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    mark = not on_gpu and floor >= WORTH_BYTES and tracking.reset_high_water()
+    with tracking.LiveStorageTracker() as tracker:
+        tracker.register(*inputs)
+        start = time.perf_counter()
+        output = system.run(inputs)
+        seconds = time.perf_counter() - start
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        found["allocator_peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+    if mark:
+        found["high_water_bytes"] = tracking.high_water_bytes() - before
+    found["tracked_peak_bytes"] = tracker.peak_bytes
+    found |= {"operator_calls": tracker.operators, "view_calls": tracker.views}
+    return inputs, output, found | output.counted, seconds
+
+
+def warm(point: Point, device: torch.device) -> None:
+    """Start threads and load code before any baseline is taken: pages that do not grow with n are not counted.
+
+    A long point is preceded by a short one of its kind; what the allocator keeps of it is given back where the C
+    library can (glibc).
+    """
+    x = torch.ones(1, 2, 64, 64, device=device, requires_grad=True)
+    with tracking.LiveStorageTracker():
+        out = torch.nn.functional.scaled_dot_product_attention(x, x, x) @ x
+        torch.autograd.grad(out.sum(), x)
+    if device.type != "cpu" or point.seq_len <= 4 * WARM_TOKENS or point.system in ALREADY_WARM:
+        return
+    try:
+        system = build(point.but(seq_len=WARM_TOKENS), device)
+        with tracking.LiveStorageTracker():
+            system.run(system.inputs())
+    except (ValueError, NotImplementedError):  # a length that this system refuses; the point itself comes next
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    memory.GLOBAL_POOL.clear()
+    memory.RESULTS.clear()
+    gc.collect()
+    if trim is not None:
+        trim(0)
+
+
+def limit_memory(extra_bytes: int | None) -> None:
+    """Let the process grow by so much more, so that a failing allocation is an error here and not a kill elsewhere."""
+    if extra_bytes is not None:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + extra_bytes, resource.RLIM_INFINITY))
+
+
+def available_bytes(ram_bytes: int | None) -> int | None:
+    """Memory that a process may still take, by the system's estimate and at most ``ram_bytes``; None: unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*available, *([ram_bytes] if ram_bytes else [])], default=None)

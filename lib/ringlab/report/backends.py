@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from .. import hardware, kernels
-from ..kernels import base, torch_cuda
+from ..kernels import base, torch_kernels
 from .cells import PEAK, error, ms, peak
 from .computed import gpu_of
 from .rows import FULL, SHORT, document_rows, dtypes, is_optimised, shape, switches
@@ -119,7 +119,7 @@ def _why(reasons: dict[str, str | None]) -> str | None:
 @contextmanager
 def pretending(capability):
     """The kernels' rules as on a GPU of ``capability``; nothing may be called meanwhile."""
-    places = [m for m in (base, torch_cuda, kernels) if hasattr(m, "capability")]
+    places = [m for m in (base, torch_kernels, kernels) if hasattr(m, "capability")]
     before = [m.capability for m in places]
     for m in places:
         m.capability = lambda device: capability

@@ -189,8 +189,8 @@ def flash_row(study: Study, claim: dict) -> Verdict:
 
 
 def flash_dtype(study: Study, claim: dict) -> Verdict:
-    from .. import hardware
-    from ..variants import RingDilatedAttentionV2Flash
+    from ringlab import hardware
+    from ringlab.compat import RingDilatedAttentionV2Flash
 
     p = r.pattern()
     device = "cuda" if study.device_type == "cuda" and torch.cuda.is_available() else "cpu"

@@ -87,7 +87,7 @@ def _measure(groups, data: Path, asked: Plan, force: bool) -> None:
 
 
 def _suite(notebooks: Sequence[Path]) -> Callable:
-    from ..measure import suites
+    from ringlab.measure import suites
 
     def groups(profile, **how):
         names = [n.stem for n in notebooks]

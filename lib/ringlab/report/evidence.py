@@ -6,7 +6,7 @@ from itertools import combinations
 
 from .. import cost, hardware, measure
 from ..advise import Evidence
-from ..local import Execution
+from ..engine import Execution
 from ..patterns import Dense
 from .places import reports_folder
 from .plan import REHEARSAL

@@ -13,15 +13,15 @@ from functools import lru_cache
 
 import torch
 
-from .. import Simulated, block_variants, kernels, local, memory, patterns, ring, variants
+from .. import Simulated, compat, kernels, memory, patterns, ring, tracking
 from ..cost import Cost
-from ..dryrun import Cold, DryRun, kernel_for
+from ..engine import Execution
+from ..engine.autograd import local_attention
 from ..estimate import Estimate, Rates, estimate
-from ..local import Execution
-from ..measure.baselines import copying_attention
-from ..measure.footprint import WARM_TOKENS
 from ..measure.points import Point
-from ..measure.systems import BLOCK_SPARSE, PUBLISHED
+from ..measure.systems import BLOCK_SPARSE, PUBLISHED, copying_attention
+from ..measure.timing import WARM_TOKENS
+from ..meta_run import Cold, DryRun, kernel_for
 from .study import cost_of, pattern_of
 
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -128,10 +128,10 @@ def _published(point: Point):
     size = options.pop("simulated", None) or point.world_size
     options |= {"device": "cpu", "dtype": getattr(torch, point.dtype)} | ({"ring_size": size} if size > 1 else {})
     if point.system in BLOCK_SPARSE:
-        module = getattr(block_variants, point.system)(pattern=pattern, **options)
+        module = getattr(compat, point.system)(pattern=pattern, **options)
     else:
         lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
-        module = getattr(variants, point.system)(lengths, rates, **options)
+        module = getattr(compat, point.system)(lengths, rates, **options)
     across = module._ranks(point.seq_len)
     group = across.get("group") if point.world_size == 1 else None
     where = across.get("scheme", "auto"), across.get("layout", "contiguous")
@@ -158,7 +158,7 @@ def _probed(chain, dtype: str, head_dim: int, causal: bool, backward: bool) -> i
     how = {"causal": causal, "backward": backward, "backend": chain}
     kernels.choose("cpu", getattr(torch, dtype), head_dim, **how)  # what is loaded on the way is not counted
     kernels.probe.cache_clear()
-    with memory.LiveStorageTracker() as tracker:
+    with tracking.LiveStorageTracker() as tracker:
         kernels.choose("cpu", getattr(torch, dtype), head_dim, **how)
     return tracker.peak_bytes
 
@@ -180,7 +180,7 @@ def _engine(point: Point, pattern, dtype, backend, execution, group, scheme, lay
         own["execution"] = Cold.of(execution, run)
         args = [t.to(dtype) for t in (q, k, v)]
         if group is None:
-            out, lse = local.attend(*args, pattern, **own)
+            out, lse = local_attention(*args, pattern, **own)
         else:
             out, lse = ring.attend(*args, pattern, group=group, scheme=scheme, layout=layout, **own)
         return out.to(given), lse if point.system == "ringlab" else None

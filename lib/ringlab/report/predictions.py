@@ -6,10 +6,11 @@ import matplotlib.pyplot as plt
 
 from . import figures
 from .cells import error
-from .figures import BLUE, INK, WIDTH, drawing
+from .figures import BLUE, WIDTH, drawing
 from .predicted import NO_ATTENTION, Prediction, predict
 from .study import Study
 from .tables import Cell, Table, number, size
+from .theme import INK
 
 OPERATORS = 2000  # of all rows together that a page runs without data, so that it stays quick
 BLOCKS = 4096  # a block-sparse row beyond would take seconds to plan

@@ -9,22 +9,21 @@ from pathlib import Path
 import torch
 
 from .. import patterns
-from ..fused import join_bytes
-from ..kernels import triton_lists
-from ..lists import make_lists
-from ..measure import kernel_suites as suite
-from ..measure.baselines import parts_of
-from ..pieces import split
-from ..plan import make_plan
+from ..engine.dilated import make_plan
+from ..engine.fused import join_bytes
+from ..kernels import triton_config
+from ..kernels.tile_schedule import make_lists, split
+from ..measure import suites as suite
+from ..measure.systems import parts_of
 from .study import Study, best, cost_of, pattern_of
 from .trust import objection
 
 OTHERS = {  # the rest are options of the system "ringlab", as the suite has them
     "copying": ("copying", {}),
-    **{name: ("contiguous_segments", {"backend": name}) for name in suite.PEERS},
+    **{name: ("contiguous_segments", {"backend": name}) for name in suite.RUNG_PEERS},
     "dense": ("dense_sdpa", {}),
 }
-ORDER = (*suite.WAYS, *OTHERS)
+ORDER = (*suite.RUNG_WAYS, *OTHERS)
 GB = 1e9
 
 
@@ -39,12 +38,14 @@ def measured(study: Study) -> list:
     return [r for r in study.results if r.group.startswith(suite.RUNGS)]
 
 
-def one(study: Study, way: str, name: str = "forward", head_dim: int = 128, seq_len: int = suite.TOKENS, mask=None):
+def one(
+    study: Study, way: str, name: str = "forward", head_dim: int = 128, seq_len: int = suite.RUNG_TOKENS, mask=None
+):
     """The row of a way by pass, head_dim, length and pattern, or None."""
-    system, options = OTHERS.get(way) or ("ringlab", suite.WAYS.get(way))
-    pattern = patterns.Dense() if way == "dense" else mask or suite.PATTERN
+    system, options = OTHERS.get(way) or ("ringlab", suite.RUNG_WAYS.get(way))
+    pattern = patterns.Dense() if way == "dense" else mask or suite.RUNG_PATTERN
     wanted = {"passes": "fwd", "causal": False, "head_dim": head_dim, "seq_len": seq_len, "system": system}
-    found = study.rows(measured(study), pattern=pattern.to_dict(), **wanted | suite.PASSES[name])
+    found = study.rows(measured(study), pattern=pattern.to_dict(), **wanted | suite.RUNG_PASSES[name])
     return best([r for r in found if dict(r.point.options) == options])
 
 
@@ -63,7 +64,7 @@ def rate(row) -> tuple[float, float, float] | None:
 
 def best_peer(study: Study, name: str, head_dim: int):
     """The peer of the highest rate on contiguous segments."""
-    found = [one(study, peer, name, head_dim) for peer in suite.PEERS]
+    found = [one(study, peer, name, head_dim) for peer in suite.RUNG_PEERS]
     return max((r for r in found if quoted(r)), key=lambda r: rate(r)[0], default=None)
 
 
@@ -88,7 +89,7 @@ def path_of(study: Study, way: str, name: str, head_dim: int) -> str:
     own = one(study, way, name, head_dim)
     if way != "default" or own is None or not own.memory.get("operator_calls"):
         return way
-    others = {other: one(study, other, name, head_dim) for other in suite.WAYS if other != way}
+    others = {other: one(study, other, name, head_dim) for other in suite.RUNG_WAYS if other != way}
     calls = own.memory["operator_calls"]
     return next((x for x, r in others.items() if r is not None and r.memory.get("operator_calls") == calls), way)
 
@@ -102,7 +103,7 @@ def computed(point, capability: tuple[int, int]) -> float:
     pattern, n, heads, kv = pattern_of(point), point.seq_len, point.heads, point.kv_heads
     done = 0
     for name, by, flops in passes:
-        size = triton_lists.sizes(name, point.head_dim, getattr(torch, point.dtype), capability)
+        size = triton_config.sizes(name, point.head_dim, getattr(torch, point.dtype), capability)
         for source in split(pattern, n, heads, kv, size.rows):
             lists = make_lists(source, n, heads, kv, rows=size.rows, cols=size.cols, causal=point.causal, by=by)
             done += flops * lists.visits * size.rows * size.cols

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..measure import kernel_suites as suite
+from ..measure import suites as suite
 from . import rung_rows as rows
 from .cells import held
 from .study import Study, pattern_of
@@ -23,7 +23,7 @@ def targets(study: Study) -> Table | None:
         if target["test"] == "rate" and study.profile.name != rows.data()["profile"]:
             continue  # what another GPU can do is not known here
         words, show, test = TESTS[target["test"]]
-        own = {way: subject(study, way, target) for way in suite.WAYS}
+        own = {way: subject(study, way, target) for way in suite.RUNG_WAYS}
         found = {way: test(study, row, target) for way, row in own.items() if row is not None}
         known = {way: x for way, x in found.items() if x is not None}
         near = (max if "least" in target else min)(known, key=lambda way: known[way][0], default=None)
@@ -48,7 +48,7 @@ def subject(study: Study, way: str, target: dict):
     if target["test"] == "error":
         return nearest_its_bound(study, way)
     shape = {k: target[k] for k in ("head_dim", "seq_len") if k in target}
-    mask = suite.MASK if target["test"] in ("over_density", "over_flex") else None
+    mask = suite.RUNG_MASK if target["test"] in ("over_density", "over_flex") else None
     return rows.one(study, way, target.get("pass", "forward"), mask=mask, **shape)
 
 
@@ -109,7 +109,9 @@ def _over_bound(row) -> float:
 
 def nearest_its_bound(study: Study, way: str):
     """The checked row of a way whose error comes nearest to its bound, or goes beyond."""
-    own = [r for r in study.rows(rows.measured(study), system="ringlab") if dict(r.point.options) == suite.WAYS[way]]
+    own = [
+        r for r in study.rows(rows.measured(study), system="ringlab") if dict(r.point.options) == suite.RUNG_WAYS[way]
+    ]
     checked = [r for r in own if r.errors and r.errors.keys() <= r.tolerance.keys()]
     return max(checked, key=_over_bound, default=None)
 
@@ -127,7 +129,7 @@ def flex(study: Study):
 
 def trained(study: Study, way: str):
     """The longest sequence that was trained on, each way alone on the GPU."""
-    found = [r for r in study.rows(group=suite.MEMORY) if dict(r.point.options) == suite.WAYS[way]]
+    found = [r for r in study.rows(group=suite.RUNGS_IN_MEMORY) if dict(r.point.options) == suite.RUNG_WAYS[way]]
     return max(found, key=lambda r: r.point.seq_len, default=None)
 
 

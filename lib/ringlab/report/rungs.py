@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..measure import kernel_suites as suite
+from ..measure import suites as suite
 from . import rung_rows as rows
 from . import study as studies
 from .cells import PEAK, error, ms, peak, times
@@ -26,15 +26,15 @@ def versions(study: Study) -> Table | Text:
     if not rows.measured(study):
         return study.text(_absent(study))
     lines = []
-    for d in suite.HEAD_DIMS:
-        for name in suite.PASSES:
+    for d in suite.RUNG_HEAD_DIMS:
+        for name in suite.RUNG_PASSES:
             peer = rows.best_peer(study, name, d)
             for way in rows.ORDER:
                 row = rows.one(study, way, name, d)
                 if row is not None:
                     lines.append(_version(study, way, name, row, peer))
     return study.table(
-        f"Ways to run {suite.PATTERN}, {suite.TOKENS:,} tokens, {suite.HEADS} heads",
+        f"Ways to run {suite.RUNG_PATTERN}, {suite.RUNG_TOKENS:,} tokens, {suite.RUNG_HEADS} heads",
         ["Version", "Pass", ">Predicted (TFLOP/s)", ">Measured (TFLOP/s)", ">Of the best peer", ">Time (ms)", ">Error",
          "Cause"],
         lines,
@@ -100,9 +100,9 @@ def lengths(study: Study) -> Table | None:
 def blocks(study: Study) -> Table | None:
     """Block-sparse attention against its share of dense attention and against FlexAttention."""
     lines = []
-    for row in study.rows(rows.measured(study), pattern=suite.MASK.to_dict()):
+    for row in study.rows(rows.measured(study), pattern=suite.RUNG_MASK.to_dict()):
         p = row.point
-        way = next((w for w, options in suite.WAYS.items() if dict(p.options) == options), "")
+        way = next((w for w, options in suite.RUNG_WAYS.items() if dict(p.options) == options), "")
         name = "FlexAttention" if p.system == "flex" else rows.data()["ways"][way]["name"]
         dense, share = dense_beside(study, row), pattern_of(p).density(p.seq_len)
         part = rows.over(study, row, dense)
@@ -113,7 +113,7 @@ def blocks(study: Study) -> Table | None:
             error(row), peak(row),
         ])  # fmt: skip
     return study.table(
-        f"{suite.MASK}, {suite.TOKENS:,} tokens: {_percent(suite.MASK.density(suite.TOKENS))} of all pairs",
+        f"{suite.RUNG_MASK}, {suite.RUNG_TOKENS:,} tokens: {_percent(suite.RUNG_MASK.density(suite.RUNG_TOKENS))} of all pairs",
         ["Way", "Pass", ">Time (ms)", ">Dense SDPA (ms)", ">Over dense × density", ">Over FlexAttention", ">Error",
          PEAK],
         lines,
@@ -126,7 +126,7 @@ def _range(found, share: float) -> str:
 
 def memory(study: Study) -> Table | None:
     """The longest training step, each way alone on the GPU."""
-    found = {way: trained(study, way) for way in suite.WAYS}
+    found = {way: trained(study, way) for way in suite.RUNG_WAYS}
     lines = [
         [rows.data()["ways"][way]["name"], r.point.seq_len, ms(r), _rate(r), peak(r), error(r)]
         for way, r in found.items() if r is not None

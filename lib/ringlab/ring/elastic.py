@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from . import blame
-from .blame import End
-from .launch import checked, checked_numbers
+from . import launch as started
+from .launch import End, checked, checked_numbers
 
 POLL_S = 0.1
 END_S = 2.0  # for the launcher to end by itself once its ranks are gone
@@ -60,25 +59,25 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
                 f"--monitor-interval={POLL_S}", f"--log-dir={folder}/logs", "--redirects=3",
                 "-m", "ringlab.ring.elastic", folder,
             ]  # fmt: skip
-            env = os.environ | {"GLOO_SOCKET_IFNAME": blame.loopback(), "OMP_NUM_THREADS": str(threads),
+            env = os.environ | {"GLOO_SOCKET_IFNAME": started.loopback(), "OMP_NUM_THREADS": str(threads),
                                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # fmt: skip
             agent = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
             )
             try:
                 _watch(agent, folder, ranks, timeout_s)
-                ends, counts = _ends(agent, folder, ranks), blame.beats(folder, ranks)
+                ends, counts = _ends(agent, folder, ranks), started.beats(folder, ranks)
                 raised = any(end.kind == "error" for end in ends.values())
                 if not raised and agent.returncode is not None and agent.returncode < 0:
-                    raise RuntimeError(f"torch's launcher {blame.death(agent.returncode)}")
+                    raise RuntimeError(f"torch's launcher {started.death(agent.returncode)}")
             finally:
                 _stop(agent, folder, ranks)
         said = Path(folder, "stderr").read_text(errors="replace")
         codes = {int(rank): int(code) for rank, code in FAILURE.findall(said)}
         for rank, end in ends.items():
             if end.kind == "died":
-                end.value = blame.death(codes.get(rank, 0), _last_line(folder, rank))
-    return blame.results(ends, counts, timeout_s)
+                end.value = started.death(codes.get(rank, 0), _last_line(folder, rank))
+    return started.results(ends, counts, timeout_s)
 
 
 def write_job(folder: Path | str, function: Callable, *args, timeout_s: float = 60.0, threads: int = 1) -> None:
@@ -92,25 +91,25 @@ def write_job(folder: Path | str, function: Callable, *args, timeout_s: float = 
 def collect(folder: Path | str, ranks: int, timeout_s: float = 60.0) -> list:
     """What the ranks of a job returned, by rank; raises RankFailed with the culprit, or with one that left no word."""
     checked_numbers(ranks, timeout_s)
-    return blame.results(blame.read_ends(folder, ranks), blame.beats(folder, ranks), timeout_s)
+    return started.results(started.read_ends(folder, ranks), started.beats(folder, ranks), timeout_s)
 
 
 def _watch(agent: subprocess.Popen, folder: str, ranks: int, timeout_s: float) -> None:
     """Until the launcher has ended, a rank has failed and a grace is over, or the time is up."""
-    joining, failed, deadline = True, False, time.monotonic() + blame.JOIN_S
+    joining, failed, deadline = True, False, time.monotonic() + started.JOIN_S
     while agent.poll() is None and time.monotonic() < deadline:
-        if joining and min(blame.beats(folder, ranks)) >= 0:
+        if joining and min(started.beats(folder, ranks)) >= 0:
             joining, deadline = False, time.monotonic() + timeout_s
-        if not failed and any(end.kind != "ok" for end in blame.read_ends(folder, ranks).values()):
-            joining, failed, deadline = False, True, min(deadline, time.monotonic() + blame.GRACE_S)
+        if not failed and any(end.kind != "ok" for end in started.read_ends(folder, ranks).values()):
+            joining, failed, deadline = False, True, min(deadline, time.monotonic() + started.GRACE_S)
         time.sleep(POLL_S / 2)
 
 
 def _ends(agent: subprocess.Popen, folder: str, ranks: int) -> dict[int, End]:
     """How the ranks ended, those that did so without a word among them."""
-    processes = [blame.process_of(folder, rank) for rank in range(ranks)]
+    processes = [started.process_of(folder, rank) for rank in range(ranks)]
     gone = [pid is not None and not _alive(pid) for pid in processes]  # first, as they write their end before they go
-    found = blame.read_ends(folder, ranks)
+    found = started.read_ends(folder, ranks)
     return found | {rank: End("died") for rank in range(ranks) if gone[rank] and rank not in found}
 
 
@@ -126,7 +125,7 @@ def _stop(agent: subprocess.Popen, folder: str, ranks: int) -> None:
     """Kill what still runs: ranks lead sessions of their own, so the launcher's group is not all."""
     if agent.poll() is None:
         for rank in range(ranks):
-            pid = blame.process_of(folder, rank)
+            pid = started.process_of(folder, rank)
             if pid is not None and _alive(pid):
                 os.killpg(pid, signal.SIGKILL)
         try:
@@ -152,24 +151,24 @@ def main(folder: str) -> int:
     """Run the folder's job as the rank that the environment says; the exit code."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a thread waits for it: the main one may be in C
-    beat = blame.Beat(folder, rank)
+    beat = started.Beat(folder, rank)
     threading.Thread(target=_when_told, args=(folder, rank), daemon=True).start()
     threading.Thread(target=_when_orphaned, args=(folder, os.getppid()), daemon=True).start()
     end = _run(folder, rank, ranks, beat)
-    blame.write_end(folder, rank, end)
+    started.write_end(folder, rank, end)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stderr.write(end.trace)
     return 0 if end.kind == "ok" else 1
 
 
-def _run(folder: str, rank: int, ranks: int, beat: blame.Beat) -> End:
+def _run(folder: str, rank: int, ranks: int, beat: started.Beat) -> End:
     try:
         timeout_s, threads = pickle.loads(Path(folder, "settings").read_bytes())
         function, args = pickle.loads(Path(folder, "job").read_bytes())
         torch.set_num_threads(threads)
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=blame.JOIN_S)))
-        blame.meet(store, rank, ranks, timeout_s, beat)
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=started.JOIN_S)))
+        started.meet(store, rank, ranks, timeout_s, beat)
         result = function(*args)
         dist.barrier()  # none leaves while another still talks to it
         return End.ok(result)
@@ -181,7 +180,7 @@ def _when_told(folder: str, rank: int) -> None:
     """torch's launcher ends all ranks once one has failed: say so, or this one would seem to have died."""
     signal.sigwait({signal.SIGTERM})
     if not Path(folder, f"{rank}.end").exists():
-        blame.write_end(folder, rank, End("stopped"))
+        started.write_end(folder, rank, End("stopped"))
     os._exit(1)
 
 

@@ -135,7 +135,7 @@ def hilbert(height: int, width: int, ranks: int) -> Layout:
     return Layout("hilbert", _borders(cells, ranks), (height, width))
 
 
-def named(layout: str | Layout, n: int, ranks: int) -> Layout:
+def layout_named(layout: str | Layout, n: int, ranks: int) -> Layout:
     """A layout by its name for n positions, or the given one, checked; raises ValueError for one that does not fit."""
     if isinstance(layout, Layout):
         if layout.ranks != ranks:

@@ -2,6 +2,8 @@
 
 Rows are positions of one K/V head. The closed forms are those of a nested ladder: segments w, w a, w a^2, ... at rates
 1, a, a^2, ... up to n, shards of a power of a times w, and every rate at most a shard.
+
+How evenly ranks share the work: pairs of their queries, counted branch by branch.
 """
 
 from __future__ import annotations
@@ -12,12 +14,11 @@ from functools import lru_cache
 
 import torch
 
+from ..block_patterns import BlockSparse
 from ..kernels.base import wide
-from .agree import BYTES as AGREEMENT_BYTES
-from .plan import Problem, plan_rank
-from .ulysses import shares
-
-__all__ = ["AGREEMENT_BYTES", "Moved", "ladder_rows", "ladder_table", "sent_bytes"]
+from ..patterns import Branch
+from .exchange import Problem, plan_rank
+from .schemes import shares
 
 
 def sent_bytes(
@@ -131,3 +132,41 @@ def _log(value: int, base: int) -> int:
 def _power(value: int, first: int, step: int) -> bool:
     """Whether ``value`` is ``first`` times a power of ``step``."""
     return value % first == 0 and step ** _log(value // first, step) == value // first
+
+
+def unevenness(problem: Problem, scheme: str) -> float:
+    """Pairs that the busiest rank computes over the average; 1 where they are not counted (blocks, stripes).
+
+    >>> from ringlab.patterns import Dense
+    >>> from ringlab.ring import contiguous, zigzag
+    >>> [unevenness(Problem(Dense(), layout(16, 2), True, 2, 2), "ring") for layout in (contiguous, zigzag)]
+    [1.4705882352941178, 1.0]
+    """
+    if isinstance(problem.pattern, BlockSparse) or problem.layout.kind == "striped":
+        return 1.0
+    ranks, everyone = range(problem.layout.ranks), range(problem.heads)
+    if scheme == "ulysses":
+        parts = [(share.queries, [range(problem.layout.n)])
+                 for share in shares(problem.heads, problem.kv_heads, len(ranks))]  # fmt: skip
+    else:
+        parts = [(everyone, problem.layout.ranges(rank)) for rank in ranks]
+    work = [
+        sum(_before(b, offset, r.stop, problem) - _before(b, offset, r.start, problem)
+            for b in problem.branches for head, offset in zip(b.heads, b.offsets) if head in heads for r in ranges)
+        for heads, ranges in parts
+    ]  # fmt: skip
+    return max(work) * len(ranks) / sum(work)
+
+
+def _before(branch: Branch, offset: int, stop: int, problem: Problem) -> int:
+    """Pairs of the queries before position ``stop``, in one head of a branch."""
+    n, length, rate = problem.layout.n, branch.length, branch.rate
+
+    def kept(positions: int) -> int:
+        return max(0, -(-(positions - offset) // rate))
+
+    whole, rest = divmod(stop, length)
+    last = min(length, n - whole * length)  # of the segment that is cut
+    if problem.causal:
+        return whole * kept(length) * (kept(length) + 1) // 2 + kept(rest) * (kept(rest) + 1) // 2
+    return whole * kept(length) ** 2 + kept(rest) * kept(last)

@@ -9,7 +9,7 @@ from math import lcm
 
 import torch
 
-from ... import blocks, cost, patterns, ring
+from ... import block_patterns, cost, patterns, ring
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 PASSES = tuple(cost.PASSES)
@@ -88,7 +88,7 @@ class Choice:
             lengths, rates = counts("segment lengths", self.lengths), counts("dilation rates", self.rates)
             return patterns.Dilated(lengths, rates, self.mixing, self.offsets)
         function, arguments = self.preset
-        return getattr(blocks, function)(*arguments, block_size=self.block_size)
+        return getattr(block_patterns, function)(*arguments, block_size=self.block_size)
 
     @property
     def preset(self) -> tuple[str, list]:

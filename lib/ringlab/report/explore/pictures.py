@@ -14,7 +14,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, PowerNorm
 
-from ...advise.records import duration
+from ...advise.render import duration
 from ...patterns import Pattern
 from .. import theme
 from ..figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, WIDTH, Bar, bars, drawing

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from ... import hardware, measure
 from ...estimate import estimate
 from ...hardware import Machine, Profile
-from ...measure.footprint import available_bytes
-from ...measure.timing import samples_for
+from ...measure.timing import available_bytes, samples_for
 from ..cells import bound, error, ms
 from ..tables import Cell, Table, number, size
 from ..trust import objection

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ... import hardware
-from ...advise.records import duration
-from ...patterns import BlockSparse, Pattern
+from ...advise.render import duration
+from ...block_patterns import BlockSparse
+from ...patterns import Pattern
 from ..tables import Cell, Table, number, size
 from .choice import PRESETS, Choice
 

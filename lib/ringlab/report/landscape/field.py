@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...measure import landscape_suites as suite
 from ...measure import peers
+from ...measure import suites as suite
 from ..session.rows import one, scaled
 from ..study import Study, best, cost_of
 from ..tables import Cell
@@ -57,20 +57,20 @@ def _always(pattern) -> Callable[[int], object]:
 
 FIELD = (
     Entry("Dense SDPA", "every key", "dense_sdpa", _always(suite.Dense())),
-    Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.WINDOW)),
+    Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.LANDSCAPE_WINDOW)),
     Entry("BigBird", "neighbours, a global block and a random one", "ringlab", _always(suite.BIGBIRD)),
     Entry("Local and global", "neighbours and global blocks, as Longformer", "ringlab", _always(suite.LOCAL_GLOBAL)),
-    Entry("LongNet", "dilated segments up to the whole sequence, one softmax over all", "ringlab", suite.ladder),
+    Entry("LongNet", "dilated segments up to the whole sequence, one softmax over all", "ringlab", suite.landscape_ladder),
     Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
           _always(suite.LOCAL_GLOBAL)),
     Entry("dilated-attention-pytorch", "a dilation for each group of heads, over the number of groups",
-          "dilated_attention_pytorch", suite.PEERS["dilated_attention_pytorch"],
+          "dilated_attention_pytorch", suite.LANDSCAPE_PEERS["dilated_attention_pytorch"],
           "divides each output by the sum of the outputs over positions, which may be near zero or negative, and gives "
           "groups of unequal size the wrong heads"),
     Entry("torchscale", "LongNet by its authors, offsets by block of heads", "torchscale_dilated",
-          suite.PEERS["torchscale_dilated"], "takes no gradient of the weights by which it mixes the branches"),
+          suite.LANDSCAPE_PEERS["torchscale_dilated"], "takes no gradient of the weights by which it mixes the branches"),
     Entry("ring-attention-pytorch", "every key, in buckets; on one device", "ring_attention_pytorch",
-          suite.PEERS["ring_attention_pytorch"]),
+          suite.LANDSCAPE_PEERS["ring_attention_pytorch"]),
 )  # fmt: skip
 
 

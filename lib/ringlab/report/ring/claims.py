@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..documents import published
 from ..study import Study
 from ..verdicts import Verdict
 from . import comparison_claims, hybrid_claims, scaling_claims
-from .rows import published
 
 TESTS = scaling_claims.TESTS | comparison_claims.TESTS | hybrid_claims.TESTS
 

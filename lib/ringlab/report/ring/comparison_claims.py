@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..documents import published
 from ..study import Study
 from ..tables import size
 from ..verdicts import Verdict, by_interval, said, undecided, untestable
 from . import rows
 from .judging import COLLECTIVE, CPU_TIMES, ROBUST, UNMEASURED, held_by, within
-from .rows import MB, published, rows_of
+from .rows import MB, rows_of
 
 
 def _one_rank(study: Study, causal: bool = False) -> list[tuple]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ..documents import published
 from ..study import Study
 from ..tables import number, size
 from ..verdicts import Verdict, undecided, untestable
 from . import rows
 from .judging import CPU_TIMES, HYBRID, SYSTEM, UNMEASURED, held_by, within
-from .rows import published, rows_of
+from .rows import rows_of
 
 
 def ratio_printed(study: Study, claim: dict, document: str) -> Verdict:

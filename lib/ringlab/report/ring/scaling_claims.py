@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ..documents import published
 from ..study import Study
 from ..tables import number, size
 from ..verdicts import Verdict, by_interval, said, undecided, untestable
 from . import rows
 from .judging import CORRECT, CPU_TIMES, HILBERT, SDPA, SYSTEM, held_by, within
-from .rows import KB, MB, published, rows_of
+from .rows import KB, MB, rows_of
 
 
 def memory_reduction(study: Study, claim: dict, document: str) -> Verdict:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ... import cache
-from ...measure import session_suites as suite
+from ...measure import suites as suite
 from ..ring.judging import CPU_TIMES, UNMEASURED, within
 from ..ring.rows import MB
 from ..study import Study
@@ -154,7 +154,7 @@ def operations(study: Study, claim: dict) -> Verdict:
     before, after = (rows.in_table(study, s) for s in (suite.ORIGINAL, suite.OPTIMIZED))
     counted = [rows.computing(r) for r in (before, after)]
     d = rows.document()
-    blocks = {n: int(suite.WINDOW.blocks(n).sum()) for n in (d["source"]["launches_seq_len"], suite.TOKENS)}
+    blocks = {n: int(suite.WINDOW.blocks(n).sum()) for n in (d["source"]["launches_seq_len"], suite.SESSION_TOKENS)}
     arithmetic = "; ".join(f"2 products × {c} blocks = {2 * c} at {n:,} tokens" for n, c in blocks.items())
     if None in counted:
         return undecided(f"operator calls were not counted in both rows; {arithmetic}")
@@ -206,12 +206,12 @@ def overall_printed(study: Study, claim: dict) -> Verdict:
 
 
 def longest_over_original(study: Study, claim: dict) -> Verdict:
-    found = study.rows(group=suite.LENGTHS, system=suite.ORIGINAL)
+    found = study.rows(group=suite.WINDOW_LENGTHS, system=suite.ORIGINAL)
     row = max(found, key=lambda r: r.point.seq_len, default=None)
     if row is None:
         return untestable(CPU_TIMES) if study.rehearsal else undecided(UNMEASURED)
     n = row.point.seq_len
-    ratio = study.ratio(row, rows.one(study, suite.LENGTHS, suite.OPTIMIZED, seq_len=n))
+    ratio = study.ratio(row, rows.one(study, suite.WINDOW_LENGTHS, suite.OPTIMIZED, seq_len=n))
     return _by_time(study, claim, ratio, f"Original over Optimized at {n:,} tokens")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...measure import session_suites as suite
+from ...measure import suites as suite
 from .. import figures, findings
 from .. import study as studies
 from ..cells import bound, error, ms, times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import patterns
-from ...measure import session_suites as suite
+from ...measure import suites as suite
 from ..cells import bound, error, ms
 from ..ring.rows import MB
 from ..rows import SHORT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...measure import session_suites as suite
+from ...measure import suites as suite
 from .. import figures
 from ..cells import bound, error, ms, us
 from ..study import Study
@@ -14,7 +14,7 @@ from . import rows
 def steps(study: Study) -> list[tuple[str, str, object, object]]:
     """(name, what the document says of it, row before, row after)."""
     j = rows.document()["journey"]
-    off, on, batched, views = (rows.way(study, "rows", cache=False), *(rows.way(study, w) for w in suite.WAYS))
+    off, on, batched, views = (rows.way(study, "rows", cache=False), *(rows.way(study, w) for w in suite.BLOCK_WAYS))
     sparse = rows.in_table(study, suite.TORCH_SPARSE, "float32")
     optimized = rows.in_table(study, suite.OPTIMIZED, "float32")
 
@@ -53,7 +53,7 @@ def journey(study: Study) -> Table:
 def shares(study: Study) -> dict[str, float]:
     """Way -> building its calls, as a part of the time of a first call, which builds and then computes."""
     found = {}
-    for name in suite.WAYS:
+    for name in suite.BLOCK_WAYS:
         cold, call = rows.built(study, name, False), rows.way(study, name)
         if cold and call and not objection(cold) and not objection(call) and cold.median and call.median:
             found[name] = cold.median / (cold.median + call.median)
@@ -63,7 +63,7 @@ def shares(study: Study) -> dict[str, float]:
 def building(study: Study) -> Table:
     """What it costs to build the calls of a pattern, and to find them."""
     found, lines = shares(study), []
-    for name in suite.WAYS:
+    for name in suite.BLOCK_WAYS:
         cold, warm, call = rows.built(study, name, False), rows.built(study, name, True), rows.way(study, name)
         if cold or warm:
             share = rows.percent(found[name], 2) if name in found else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...measure import reuse
-from ...measure import session_suites as suite
+from ...measure import cache_systems
+from ...measure import suites as suite
 from ...measure.points import Point
 from ..cells import error, times, us
 from ..reuse import lent
@@ -27,7 +27,7 @@ def each(row, count: int):
 
 def lookups(study: Study, way: str, max_mb: float):
     """The row of a cache of so many MiB."""
-    return rows.one(study, suite.REUSE, "cache_workload", {"blocks": way, "max_mb": max_mb})
+    return rows.one(study, suite.SESSION_REUSE, "cache_workload", {"blocks": way, "max_mb": max_mb})
 
 
 def counted(row, name: str) -> int | None:
@@ -48,10 +48,10 @@ def cache_workload(study: Study) -> Table:
         lines.append([
             way, f"{mb:g} MiB" if mb else "keeps nothing", hits, misses, evictions,
             rows.percent(hits / (hits + misses)) if known else None, size(held) if held is not None else None,
-            us(each(row, reuse.LOOKUPS)), times(study.ratio(nothing, row)) if way == "batched" and mb else None,
+            us(each(row, cache_systems.LOOKUPS)), times(study.ratio(nothing, row)) if way == "batched" and mb else None,
             error(row),
         ])  # fmt: skip
-    drawn = reuse.workload(Point("cache_workload", suite.WINDOW, seq_len=suite.LOOKED_UP))
+    drawn = cache_systems.workload(Point("cache_workload", suite.WINDOW, seq_len=suite.LOOKED_UP))
     return study.table(
         f"The pattern cache where {len(set(drawn))} patterns are looked up {len(drawn)} times",
         ["Way", "The cache may hold", ">Hits", ">Misses", ">Evictions", ">Hit rate", ">Held at the end",
@@ -69,13 +69,13 @@ def pool_workload(study: Study) -> Table:
     lines = []
     for mb in suite.SCRATCH_MB:
         for threads in suite.THREADS:
-            off, on = (rows.one(study, suite.REUSE, "pool_workload", {"size_mb": mb, "threads": threads, "pool": pool})
+            off, on = (rows.one(study, suite.SESSION_REUSE, "pool_workload", {"size_mb": mb, "threads": threads, "pool": pool})
                        for pool in (False, True))  # fmt: skip
             if off is None and on is None:
                 continue
             reuses, made, kept = (counted(on, f"pool_{x}") for x in ("reuses", "allocations", "bytes"))
             lines.append([
-                f"{mb:g} MiB", threads, us(each(off, reuse.BORROWS)), us(each(on, reuse.BORROWS)),
+                f"{mb:g} MiB", threads, us(each(off, cache_systems.BORROWS)), us(each(on, cache_systems.BORROWS)),
                 times(study.ratio(off, on)), f"{reuses} of {reuses + made}" if None not in (reuses, made) else None,
                 size(kept) if kept is not None else None, error(on),
             ])  # fmt: skip
@@ -86,7 +86,7 @@ def pool_workload(study: Study) -> Table:
         "Scratch from the pool, and fresh, by size and threads",
         [">Size", ">Threads", ">Fresh (µs)", ">From the pool (µs)", ">Faster with it", ">Reused", ">Kept", ">Error"],
         lines or [["not measured", *[None] * 7]],
-        note=f"Each thread takes scratch {reuse.BORROWS} times, writes every byte once and gives it back; the time is "
+        note=f"Each thread takes scratch {cache_systems.BORROWS} times, writes every byte once and gives it back; the time is "
         "that of one such turn. Fresh: `torch.empty`. Reused and kept: of a first call. No call of the tables above "
         f"gains by it: a block-sparse call in half precision, by views or batched, asks a pool for {named} "
         "(counted for this page); dilated patterns do ask, see `optimization_results`.",

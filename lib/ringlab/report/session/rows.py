@@ -8,8 +8,9 @@ import torch
 
 from ... import cost, hardware, patterns
 from ...adaptive import Adaptive
-from ...measure import session_suites as suite
-from ..ring.rows import MB, published
+from ...measure import suites as suite
+from ..documents import published
+from ..ring.rows import MB
 from ..rows import SHORT
 from ..study import Study, best, cost_of
 from ..tables import Cell, number
@@ -36,13 +37,13 @@ def one(study: Study, group: str, system: str = OURS, options=(), **wanted):
 
 def dtype_of(study: Study) -> str:
     """The dtype of the document's table: that of dense attention in it."""
-    dense = one(study, suite.TABLE, "dense_sdpa")
+    dense = one(study, suite.SPARSE_TABLE, "dense_sdpa")
     return dense.point.dtype if dense else "float32"
 
 
 def in_table(study: Study, system: str, dtype: str | None = None):
     """A system's row of the document's table."""
-    return one(study, suite.TABLE, system, dtype=dtype or dtype_of(study))
+    return one(study, suite.SPARSE_TABLE, system, dtype=dtype or dtype_of(study))
 
 
 def way(study: Study, name: str, **more):
@@ -150,7 +151,7 @@ def least_seconds(found: cost.Cost, profile, dtype: str | None = None) -> float 
 
 def rate(study: Study) -> float | None:
     """FLOP/s that bound the rows of a study: of dense attention, which no bandwidth holds back."""
-    dense = one(study, suite.TABLE, "dense_sdpa")
+    dense = one(study, suite.SPARSE_TABLE, "dense_sdpa")
     if dense is None or objection(dense) or not dense.bound_seconds:
         return None
     return cost_of(dense.point).folded_flops / dense.bound_seconds
@@ -158,7 +159,7 @@ def rate(study: Study) -> float | None:
 
 def extreme(study: Study) -> dict[int, object]:
     """Tokens -> our row."""
-    return {n: row for n in suite.EXTREME_TOKENS if (row := one(study, suite.EXTREME, seq_len=n)) is not None}
+    return {n: row for n in suite.EXTREME_TOKENS if (row := one(study, suite.EXTREME_LENGTHS, seq_len=n)) is not None}
 
 
 def held_there(row) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...adaptive import Adaptive
-from ...measure import session_suites as suite
+from ...measure import suites as suite
 from .. import curves, figures
 from ..cells import bound, error, ms, times
 from ..lengths import begins
@@ -90,10 +90,10 @@ def _pass(point) -> str:
 
 def over_dense(study: Study) -> list[tuple]:
     """(n, Ratio or None, dense row or None, our row) by n."""
-    ours = sorted(study.rows(group=suite.LENGTHS, system=rows.OURS), key=lambda r: r.point.seq_len)
+    ours = sorted(study.rows(group=suite.WINDOW_LENGTHS, system=rows.OURS), key=lambda r: r.point.seq_len)
     found = []
     for row in ours:
-        dense = rows.one(study, suite.LENGTHS, "dense_sdpa", seq_len=row.point.seq_len)
+        dense = rows.one(study, suite.WINDOW_LENGTHS, "dense_sdpa", seq_len=row.point.seq_len)
         found.append((row.point.seq_len, study.ratio(dense, row), dense, row))
     return found
 
@@ -102,7 +102,7 @@ def lengths(study: Study) -> Table:
     """A fixed window over growing n beside dense attention, and the document's two rows at a long n."""
     found = over_dense(study)
     also = [(r.point.seq_len, None, None, r) for system in (suite.ORIGINAL, suite.OPTIMIZED)
-            for r in study.rows(group=suite.LENGTHS, system=system)]  # fmt: skip
+            for r in study.rows(group=suite.WINDOW_LENGTHS, system=system)]  # fmt: skip
     lines = [
         [n, SYSTEMS[r.point.system], rows.percent(rows.density(r.point)), ms(r), ms(d) if d else None, times(x),
          error(r), bound(r), rows.peak(r), rows.calls(r)]
@@ -148,8 +148,10 @@ def length_figure(study: Study) -> None:
 def patterns(study: Study) -> Table:
     """One row for each kind of pattern: the density that it comes to, time and error."""
     lines = []
-    found = {name: (str(p), rows.one(study, suite.PATTERNS, pattern=p.to_dict())) for name, p in suite.KINDS.items()}
-    chosen = rows.one(study, suite.PATTERNS, "adaptive", suite.ADAPTIVE)
+    found = {
+        name: (str(p), rows.one(study, suite.BLOCK_PATTERNS, pattern=p.to_dict())) for name, p in suite.KINDS.items()
+    }
+    chosen = rows.one(study, suite.BLOCK_PATTERNS, "adaptive", suite.ADAPTIVE)
     found["by content"] = str(Adaptive(**suite.ADAPTIVE)), chosen
     for name, (said, row) in found.items():
         if row is not None:

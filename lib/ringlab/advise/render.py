@@ -1,0 +1,322 @@
+"""What advice is made of: measured comparisons, choices that rest on them, and patterns that were compared.
+
+Advice as text, as a table and as code that runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from math import log
+from textwrap import wrap
+
+import torch
+
+from ..block_patterns import BlockSparse
+from ..checks import shown
+from ..engine import Execution
+from ..hardware import Profile
+from ..patterns import Pattern
+
+POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A measured comparison of two rows that differ in one thing: ``against`` takes ``ratio`` times as long as
+    ``setting``, from ``low`` to ``high`` at 95 %.
+
+    ``about``: what they differ in, "dtype", "backend", "scheme", "pattern" or a switch of ``Execution``; ``origin``
+    which rows they are. ``counts`` is false for rows of another machine and of a rehearsal: they are shown and decide
+    nothing. No ratio below ``least`` is a difference.
+
+    >>> e = Evidence("backend", "eager", "auto", 0.5, 0.4, 0.6, "8K", "rows of today")
+    >>> e.faster, e.slower, e.turned().setting, e.turned().ratio
+    (False, True, 'auto', 2.0)
+    """
+
+    about: str
+    setting: str
+    against: str
+    ratio: float
+    low: float
+    high: float
+    label: str
+    origin: str
+    pattern: str = ""
+    dtype: str = ""
+    seq_len: int = 1
+    passes: str = "fwd"
+    causal: bool = False
+    ranks: int = 1
+    counts: bool = True
+    least: float = 1.0
+    share: float = 0.0  # of the pairs of dense attention that its pattern has, branch by branch; 0: not known
+
+    @property
+    def faster(self) -> bool:
+        return self.low > self.least
+
+    @property
+    def slower(self) -> bool:
+        return self.high < 1 / self.least
+
+    def turned(self) -> Evidence:
+        """The same comparison from the other side."""
+        sides = {"setting": self.against, "against": self.setting}
+        return replace(self, **sides, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low)
+
+    def distance(self, seq_len: int, passes: str, causal: bool) -> tuple:
+        """How far its shape is from another; the less, the more it says there."""
+        return self.passes != passes, self.causal != causal, abs(log(self.seq_len / seq_len))
+
+    @property
+    def text(self) -> str:
+        word = "faster than" if self.faster else "slower than" if self.slower else "not told apart from"
+        sides = [f"{self.about}={x}" if x in ("True", "False") else x for x in (self.setting, self.against)]
+        said = f"{sides[0]} {self.figures} {word} {sides[1]}, {self.label}, {self.origin}"
+        return said if self.counts else f"{said}: decides nothing"
+
+    @property
+    def kind(self) -> str:
+        """The first word of its pattern: "dense", "dilated" or "blocks"."""
+        return self.pattern.partition(" ")[0]
+
+    @property
+    def how(self) -> str:
+        return f"measured: {self.figures}, {self.origin}"
+
+    @property
+    def figures(self) -> str:
+        return f"{self.ratio:.3g}x ({self.low:.3g} to {self.high:.3g})"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One setting: its ``value``, ``how`` it was chosen ("by policy", "by estimate", "measured: ...", "as asked"),
+    ``why``, and the measured comparisons that concern it."""
+
+    name: str
+    value: object
+    how: str
+    why: str
+    evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        if isinstance(self.value, torch.dtype):
+            return str(self.value).removeprefix("torch.")
+        if isinstance(self.value, Execution):
+            return ", ".join(f"{k}={v}" for k, v in changed(self.value).items()) or "as it stands"
+        if isinstance(self.value, bool):
+            return "yes" if self.value else "no"
+        return ", ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A pattern for the length, with what it comes to where it is run as advised."""
+
+    name: str
+    pattern: Pattern
+    share: float  # of the pairs of dense attention, each once
+    bound_s: float  # 0: not known
+    binds: str | None
+    peak_bytes: int | None  # of the rank that needs most; None: not estimated
+    sent_bytes: int  # all ranks together
+
+
+def changed(execution: Execution) -> dict:
+    """The switches of an execution that are not as it stands by itself."""
+    plain = Execution()
+    values = {f.name: getattr(execution, f.name) for f in fields(execution)}
+    return {name: value for name, value in values.items() if value != getattr(plain, name)}
+
+
+def evidence(rows: Iterable[Evidence]) -> tuple[Evidence, ...]:
+    """The rows given; TypeError for what are none."""
+    found = tuple(rows) if isinstance(rows, Iterable) else (rows,)
+    if not all(isinstance(row, Evidence) for row in found):
+        raise TypeError(f"rows must be ringlab.Evidence, got {shown(rows)}")
+    return found
+
+
+def size(nbytes: int) -> str:
+    """Bytes in binary units.
+
+    >>> size(8 * 2**30), size(3 * 2**19), size(7), size(2**44)
+    ('8 GiB', '1.5 MiB', '7 B', '16,384 GiB')
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{_plain(nbytes / factor, 4)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def duration(time: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> duration(0.0213), duration(75.0), duration(4321.0), duration(2.5e-7)
+    ('21.3 ms', '75 s', '4,321 s', '0.25 µs')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if time >= factor:
+            return f"{_plain(time / factor, 3)} {unit}"
+    return f"{_plain(time * 1e6, 3)} µs"
+
+
+def _plain(x: float, digits: int) -> str:
+    """``x`` to so many digits, large ones whole: never in exponent form."""
+    return f"{x:.{digits}g}" if x < 10**digits - 0.5 else f"{x:,.0f}"
+
+
+PATTERN_COLUMNS = ("pairs of dense", "lower bound", "peak per rank", "sent in all", "pattern")
+NAMES = {"fwd": "forward", "fwd+bwd": "forward and backward"}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to run for a length on a profile: choices with their reasons, and the patterns that were compared.
+
+    ``advice["scheme"]`` is a choice's value. ``need_bytes`` is what the rank that needs most needs, ``budget_bytes``
+    what it has (None: not known); where that is less, ``longest`` is a length of this pattern that fits, near the
+    longest, and ``enough_ranks`` a number of ranks that hold the sequence.
+    """
+
+    profile: Profile
+    seq_len: int
+    ranks: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    passes: str
+    layers: int
+    choices: tuple[Choice, ...]
+    proposals: tuple[Proposal, ...]
+    need_bytes: int | None
+    budget_bytes: int | None
+    longest: int | None = None
+    enough_ranks: int | None = None
+
+    def __getitem__(self, name: str):
+        return self.choice(name).value
+
+    def choice(self, name: str) -> Choice:
+        """A choice by its name; KeyError for one that was not made."""
+        for choice in self.choices:
+            if choice.name == name:
+                return choice
+        raise KeyError(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(choice.name for choice in self.choices)
+
+    @property
+    def fits(self) -> bool | None:
+        return None if None in (self.budget_bytes, self.need_bytes) else self.need_bytes <= self.budget_bytes
+
+    @property
+    def title(self) -> str:
+        ranks = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        heads = f"{self.heads} heads" + ("" if self.kv_heads == self.heads else f" over {self.kv_heads} of K/V")
+        what = f"{heads} of {self.head_dim}, {'causal' if self.causal else 'not causal'}, {NAMES[self.passes]}"
+        more = f", batch {self.batch}" if self.batch > 1 else ""
+        layers = f", {self.layers} layers" if self.layers > 1 else ""
+        return f"{self.profile.title}, {ranks}, {self.seq_len:,} tokens, {what}{more}{layers}"
+
+    @property
+    def memory(self) -> str:
+        """One line on whether it fits."""
+        if self.need_bytes is None:
+            return "not estimated"
+        need = f"{size(self.need_bytes)} on the rank that needs most"
+        if self.budget_bytes is None:
+            return f"{need}; how much there is, is not known: give a budget"
+        have = f"{need}, of {size(self.budget_bytes)}"
+        if not self.fits:
+            longest = f"{self.longest:,} tokens fit" if self.longest else "no shorter length was found that fits"
+            ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
+            return f"does not fit: {have}; {longest}{ranks}"
+        return f"fits: {have}"
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(what, choice, how it was chosen, why), memory last."""
+        return [*((c.name, c.shown, c.how, c.why) for c in self.choices), ("memory", "", ESTIMATE, self.memory)]
+
+    def text(self) -> str:
+        """For a terminal: the choices, the measured comparisons, and the patterns that were compared."""
+        lines = [self.title, ""]
+        for name, value, how, why in self.rows():
+            lines += [f"{name:15}{value}".rstrip(), f"{'':15}{how}: {why}"] if value else [f"{name:15}{how}: {why}"]
+        measured = [f"  {e.text}" for c in self.choices for e in c.evidence]
+        lines += ["", "measured:", *measured] if measured else ["", "measured: nothing that bears on it"]
+        return "\n".join([*lines, "", *columns([PATTERN_COLUMNS, *map(self._compared, self.proposals)])])
+
+    def table(self) -> str:
+        """Two tables in Markdown: the choices with their evidence, and the patterns that were compared."""
+        rows = [("What", "Choice", "How", "Why", "Measured")]
+        found = {c.name: "; ".join(e.text for e in c.evidence) for c in self.choices}
+        rows += [(*row, found.get(row[0], "")) for row in self.rows()]
+        return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._compared, self.proposals)])}"
+
+    def code(self, seq_len: int | None = None) -> str:
+        """Python that runs as it stands, on the profile's device or else on a CPU; with another ``seq_len`` if given.
+
+        Ranks are simulated in the one process; a comment says what changes under torchrun.
+        """
+        pattern, execution = repr(self["pattern"]), changed(self["execution"])
+        module = "blocks" if isinstance(self["pattern"], BlockSparse) else "patterns"
+        names = sorted(set(re.findall(r"\b([A-Z]\w*)\(", pattern)))
+        options = [f"causal={self.causal}", f"backend={self['backend']!r}"]
+        if self.ranks > 1:
+            options += [f"group=ringlab.Simulated({self.ranks})", f"scheme={self['scheme']!r}"]
+            options += [f"layout={str(self['layout'])!r}"]
+        if execution:
+            options += [f"execution=ringlab.Execution({', '.join(f'{k}={v!r}' for k, v in execution.items())})"]
+        backward, kept = self.passes != "fwd", self["checkpointing"]
+        heads = [self.heads, self.kv_heads, self.kv_heads]
+        said = [self.title, *(f"{c.name}: {c.shown}; {c.how}: {c.why}" for c in self.choices), f"memory: {self.memory}"]
+        lines = [line for text in said for line in wrap(text, 116, initial_indent="# ", subsequent_indent="#   ")]
+        lines += ["import torch", "import ringlab"]
+        lines += [f"from ringlab.{module} import {', '.join(names)}"]
+        lines += ["from torch.utils.checkpoint import checkpoint"] if kept else []
+        lines += ["", f"seq_len = {self.seq_len if seq_len is None else seq_len}"]
+        lines += ['device = "cuda" if torch.cuda.is_available() else "cpu"' if self.profile.kind == "cuda" else
+                  'device = "cpu"']  # fmt: skip
+        lines += [f"pattern = {pattern}"]
+        if self.ranks > 1:
+            lines += ['# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.']
+        call = f"ringlab.attention(q, k, v, pattern, {', '.join(options)})"
+        lines += ["", "", "def attend(q, k, v):", f"    return {call}", "", ""]
+        lines += [
+            f"made = {{'dtype': {self['dtype']}, 'device': device, 'requires_grad': {backward}}}",
+            f"q, k, v = (torch.randn({self.batch}, seq_len, heads, {self.head_dim}, **made) for heads in {heads})",
+            f"out = {'checkpoint(attend, q, k, v, use_reentrant=False)' if kept else 'attend(q, k, v)'}",
+            *(["out.sum().backward()"] if backward else []),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _compared(self, p: Proposal) -> tuple[str, ...]:
+        bound = f"{duration(p.bound_s)} ({p.binds})" if p.bound_s else "not known"
+        over = p.peak_bytes and self.budget_bytes is not None and p.peak_bytes > self.budget_bytes
+        peak = size(p.peak_bytes) + (", does not fit" if over else "") if p.peak_bytes else "not estimated"
+        return f"{100 * p.share:.3g} %", bound, peak, size(p.sent_bytes), f"{p.name}: {p.pattern}"
+
+    def _repr_markdown_(self) -> str:
+        return f"**{self.title}**\n\n{self.table()}\n\n```python\n{self.code()}```\n"
+
+
+def columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Rows as lines with aligned columns, the last as long as it is."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return ["  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[-1]]).rstrip() for row in rows]
+
+
+def _markdown(rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + ":--|" * len(rows[0]), *lines[1:]])

@@ -1,0 +1,120 @@
+"""The public function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ring
+from .checks import FLOATS, backends, flag, one_device, real, shown
+from .engine import Execution
+from .engine.autograd import local_attention
+from .patterns import Pattern
+
+DEFAULT = Execution()
+REFUSED = {
+    "attn_mask": "masks are not arguments; use a pattern and causal=True",
+    "mask": "masks are not arguments; use a pattern and causal=True",
+    "attention_mask": "masks are not arguments; use a pattern and causal=True",
+    "key_padding_mask": "masks are not arguments; use a pattern and causal=True",
+    "dropout": "attention dropout is not supported",
+    "dropout_p": "attention dropout is not supported",
+    "is_causal": "write causal=True",
+    "enable_gqa": "k and v may have fewer heads without it",
+}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str | tuple[str, ...] = "auto",
+    group=None,
+    scheme: str = "auto",
+    layout: str | ring.Layout = "contiguous",
+    return_lse: bool = False,
+    execution: Execution = DEFAULT,
+    **refused,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern; exact forward and backward.
+
+    q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads.
+    Any sequence length is legal, of block-sparse patterns from their block size on. ``causal`` hides keys after the
+    query's position. ``scale`` defaults to 1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype,
+    contiguous, and with ``return_lse`` also lse (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that
+    sees nothing gets out 0 and lse -inf. As in torch's own kernels, a value in v that is not finite may make NaN of
+    queries that it is hidden from.
+
+    ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of these to try in order;
+    ``execution``: switches that change no value.
+
+    Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this rank's shards; or
+    ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
+    "zigzag", "striped", or a ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
+    "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device answer; positions are global.
+    Along a Hilbert layout the pattern runs along the curve: that is the answer for the sequence in the curve's order.
+
+    Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
+    NotImplementedError, with the reason, for a backend that cannot serve the device or dtype. Differentiable once, by
+    ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise NotImplementedError.
+    Under ``torch.compile`` it runs as it is, between the graphs; ``backend="triton"`` within them.
+
+    >>> from ringlab.patterns import Dilated
+    >>> q = torch.randn(1, 100, 4, 16)
+    >>> attention(q, q, q, Dilated([32, 64], [1, 2]), causal=True).shape
+    torch.Size([1, 100, 4, 16])
+    """
+    for name in refused:
+        raise TypeError(f"attention() cannot honour {name!r}: {REFUSED.get(name, 'unknown argument')}")
+    check_tensors(q, k, v, shards=group is not None)
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
+    flag("causal", causal)
+    flag("return_lse", return_lse)
+    if scale is not None and not real(scale):
+        raise TypeError(f"scale must be a number, got {shown(scale)}")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not abs(scale) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be finite, got {shown(scale)}")
+    if not isinstance(execution, Execution):
+        raise TypeError(f"execution must be a ringlab.Execution, got {shown(execution)}")
+    backend = backends(backend)
+    options = {"causal": causal, "scale": float(scale), "backend": backend, "execution": execution}
+    if group is None:
+        one_device(scheme, layout)
+        out, lse = local_attention(q, k, v, pattern, **options)
+    else:
+        out, lse = ring.attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+    return (out, lse) if return_lse else out
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> None:
+    """Raise ValueError or TypeError in one line unless q, k, v fit together; ``shards`` may have no rows."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+        if t.layout != torch.strided or t.is_nested:
+            raise ValueError(f"{name} must be a plain tensor, got a {'nested' if t.is_nested else t.layout} one")
+        if t.dim() != 4:
+            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got shape {tuple(t.shape)}")
+        if t.dtype not in FLOATS:
+            raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
+        if 0 in (t.shape[:1] + t.shape[2:] if shards else t.shape):
+            raise ValueError(f"{name} is empty: shape {tuple(t.shape)}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape: {shapes}")
+    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+        raise ValueError(f"q, k and v must agree in batch, seq and head_dim: {shapes}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"query heads must be a multiple of K/V heads: {q.shape[2]} and {k.shape[2]}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"attention runs on cpu and cuda tensors, got {q.device}")

@@ -1,0 +1,430 @@
+"""The parts that block-sparse patterns are unions of; each says which blocks of keys a block of queries sees.
+
+``seen(rows, cols, count)``: for numbers of blocks ``rows`` (r, 1) and ``cols`` (1, c) of ``count``, a bool (r, c).
+``near(first, last, count)``: (start, stop), outside of which the blocks first .. last see nothing; may pass the ends.
+
+Which block of keys each block of queries sees: local, strided, global, random, hierarchical, given, and unions.
+
+The sequence is cut into blocks of ``block_size`` positions, the last one may be short. A block sees another whole;
+with ``causal`` the diagonal block is cut exactly. All heads see the same blocks. Patterns are values, as in
+``patterns``; those that are drawn or given need the sequence length, so every question is asked with ``n``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from .checks import LARGEST, flag, positive, real, shown
+
+
+@dataclass(frozen=True)
+class Window:
+    """The block itself, ``before`` blocks before it and ``after`` behind it (None: as many)."""
+
+    before: int
+    after: int | None = None
+
+    def seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
+        after = self.before if self.after is None else self.after
+        return (rows - cols <= self.before) & (cols - rows <= after)
+
+    def near(self, first: int, last: int, count: int) -> tuple[int, int]:
+        return first - self.before, last + 1 + (self.before if self.after is None else self.after)
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Every ``rate``-th block from the block itself on, both ways, ``steps`` of them each way (None: to the ends)."""
+
+    rate: int
+    steps: int | None = None
+
+    def seen(self, rows, cols, count):
+        apart = (rows - cols).abs()
+        return (apart % self.rate == 0) & (apart // self.rate <= (count if self.steps is None else self.steps))
+
+    def near(self, first, last, count):
+        reach = count if self.steps is None else self.rate * self.steps
+        return first - reach, last + 1 + reach
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Segments of ``length`` blocks, in each of which a block sees every ``rate``-th from itself on: dilated blocks."""
+
+    length: int
+    rate: int = 1
+
+    def seen(self, rows, cols, count):
+        return (rows // self.length == cols // self.length) & ((rows - cols) % self.rate == 0)
+
+    def near(self, first, last, count):
+        return first // self.length * self.length, (last // self.length + 1) * self.length
+
+
+@dataclass(frozen=True)
+class Global:
+    """The first ``count`` blocks see all blocks (``rows``) and are seen by all (``columns``)."""
+
+    count: int
+    rows: bool = True
+    columns: bool = True
+
+    def __post_init__(self):
+        flags = self.rows, self.columns
+        if not all(isinstance(flag, bool) for flag in flags) or not any(flags):
+            raise ValueError(f"Global: rows, columns or both must be True, the other False, got {shown(flags)}")
+
+    def seen(self, rows, cols, count):
+        return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
+
+    def near(self, first, last, count):
+        return 0, count if self.rows and first < self.count else self.count * self.columns
+
+
+@dataclass(frozen=True)
+class Random:
+    """``count`` different blocks drawn for each block; the same ones for the same seed and number of blocks."""
+
+    count: int
+    seed: int = 0
+
+    def __post_init__(self):
+        positive("Random seed", self.seed, 0, LARGEST)
+
+    def seen(self, rows, cols, count):
+        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
+        found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
+        return found[:, cols.flatten().cpu()].to(rows.device)
+
+    def near(self, first, last, count):
+        return 0, count
+
+
+@lru_cache(maxsize=8)
+def _drawn(some: int, of: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(of, generator=generator)[:some] for _ in range(of)])  # (of, some)
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """Blocks whose number is a multiple of ``stride``, up to ``reach`` blocks away: one level of a hierarchy."""
+
+    stride: int
+    reach: int
+
+    def seen(self, rows, cols, count):
+        return (cols % self.stride == 0) & ((rows - cols).abs() <= self.reach)
+
+    def near(self, first, last, count):
+        return first - self.reach, last + 1 + self.reach
+
+
+@dataclass(frozen=True)
+class Given:
+    """A mask of blocks, a hexadecimal bit set per block of queries; made by ``from_mask``."""
+
+    rows: tuple[str, ...]
+
+    def __post_init__(self):
+        if not isinstance(self.rows, tuple) or not all(_is_row(row, len(self.rows)) for row in self.rows):
+            raise ValueError("Given: rows must be hexadecimal bit sets, one for each block; see blocks.from_mask")
+
+    def seen(self, rows, cols, count):
+        return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
+
+    def near(self, first, last, count):
+        return 0, count
+
+
+def _is_row(row, count: int) -> bool:
+    digits = isinstance(row, str) and row != "" and set(row) <= set("0123456789abcdef")
+    return digits and int(row, 16).bit_length() <= count
+
+
+@lru_cache(maxsize=8)
+def _bits(rows: tuple[str, ...]) -> Tensor:
+    return torch.tensor([[c == "1" for c in f"{int(row, 16):0{len(rows)}b}"] for row in rows])  # (count, count)
+
+
+Part = Window | Strided | Segment | Global | Random | Coarse | Given
+PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
+NONE = ("before", "after", "reach")  # may be 0
+OPEN = ("after", "steps")  # may be None
+OWN = ("seed", "rows", "columns")  # no counts: their parts check them
+
+
+def described(part: Part) -> str:
+    """A part in a few words."""
+    match part:
+        case Window(before, after):
+            return f"window {before}" + ("" if after in (None, before) else f" + {after}")
+        case Strided(rate, steps):
+            return f"stride {rate}" + ("" if steps is None else f" x {steps}")
+        case Segment(length, rate):
+            return f"segments of {length}" + ("" if rate == 1 else f" / {rate}")
+        case Global(count, rows, columns):
+            return f"{count} global" + ("" if rows and columns else " rows" if rows else " columns")
+        case Random(count, seed):
+            return f"{count} random" + (f" (seed {seed})" if seed else "")
+        case Coarse(stride, reach):
+            return f"every {stride} within {reach}"
+        case Given(rows):  # two masks must not read alike: ranks compare patterns by what they say
+            return f"a given mask ({crc32(' '.join(rows).encode()):08x})"
+
+
+def check(parts: list[Part] | tuple[Part, ...]) -> None:
+    """Raise ValueError for no part, one that is none of ours (no dict restores a subclass) or has no proper counts."""
+    if not isinstance(parts, list | tuple):
+        raise ValueError(f"parts must be a list of parts, as [Window(1)], got {shown(parts)}")
+    if not parts:
+        raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
+    for part in parts:
+        if type(part) not in PARTS.values():
+            known = ", ".join(kind.__name__ for kind in PARTS.values())
+            raise ValueError(f"a part must be one of {known}, no subclass, got {shown(part)}")
+        for name, value in vars(part).items():
+            if name not in OWN and not (value is None and name in OPEN):
+                positive(f"{type(part).__name__} {name}", value, int(name not in NONE), LARGEST)
+
+
+def restored(given: dict) -> Part:
+    """The part that one of the dicts in a pattern's ``to_dict`` describes."""
+    name = given.get("part") if isinstance(given, dict) else None
+    if not isinstance(name, str) or name not in PARTS:
+        raise ValueError(f"unknown part of a block-sparse pattern: {shown(given)}; known: {', '.join(PARTS)}")
+    try:
+        return PARTS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "part"})
+    except TypeError as error:  # for fields that are missing or unknown
+        raise ValueError(f"no part of a block-sparse pattern: {shown(given)}: {error}") from None
+
+
+def of_mask(mask: Tensor) -> Given:
+    """The part of a bool mask of blocks (blocks, blocks); ValueError for what has no such values to read."""
+    got, fits = type(mask).__name__, False
+    if isinstance(mask, Tensor) and not mask.is_nested:  # one that is nested has no shape to tell
+        got += f" of {mask.dtype}, shape {tuple(mask.shape)}, {mask.layout} on {mask.device}"
+        square = mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 0
+        fits = square and mask.dtype == torch.bool and mask.layout == torch.strided and not mask.is_meta
+    if not fits:
+        wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
+        raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
+    return Given(tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist()))
+
+
+AT_ONCE = 512  # blocks of queries that are looked at together
+
+
+@dataclass(frozen=True)
+class BlockSparse:
+    """A query sees a key iff one of the ``parts`` shows its block the key's block: M is 1 or 0, whatever the head.
+
+    ``a | b`` is the union of two patterns of one block size. Raises ValueError for a block size below 1, for no part,
+    for numbers that are not positive; and, once n is known, for a block size above n, more global or random blocks
+    than there are, or a given mask of another length.
+
+    >>> pattern = BlockSparse([Window(1), Global(1)], block_size=64)
+    >>> pattern.blocks(256).int().tolist()
+    [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 1]]
+    >>> pattern.density(256), pattern.density(256, causal=True)
+    (0.875, 0.439453125)
+    """
+
+    parts: tuple[Part, ...]
+    block_size: int = 128
+
+    def __post_init__(self):
+        check(self.parts)
+        positive("block_size", self.block_size, most=LARGEST)
+        object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
+
+    def __or__(self, other: BlockSparse) -> BlockSparse:
+        if not isinstance(other, BlockSparse):
+            return NotImplemented
+        if self.block_size != other.block_size:
+            raise ValueError(f"a union needs one block size, got {self.block_size} and {other.block_size}")
+        return BlockSparse(self.parts + other.parts, self.block_size)
+
+    def count(self, n: int) -> int:
+        """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
+        positive("the sequence length", n, most=LARGEST)
+        count = -(-n // self.block_size)
+        if self.block_size > n:
+            raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
+        for part in self.parts:
+            if isinstance(part, Global | Random) and part.count > count:
+                raise ValueError(f"{part.count} {type(part).__name__.lower()} blocks exceed the {count} of n = {n}")
+            if isinstance(part, Given) and len(part.rows) != count:
+                raise ValueError(f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}")
+        return count
+
+    def blocks(self, n: int, queries: range | Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Which blocks ``keys`` the blocks ``queries`` see, bool (queries, keys), whatever is causal.
+
+        Blocks by number, any of them in any order (default: all).
+        """
+        count = self.count(n)
+        rows = torch.arange(queries.start, queries.stop) if isinstance(queries, range) else queries
+        rows, cols = (torch.arange(count) if some is None else some for some in (rows, keys))
+        return self._seen(rows, cols, count)
+
+    def _seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
+        found = [part.seen(rows[:, None], cols[None, :], count) for part in self.parts]
+        return torch.stack(found).any(0) if len(found) > 1 else found[0]
+
+    def near(self, rows: range, n: int) -> Tensor:
+        """Numbers of blocks (c,), ascending, outside of which the blocks ``rows`` see nothing.
+
+        Where they skip some, the first that is skipped is among them: neighbours in this list that are both seen are
+        neighbours in the sequence.
+        """
+        count = self.count(n)
+        found = torch.zeros(count, dtype=torch.bool)
+        for start, stop in (part.near(rows.start, rows.stop - 1, count) for part in self.parts):
+            found[max(0, start) : min(count, stop) + 1] = True
+        return found.nonzero().flatten()
+
+    def _in_turn(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Blocks of queries (r,), some at a time, blocks of keys (c,) near them, and which see which, bool (r, c)."""
+        count = self.count(n)
+        for start in range(0, count, AT_ONCE):
+            some = range(start, min(count, start + AT_ONCE))
+            rows, cols = torch.arange(some.start, some.stop), self.near(some, n)
+            yield rows, cols, self._seen(rows, cols, count)
+
+    def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
+        """M for global positions ``queries`` (q,) and ``keys`` (k,) of ``n``, as int64 (q, k)."""
+        (rows, row), (cols, col) = ((x // self.block_size).unique(return_inverse=True) for x in (queries, keys))
+        return self.blocks(n, rows, cols)[row][:, col].long()
+
+    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
+        """Key positions [start, stop) outside of which the queries first .. last see nothing."""
+        rows = range(first // self.block_size, last // self.block_size + 1)
+        cols = self.near(rows, n)
+        seen = cols[self.blocks(n, rows, cols).any(0)]
+        if not len(seen):
+            return first, first
+        return int(seen[0]) * self.block_size, min(n, (int(seen[-1]) + 1) * self.block_size)
+
+    def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
+        """The fewest keys that a query sees which sees any."""
+        counts = torch.cat([seen.sum(1) for *_, seen in self._in_turn(n)])
+        return min(n, self.block_size * int(counts[counts > 0].min())) if counts.any() else 1
+
+    def pairs(self, n: int, causal: bool = False) -> int:
+        """Visible (query, key) pairs of one head.
+
+        >>> BlockSparse([Window(0)], 4).pairs(10, causal=True)  # blocks of 4, 4 and 2 positions
+        23
+        """
+        flag("causal", causal)
+        count = self.count(n)
+        lengths = torch.full((count,), self.block_size)
+        lengths[-1] = n - (count - 1) * self.block_size
+        total, missing = 0, self.block_size - int(lengths[-1])
+        for rows, cols, seen in self._in_turn(n):
+            mine = lengths[rows]
+            if causal:
+                itself = (seen & (cols == rows[:, None])).any(1)
+                total += int((mine * (mine + 1) // 2)[itself].sum())
+                seen = seen & (cols < rows[:, None])
+            short = seen[:, cols == count - 1].sum(1)
+            total += int((mine * (seen.sum(1) * self.block_size - short * missing)).sum())
+        return total
+
+    def density(self, n: int, causal: bool = False) -> float:
+        """Visible pairs over n^2."""
+        return self.pairs(n, causal) / n**2
+
+    def with_density(self, density: float, n: int, causal: bool = False) -> BlockSparse:
+        """The pattern with its window, or else its random blocks, grown or shrunk to come nearest to ``density``.
+
+        What the other parts show remains, so look at the ``density`` of what is returned. Raises ValueError for a
+        density outside (0, 1] or a pattern that has neither, or several of them.
+
+        >>> found = local_global(1, 4, block_size=128).with_density(0.1, 16384)
+        >>> found.parts[0], round(found.density(16384), 3)
+        (Window(before=2, after=None), 0.099)
+        """
+        if not real(density) or not 0 < density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {shown(density)}")
+        kinds = (Window, Random)
+        found = [i for kind in kinds for i, part in enumerate(self.parts) if isinstance(part, kind)]
+        if not found:
+            raise ValueError(f"{self} has no window and no random blocks whose number could be solved for")
+        index, part = found[0], self.parts[found[0]]
+        if sum(isinstance(p, type(part)) for p in self.parts) > 1:
+            raise ValueError(f"{self} has several parts of a kind, of which one would be solved for: leave one")
+        fields = ("count",) if isinstance(part, Random) else ("before", "after") if part.after else ("before",)
+        if fields == ("before", "after") and part.before == 0:
+            fields = ("after",)  # a window on one side stays there
+
+        def sized(size: int) -> BlockSparse:
+            grown = replace(part, **dict.fromkeys(fields, size))
+            return replace(self, parts=(*self.parts[:index], grown, *self.parts[index + 1 :]))
+
+        least = int(isinstance(part, Random))
+        low, high = least, self.count(n)
+        while low < high:  # the least size that reaches the density
+            middle = (low + high) // 2
+            low, high = (low, middle) if sized(middle).density(n, causal) >= density else (middle + 1, high)
+        near = [sized(size) for size in (low - 1, low) if size >= least]
+        return min(near, key=lambda p: abs(p.density(n, causal) - density))
+
+    def to_dict(self) -> dict:
+        parts = [{"part": type(p).__name__.lower()} | asdict(p) for p in self.parts]
+        parts = [{k: list(v) if isinstance(v, tuple) else v for k, v in part.items()} for part in parts]
+        return {"kind": "block_sparse", "parts": parts, "block_size": self.block_size}
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> BlockSparse:
+        """What ``to_dict`` wrote, without its kind."""
+        if not isinstance(fields, dict) or fields.keys() - cls.__dataclass_fields__.keys():
+            raise ValueError(f"a block-sparse pattern has parts and block_size alone, got {shown(fields)}")
+        parts = fields.get("parts", ())
+        return cls(**fields | {"parts": [restored(x) for x in parts] if isinstance(parts, list | tuple) else parts})
+
+    def __str__(self) -> str:
+        return f"blocks of {self.block_size}: {', '.join(map(described, self.parts))}"
+
+
+def sliding_window(before: int, *, block_size: int = 128) -> BlockSparse:
+    """``before`` blocks either way: a sliding window of (2 before + 1) * block_size positions."""
+    return BlockSparse([Window(before)], block_size)
+
+
+def local_global(before: int, count: int, *, block_size: int = 128) -> BlockSparse:
+    """A sliding window and global blocks: Longformer (Beltagy et al. 2020, arXiv 2004.05150) in blocks."""
+    return BlockSparse([Window(before), Global(count)], block_size)
+
+
+longformer = local_global
+
+
+def bigbird(before: int, count: int, random: int, *, seed: int = 0, block_size: int = 64) -> BlockSparse:
+    """Window, global and random blocks (Zaheer et al. 2020, arXiv 2007.14062)."""
+    return BlockSparse([Window(before), Global(count), Random(random, seed)], block_size)
+
+
+def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> BlockSparse:
+    """Fine near and coarse far: for each (stride, reach) the blocks at multiples of stride within reach, and itself.
+
+    >>> hierarchical([(1, 1), (4, 8)], block_size=16).blocks(256)[9].nonzero().flatten().tolist()
+    [4, 8, 9, 10, 12]
+    """
+    pairs = isinstance(levels, list | tuple) and all(isinstance(x, list | tuple) and len(x) == 2 for x in levels)
+    if not pairs:
+        raise ValueError(f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {shown(levels)}")
+    return BlockSparse([Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size)
+
+
+def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
+    """The pattern of a bool mask of blocks (blocks, blocks), queries by keys."""
+    return BlockSparse([of_mask(mask)], block_size)

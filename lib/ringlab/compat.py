@@ -1,0 +1,389 @@
+"""What the published systems share: their arguments, checked, and the engine's call that these come to.
+
+The published systems by their published names and constructor arguments, each a row over the engine.
+
+All of them compute head-group dilated attention: group i of the heads runs branch i, with offset i mod r, and nothing
+is divided by the number of groups. They differ in how it is executed and in how ranks share it, and are equal in value;
+only along a Hilbert curve the pattern itself is another.
+
+The published block-sparse systems: the published arguments over one engine, equal in value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import isqrt
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from . import hardware, kernels, memory, ring
+from .advise import Advice, Auto
+from .attention import attention, check_tensors
+from .block_patterns import BlockSparse, Segment, sliding_window
+from .checks import LARGEST, flag, float_dtype, positive, positive_ints, real, shown
+from .engine import Execution
+from .engine.chunked import Ladder
+from .patterns import Dilated
+from .ring import Simulated, group_size
+
+FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
+FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
+NO_MASK, NO_DROPOUT = "masks are not arguments; use is_causal=True", "attention dropout is not supported"
+REFUSED = {
+    "sparsity_ratio": "it changed nothing in the original; state a density",
+    **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
+    "need_weights": "the attention weights are never formed",
+    **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), NO_DROPOUT),
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "key_padding_mask"), NO_MASK),
+}
+
+
+class PublishedAttention(nn.Module):
+    """What the published modules share: no parameters, ``forward(q, k, v, is_causal=False)`` on (b, n, h, d) tensors.
+
+    q, k and v have one dtype; computes in ``dtype`` (None: that of the inputs) and returns that of the inputs.
+    ``.half()``, ``.to(dtype)`` and ``.to(device)`` change ``dtype`` and ``device`` like those of a module with weights.
+    ``use_flash_attention=False`` keeps to kernels without flash. ``memory_pool_threshold_mb`` is in MiB.
+    The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this rank's shards), or a
+    ``ring_size``, which is simulated on one device. ``config="auto"`` runs the same function by the backend, scheme and
+    execution that advice chooses for each shape, instead of those that name this system; switches that are given stay.
+    With an ``Advice`` they are taken from it, and the dtype where the system chooses it. ``.advice`` is the last taken.
+    Raises TypeError for an argument that this system does not have, ValueError for bad values, NotImplementedError for
+    several ring members in a system of one device.
+
+    >>> from ringlab import DilatedAttention
+    >>> DilatedAttention([4, 8], [1, 2]).to(torch.bfloat16).dtype
+    torch.bfloat16
+    """
+
+    gather = False  # index-select copies instead of strided views
+    scheme: str | None = None  # how ranks share the work; None: one device
+    backend: str | tuple[str, ...] = "auto"
+    auto_dtype = False  # dtype=None means the hardware's best, not the inputs' own
+
+    def __init__(
+        self,
+        segment_lengths,
+        dilation_rates,
+        ring_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        use_pattern_cache: bool = True,
+        enable_memory_pool: bool = False,
+        memory_pool_threshold_mb: float = 16.0,
+        use_flash_attention: bool = True,
+        use_gradient_checkpointing: bool = False,
+        block_size: int | None = None,
+        density: float | None = None,
+        group=None,
+        config: str | Advice | None = None,
+        **refused,
+    ):
+        super().__init__()
+        name = type(self).__name__
+        for argument, value in refused.items():
+            if REFUSED.get(argument) is not NO_DROPOUT or value != 0:  # no dropout is what there is
+                raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
+        if ring_size is not None:
+            positive("ring_size", ring_size)
+        if self.scheme is None and (group is not None or ring_size not in (None, 1)):
+            raise NotImplementedError(f"{name} runs on one device: ring_size must be 1 and group None")
+        if group is not None and ring_size not in (None, size := ring.group_size(group)):
+            raise ValueError(f"ring_size is {ring_size}, the group has {size} ranks")
+        mb = memory_pool_threshold_mb
+        if not real(mb) or not 0 <= mb < float("inf"):
+            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {shown(mb)}")
+        if dtype is not None:
+            float_dtype(dtype)
+        switches = {
+            "use_pattern_cache": use_pattern_cache,
+            "enable_memory_pool": enable_memory_pool,
+            "use_flash_attention": use_flash_attention,
+            "use_gradient_checkpointing": use_gradient_checkpointing,
+        }
+        for argument, value in switches.items():
+            flag(argument, value)
+        self.pattern = self._made_pattern(segment_lengths, dilation_rates, block_size, density)
+        self.device = None if device is None else kernels.device_of(device)
+        self.auto = None if config is None else Auto(config)
+        if dtype is None and self.auto_dtype:
+            dtype = self._policy_dtype() if self.advice is None else self.advice["dtype"]
+        self.dtype = dtype
+        self.group = Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
+        self.chain = self.backend if use_flash_attention else FALLBACK
+        self.use_gradient_checkpointing = use_gradient_checkpointing
+        pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
+        self.execution = Execution(gather=self.gather, cache=use_pattern_cache, pool=pool)
+        if self.auto is not None:  # what names the system is left open, what was asked for is not
+            self.chain = "auto" if use_flash_attention else FALLBACK
+            self.execution = replace(self.execution, gather=False)
+            self.scheme = self.scheme and "auto"
+
+    def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
+        for argument, value in (("block_size", block_size), ("density", density)):
+            if value is not None:
+                name = type(self).__name__
+                raise TypeError(f"{name} cannot honour {argument!r}: it belongs to the block-sparse systems")
+        return Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
+
+    def _policy_dtype(self) -> torch.dtype:
+        on_gpu = torch.cuda.is_available() if self.device is None else self.device.type == "cuda"
+        return hardware.default_dtype(torch.cuda.get_device_capability(self.device) if on_gpu else None)
+
+    def _apply(self, fn, recurse=True):
+        """Follow ``.half()``, ``.to(...)`` and their like: there are no weights, so empty tensors show what fn does."""
+        super()._apply(fn, recurse)
+        own = self.device or torch.device("cpu")
+        made = [fn(torch.empty(0, dtype=dtype, device=own)) for dtype in (torch.float32, torch.float64)]
+        if made[0].dtype == made[1].dtype:
+            float_dtype(made[0].dtype)
+            self.dtype = made[0].dtype
+        if made[0].device.type != own.type or made[0].device.index != own.index is not None:
+            self.device = made[0].device
+        return self
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **refused) -> Tensor:
+        """Attention over (b, n, h, d) tensors; returns (b, n, h, d) in the inputs' dtype."""
+        name = type(self).__name__
+        for argument in refused:
+            raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
+        check_tensors(q, k, v)
+        flag("is_causal", is_causal)
+        own = self.device or q.device
+        if own.type != q.device.type or (own.type == "cuda" and own.index not in (None, q.device.index)):
+            raise ValueError(f"{name} is on {self.device}, the input on {q.device}")
+        if self.dtype is not None and q.dtype == torch.float64 != self.dtype:
+            raise ValueError(f"{name} computes in {self.dtype}: for float64 pass dtype=torch.float64 or call .double()")
+        args = [t if self.dtype is None else t.to(self.dtype) for t in (q, k, v)]
+        if self.use_gradient_checkpointing and torch.is_grad_enabled():
+            out = checkpoint(self._attend, *args, is_causal, use_reentrant=False)
+        else:
+            out = self._attend(*args, is_causal)
+        return out.to(q.dtype)
+
+    def _attend(self, q, k, v, is_causal):
+        return self._attend_to(self.pattern, q, k, v, is_causal)
+
+    def _attend_to(self, pattern, q, k, v, is_causal):
+        options = {"causal": is_causal, "backend": self.chain, "execution": self.execution}
+        options |= self._ranks(q.shape[1])
+        if self.auto is not None:
+            options = self.auto.fill(options, pattern, q, k)
+        return attention(q, k, v, pattern, **options)
+
+    @property
+    def advice(self) -> Advice | None:
+        """The advice that the last call followed; None before, or without ``config``."""
+        return self.auto and self.auto.advice
+
+    def _ranks(self, rows: int) -> dict:
+        """Arguments for ``attention`` that say who shares q, k, v of so many rows."""
+        return {} if self.group is None else {"group": self.group, "scheme": self.scheme}
+
+    def backends(self, device: torch.device | str = "cpu", head_dim: int = 64) -> list[tuple]:
+        """(kernel, runs, reason for a refusal, chosen) along this module's chain, each link probed by a call."""
+        dtype = self.dtype or torch.float32
+        rows = kernels.table(device, dtype, head_dim)
+        chosen = kernels.choose(device, dtype, head_dim, backward=True, backend=self.chain).name
+        return [(name, runs, why, name == chosen) for name, runs, why, _ in rows]
+
+    def extra_repr(self) -> str:
+        said = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
+        return said if self.auto is None else f"{said}, {self.auto}"
+
+
+class DilatedAttention(PublishedAttention):
+    """Dilated attention by gathering each group's rows: the published definition, without its double dropout.
+
+    >>> import torch
+    >>> DilatedAttention([4, 8], [1, 2])(*[torch.randn(1, 16, 2, 8)] * 3).shape
+    torch.Size([1, 16, 2, 8])
+    """
+
+    gather = True
+
+
+class ImprovedDilatedAttention(PublishedAttention):
+    """The same function through strided views. (The original attended over the heads of each position.)
+
+    >>> import torch
+    >>> q = torch.randn(1, 16, 2, 8); a, b = DilatedAttention([4, 8], [1, 2]), ImprovedDilatedAttention([4, 8], [1, 2])
+    >>> torch.allclose(a(q, q, q), b(q, q, q), atol=1e-6)
+    True
+    """
+
+
+class RingDilatedAttentionV2(PublishedAttention):
+    """The ring simulated on one device, any ``ring_size``: K/V shards hop from rank to rank.
+
+    >>> import torch
+    >>> q = torch.randn(1, 16, 2, 8); a, b = (RingDilatedAttentionV2([8, 16], [1, 2], ring_size=p) for p in (1, 4))
+    >>> torch.allclose(a(q, q, q), b(q, q, q), atol=1e-6)
+    True
+    """
+
+    scheme = "ring"
+
+
+class RingDilatedAttentionV2Collective(PublishedAttention):
+    """Every rank gathers K and V; on one device, as in document 000, there is nothing to gather and no ring code runs.
+
+    >>> import torch
+    >>> RingDilatedAttentionV2Collective([4, 8], [1, 2], dtype=torch.float32)(*[torch.randn(1, 16, 2, 8)] * 3).shape
+    torch.Size([1, 16, 2, 8])
+    """
+
+    scheme = "all_gather"
+
+
+class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
+    """The ring by asynchronous point-to-point messages into buffers of their own; no ring code runs on one device."""
+
+
+class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
+    """Flash kernels first, then xformers, SDPA, standard; dtype chosen by the hardware policy, an explicit one wins.
+
+    >>> RingDilatedAttentionV2Flash([4, 8], [1, 2], device="cpu").dtype
+    torch.float32
+    """
+
+    backend = FLASH + FALLBACK
+    auto_dtype = True
+
+
+class RingDilatedAttentionProduction(RingDilatedAttentionV2):
+    """The ring with gradient checkpointing and the memory pool, unless said otherwise, and with smaller tiles where
+    memory runs out.
+
+    >>> RingDilatedAttentionProduction([4, 8], [1, 2], use_gradient_checkpointing=False).execution.tile
+    Ladder((2048, 512, 128), level=0)
+    """
+
+    def __init__(self, segment_lengths, dilation_rates, ring_size: int | None = None, **options):
+        defaults = {"use_gradient_checkpointing": True, "enable_memory_pool": True}
+        super().__init__(segment_lengths, dilation_rates, ring_size, **defaults | options)
+        self.execution = replace(self.execution, tile=Ladder())
+
+    def agree(self) -> None:
+        """Let all ranks take the smallest tile that one has come to; call it on every rank, between two steps."""
+        if self.group is not None and not isinstance(self.group, Simulated):
+            self.execution.tile.agree(self.group)
+
+
+class RingDilatedAttentionHybrid(RingDilatedAttentionV2):
+    """Ring hops with segment-wise dilation inside each hop, accumulated by log-sum-exp."""
+
+
+class RingDilatedAttentionSDPA(RingDilatedAttentionV2):
+    """The ring on torch's own SDPA kernels alone."""
+
+    backend = "sdpa"
+
+
+class RingDilatedAttentionCorrect(RingDilatedAttentionV2):
+    """The ring on the plain eager kernel, with the right split of the sequence: the reference of the ring systems."""
+
+    backend = "eager"
+
+
+class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
+    """The pattern along a Hilbert curve over the most nearly square grid whose cells are the sequence, row by row.
+
+    On one device, or a ``ring_size`` simulated on it. Raises ValueError for ``is_causal=True``: steps of the curve are
+    not in time order.
+
+    >>> import torch
+    >>> RingDilatedAttentionHilbertGPUOptimized([4, 8], [1, 2], ring_size=2)(*[torch.randn(1, 16, 2, 8)] * 3).shape
+    torch.Size([1, 16, 2, 8])
+    """
+
+    scheme = "plan"
+
+    def _ranks(self, rows: int) -> dict:
+        if self.group is not None and not isinstance(self.group, Simulated):
+            raise NotImplementedError(f"{type(self).__name__} takes ring_size: over a group, pass attention a layout")
+        height = max(h for h in range(1, isqrt(rows) + 1) if rows % h == 0)
+        group = self.group or Simulated(1)
+        return {"group": group, "scheme": self.scheme, "layout": ring.hilbert(height, rows // height, group.ranks)}
+
+
+class BlockSparseRingDilatedAttention(PublishedAttention):
+    """Block-sparse attention, a call for each block of queries: the published definition, with one softmax per row.
+
+    Takes one of: ``segment_lengths`` and ``dilation_rates``, which then dilate blocks (each length a multiple of
+    ``block_size``, each rate in blocks); ``density`` in (0, 1], for which the window of blocks is solved that comes
+    nearest, at each sequence length; or ``pattern``, a ``ringlab.BlockSparse``. ``block_size`` is 128 unless said.
+    Raises ValueError for none or several of them and for lengths that are no multiple.
+
+    >>> import torch
+    >>> q = torch.randn(1, 64, 2, 8); a = BlockSparseRingDilatedAttention([32], [2], block_size=8)
+    >>> torch.allclose(a(q, q, q), BlockSparseOptimized([32], [2], block_size=8)(q, q, q), atol=1e-6)
+    True
+    """
+
+    blocks = "rows"
+    scheme = "plan"
+
+    def __init__(self, segment_lengths=None, dilation_rates=None, ring_size=None, *, pattern=None, **options):
+        self.given = pattern
+        super().__init__(segment_lengths, dilation_rates, ring_size, **options)
+        if self.auto is None:
+            self.execution = replace(self.execution, blocks=self.blocks)
+
+    def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
+        name = type(self).__name__
+        segments = segment_lengths is not None or dilation_rates is not None
+        if segments + (density is not None) + (self.given is not None) != 1:
+            raise ValueError(f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them")
+        self.density, size = density, positive("block_size", 128 if block_size is None else block_size, most=LARGEST)
+        if self.given is not None:
+            if not isinstance(self.given, BlockSparse):
+                raise ValueError(f"{name}: pattern must be a BlockSparse, got {shown(self.given)}")
+            if block_size is not None:
+                raise ValueError(f"{name}: the pattern has its own block size, {self.given.block_size}")
+            return self.given
+        if density is not None:
+            window = sliding_window(0, block_size=size)
+            window.with_density(density, size)  # raises what is wrong with it now, not at the first call
+            return window
+        lengths = positive_ints("segment_lengths", segment_lengths)
+        rates = positive_ints("dilation_rates", dilation_rates)
+        if len(lengths) != len(rates):
+            raise ValueError(f"segment_lengths and dilation_rates differ in length: {len(lengths)} and {len(rates)}")
+        for length in lengths:
+            if length % size:
+                raise ValueError(f"{name}: segment length {length} is no multiple of the block size {size}")
+        return BlockSparse([Segment(w // size, r) for w, r in zip(lengths, rates)], size)
+
+    def pattern_for(self, n: int, causal: bool = False) -> BlockSparse:
+        """The pattern over ``n`` positions: the one given, or the window whose density is nearest to that asked for."""
+        positive("n", n, most=LARGEST)
+        flag("causal", causal)
+        return self.pattern if self.density is None else _solved(self.pattern, self.density, n, causal)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.density is None else f", density={self.density}")
+
+    def _attend(self, q, k, v, is_causal):
+        shards = 1 if self.group is None or isinstance(self.group, Simulated) else group_size(self.group)
+        return self._attend_to(self.pattern_for(q.shape[1] * shards, is_causal), q, k, v, is_causal)
+
+
+class BlockSparseOptimized(BlockSparseRingDilatedAttention):
+    """The same with the blocks of all rows that see equally many copied together, a call for each such number."""
+
+    blocks = "batched"
+
+
+class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
+    """The same with the probabilities in a ``torch.sparse`` BSR tensor, in float32 or float64."""
+
+    blocks = "bsr"
+
+
+@lru_cache(maxsize=64)
+def _solved(pattern: BlockSparse, density: float, n: int, causal: bool) -> BlockSparse:
+    return pattern.with_density(density, n, causal)

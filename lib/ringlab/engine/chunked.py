@@ -1,0 +1,152 @@
+"""Attention in tiles, with scores of tile x tile at a time, and a ladder of smaller tiles for when memory runs out.
+
+A tile is a kernel call on some queries and some keys; results join by log-sum-exp, and each tile's backward is exact
+with the final (out, lse). All of it happens inside one call of a kernel: what ranks send each other does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checks import shown, whole
+from ..kernels.base import Kernel, wide
+from ..tracking import is_out_of_memory
+from .execute import merge_
+
+TILES = (2048, 512, 128)
+
+
+class Ladder:
+    """The tile in use: none at first, and the next smaller one each time memory runs out.
+
+    A step down stays, since what did not fit once will not fit again. ``tiles``: rows, from large to small.
+
+    >>> ladder = Ladder((512, 64))
+    >>> ladder.tile is None, ladder
+    (True, Ladder((512, 64), level=0))
+    """
+
+    def __init__(self, tiles: tuple[int, ...] = TILES):
+        if not isinstance(tiles, Sequence) or not tiles or not all(map(whole, tiles)):
+            raise ValueError(f"Ladder: tiles must be positive integers, got {shown(tiles)}")
+        if list(tiles) != sorted(set(tiles), reverse=True):
+            raise ValueError(f"Ladder: each tile must be smaller than the one before, got {tiles!r}")
+        self.tiles, self.level = tuple(tiles), 0
+
+    def __repr__(self) -> str:
+        return f"Ladder({self.tiles}, level={self.level})"
+
+    @property
+    def tile(self) -> int | None:
+        """Rows of a tile now; None: no tiles."""
+        return self.tiles[self.level - 1] if self.level else None
+
+    def run(self, attempt: Callable):
+        """``attempt(tile)``, again with smaller tiles for as long as memory runs out; it must change nothing outside.
+
+        Raises what the smallest tile raised, with a note of the tiles tried, and at once what is no lack of memory.
+        """
+        while True:
+            level = self.level
+            try:
+                return attempt(self.tile)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if level == len(self.tiles):
+                    error.add_note(f"out of memory without tiles and with tiles of {', '.join(map(str, self.tiles))}")
+                    raise
+            self.level = max(self.level, level + 1)  # only here is what the failed attempt held free again
+
+    def agree(self, group: dist.ProcessGroup | dist.DeviceMesh) -> None:
+        """Take the smallest tile that any rank has come to; a collective, for all ranks between two steps.
+
+        Values and messages are the same at every level, so ranks that never agree are right too, only uneven.
+        """
+        pg = group.get_group() if isinstance(group, dist.DeviceMesh) else group
+        levels = [0] * dist.get_world_size(pg)
+        dist.all_gather_object(levels, self.level, group=pg)
+        self.level = max(levels)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A kernel whose calls form at most tile x tile scores at a time, over all batch entries and heads.
+
+    >>> from .kernels import KERNELS
+    >>> q, k, v = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64).unbind()
+    >>> (a, _), (b, _) = (f.forward(q, k, v, True, 1.0) for f in (KERNELS["eager"], Tiled(KERNELS["eager"], 16)))
+    >>> torch.allclose(a, b, rtol=1e-12)
+    True
+    """
+
+    kernel: Kernel
+    tile: int | Ladder
+
+    def forward(self, q, k, v, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """As ``Kernel.forward``."""
+        return self._run(_forward, q, k, v, causal, scale)
+
+    def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, ...]:
+        """As ``Kernel.backward``."""
+        return self._run(_backward, dout, q, k, v, out, lse, causal, scale)
+
+    def _run(self, passes: Callable, *args):
+        if isinstance(self.tile, Ladder):
+            return self.tile.run(lambda tile: passes(self.kernel, tile, *args))
+        return passes(self.kernel, self.tile, *args)
+
+
+def _forward(kernel: Kernel, tile: int | None, q, k, v, causal, scale):
+    if _fits(q, k, tile):
+        return kernel.forward(q, k, v, causal, scale)
+    b, m, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device)
+    lse = torch.empty(b, heads, m, dtype=out.dtype, device=q.device)
+    for batch, rows, cols, head in _tiles(q, k, tile, causal):
+        mine, theirs = (batch, rows, head), (batch, cols, head)
+        o, l = kernel.forward(q[mine], k[theirs], v[theirs], causal and rows == cols, scale)
+        if cols.start == 0:
+            out[mine] = o
+            lse[batch, head, rows] = l
+        else:
+            merge_(out[mine], lse[batch, head, rows], o, l)
+    return out, lse
+
+
+def _backward(kernel: Kernel, tile: int | None, dout, q, k, v, out, lse, causal, scale):
+    if _fits(q, k, tile):
+        return kernel.backward(dout, q, k, v, out, lse, causal, scale)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v))
+    for batch, rows, cols, head in _tiles(q, k, tile, causal):
+        mine, theirs = (batch, rows, head), (batch, cols, head)
+        reads = dout[mine], q[mine], k[theirs], v[theirs], out[mine], lse[batch, head, rows]
+        found = kernel.backward(*reads, causal and rows == cols, scale)
+        for grad, where, part in zip((dq, dk, dv), (mine, theirs, theirs), found):
+            grad[where] += part
+    return dq, dk, dv
+
+
+def _fits(q: Tensor, k: Tensor, tile: int | None) -> bool:
+    b, m, heads, _ = q.shape
+    return tile is None or b * heads * m * k.shape[1] <= tile * tile
+
+
+def _tiles(q: Tensor, k: Tensor, tile: int, causal: bool) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """(batch, queries, keys, heads) of each tile; keys in order for the same queries, those all hidden left out."""
+    (b, m, heads, _), m_k = q.shape, k.shape[1]
+    pairs = tile * tile // (min(m, tile) * min(m_k, tile))  # short rows: several heads, then batch entries, at a time
+    for batch in _cuts(b, max(1, pairs // heads)):
+        for head in _cuts(heads, pairs):
+            for rows in _cuts(m, tile):
+                for cols in _cuts(rows.stop if causal else m_k, tile):
+                    yield batch, rows, cols, head
+
+
+def _cuts(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))

@@ -1,0 +1,286 @@
+"""Block-sparse attention by torch.sparse: the probabilities of one batch entry and head are a BSR tensor.
+
+Scores and one softmax per row are formed on the seen blocks alone, by dense calls on copied blocks, for torch has
+neither for BSR tensors; every product with the probabilities or their gradient is torch's own, on a CPU by MKL. Memory
+grows with the seen pairs of one head. Only full precision: torch multiplies no half-precision BSR tensors on a CPU.
+
+Block-sparse attention by torch's FlexAttention, compiled (Dong et al. 2024, arXiv 2412.05496): the forward alone.
+
+A kernel is compiled once for each device, dtype and shape; the pattern is data. Its backward is that of views, which
+takes the final out and lse of whatever made them. On a CPU torch's kernel returns no log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from math import lcm
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._triton import has_triton
+
+from ..block_patterns import BlockSparse
+from ..kernels.base import wants_dtype
+
+BSR_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where the seen blocks of n positions lie, by rows of blocks; a short last block counts as a whole one.
+
+    ``order`` sorts them by columns, which are the rows of the transposed tensor.
+    """
+
+    n: int
+    size: int
+    rows: Tensor  # (seen,)
+    cols: Tensor  # (seen,)
+    starts: Tensor  # (blocks + 1,) where each row of blocks begins
+    order: Tensor  # (seen,)
+    starts_by_column: Tensor  # (blocks + 1,)
+
+    def cut(self, t: Tensor) -> Tensor:
+        """t (n, d) as whole blocks (blocks, size, d), contiguous; zeros behind the last row."""
+        blocks = len(self.starts) - 1
+        return F.pad(t, (0, 0, 0, blocks * self.size - self.n)).reshape(blocks, self.size, -1)
+
+    def times(self, values: Tensor, t: Tensor) -> Tensor:
+        """The BSR tensor of ``values`` (seen, size, size) times the blocks t (blocks, size, d), as (n, d)."""
+        return self._product(self.starts, self.cols, values, t)
+
+    def transposed_times(self, values: Tensor, t: Tensor) -> Tensor:
+        """The same with the transposed BSR tensor: its blocks in another order, each transposed."""
+        turned = values.mT.index_select(0, self.order)  # (seen, size, size), contiguous
+        return self._product(self.starts_by_column, self.rows[self.order], turned, t)
+
+    def _product(self, starts: Tensor, cols: Tensor, values: Tensor, t: Tensor) -> Tensor:
+        _spend_warning()
+        dense = t.flatten(0, 1)  # (blocks * size, d)
+        size = (len(dense), len(dense))
+        matrix = torch.sparse_bsr_tensor(starts, cols, values, size, check_invariants=False)
+        return (matrix @ dense)[: self.n]
+
+
+@cache
+def _spend_warning() -> None:
+    """torch warns once in a process that BSR tensors are in beta; here that once is, silently."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse BSR tensor support is in beta state", UserWarning)
+        torch.sparse_bsr_tensor([0, 1], [0], [[[1.0]]], (1, 1), check_invariants=False)
+
+
+def bsr_prepare(pattern: BlockSparse, n: int, causal: bool = False, device: torch.device | str = "cpu") -> Index:
+    """The index of ``n`` positions of queries and of keys.
+
+    >>> from ringlab.block_patterns import sliding_window
+    >>> index = bsr_prepare(sliding_window(1, block_size=4), 10, causal=True)
+    >>> index.starts.tolist(), index.cols.tolist(), index.order.tolist()
+    ([0, 1, 3, 5], [0, 0, 1, 1, 2], [0, 1, 2, 3, 4])
+    """
+    seen = pattern.blocks(n)
+    seen = (seen.tril() if causal else seen).to(device)
+    rows, cols = seen.nonzero().unbind(1)
+    starts, by_column = (F.pad(seen.sum(axis).cumsum(0), (1, 0)) for axis in (1, 0))
+    return Index(n, pattern.block_size, rows, cols, starts, cols.argsort(stable=True), by_column)
+
+
+def bsr_forward(q, k, v, index: Index, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) and lse (b, h, n) in q's dtype; q (b, n, h, d), k and v (b, n, h_kv, d).
+
+    ``index`` was prepared with the same ``causal``.
+    """
+    _refuse(q.dtype)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+    for i, h, kv in _heads(q, k):
+        probs = _scores(index.cut(q[i, :, h]), index.cut(k[i, :, kv]), index, causal, scale)  # (seen, size, size)
+        top = _by_row(probs.amax(2), "max", -torch.inf, index)  # (blocks, size)
+        probs.sub_(top[index.rows].unsqueeze(2)).exp_()
+        total = _by_row(probs.sum(2), "sum", 0.0, index)  # (blocks, size)
+        probs.div_(total[index.rows].unsqueeze(2))
+        out[i, :, h] = index.times(probs, index.cut(v[i, :, kv]))
+        lse[i, h] = (top + total.log()).flatten()[: index.n]  # -inf for a row without blocks
+    return out, lse
+
+
+def bsr_backward(dout, q, k, v, out, lse, index: Index, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (b, n, h, d), dk, dv (b, n, h_kv, d) with the final out and lse (b, h, n)."""
+    _refuse(q.dtype)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    for i, h, kv in _heads(q, k):
+        q_, k_, v_, dout_ = (index.cut(t) for t in (q[i, :, h], k[i, :, kv], v[i, :, kv], dout[i, :, h]))
+        delta = (dout[i, :, h] * out[i, :, h]).sum(-1, keepdim=True)  # (n, 1)
+        probs = _scores(q_, k_, index, causal, scale)  # (seen, size, size)
+        # Rows behind the last get finite ones, and add nothing: their dout, q and delta are 0.
+        probs.sub_(index.cut(lse[i, h, :, None])[index.rows]).exp_()
+        dv[i, :, kv] += index.transposed_times(probs, dout_)
+        # In blocks of one a row may see one key alone, with gradient 0: sum as delta does, so that it is, unrounded.
+        at_q, at_k = dout_[index.rows], v_[index.cols]  # (seen, size, d)
+        grads = torch.bmm(at_q, at_k.mT) if index.size > 1 else (at_q * at_k).sum(-1, keepdim=True)
+        del at_q, at_k
+        grads.sub_(index.cut(delta)[index.rows]).mul_(probs).mul_(scale)
+        del probs  # before the next copy is made
+        dq[i, :, h] = index.times(grads, k_)
+        dk[i, :, kv] += index.transposed_times(grads, q_)
+    return dq, dk, dv
+
+
+def _refuse(dtype: torch.dtype) -> None:
+    why = wants_dtype(dtype, BSR_DTYPES)
+    if why:
+        raise NotImplementedError(f"blocks='bsr' {why}")
+
+
+def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(batch entry, head, its K/V head), one after the other."""
+    group = q.shape[2] // k.shape[2]
+    for i in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            yield i, h, h // group
+
+
+def _scores(q: Tensor, k: Tensor, index: Index, causal: bool, scale: float) -> Tensor:
+    """The scores (seen, size, size) of q, k (blocks, size, d); -inf for later keys and for those behind the last."""
+    scores = torch.bmm(q[index.rows], k[index.cols].mT).mul_(scale)
+    if causal:
+        square = index.rows == index.cols  # (seen,)
+        later = scores.new_ones(scores.shape[1:], dtype=torch.bool).triu(1)  # (size, size)
+        scores[square] = scores[square].masked_fill_(later, -torch.inf)
+    blocks = len(index.starts) - 1
+    behind = blocks * index.size - index.n
+    if behind:
+        scores[index.cols == blocks - 1, :, -behind:] = -torch.inf
+    return scores
+
+
+def _by_row(t: Tensor, how: str, nothing: float, index: Index) -> Tensor:
+    """t (seen, size) reduced over the blocks of each row as (blocks, size); ``nothing`` where there are none."""
+    return torch.segment_reduce(t, how, offsets=index.starts, axis=0, initial=nothing)
+
+
+FLEX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GPU_TILE = 128  # a tile of the mask holds whole tiles of the kernel
+SHAPES = 256  # kernels that a process may compile; beyond torch's own limit of 8 it would form n x n scores instead
+
+
+@dataclass(frozen=True)
+class Mask:
+    """torch's mask of tiles ``blocks``, a ``BlockMask``, and the table of blocks that it reads in cut ones, if any."""
+
+    blocks: object
+    seen: Tensor | None
+
+
+def refusal(device: torch.device | str, dtype: torch.dtype, head_dim: int = 64) -> str | None:
+    """Why it cannot run here, in one line; None where it can.
+
+    >>> refusal("cpu", torch.float64)
+    'takes float32, float16, bfloat16, not float64'
+    """
+    why, kind = wants_dtype(dtype, FLEX_DTYPES), torch.device(device).type
+    if why:
+        return why
+    if kind == "cpu":
+        if shutil.which("g++") is None:
+            return "needs a C++ compiler on a CPU, g++ is not there"
+        return None if torch.cpu._is_avx2_supported() else "needs AVX2 on a CPU"
+    if head_dim < 16:
+        return f"needs a head_dim of 16 at least on a GPU, got {head_dim}"
+    return None if has_triton() else "needs Triton and compute capability 7.0 on a GPU"
+
+
+def require(q: Tensor) -> None:
+    """Raise NotImplementedError with what ``refusal`` says of q (b, n, h, d), if anything."""
+    why = refusal(q.device, q.dtype, q.shape[3])
+    if why:
+        raise NotImplementedError(f"blocks='flex' {why}")
+
+
+def flex_prepare(
+    pattern: BlockSparse, n: int, causal: bool = False, device: torch.device | str = "cpu", tile: int | None = None
+) -> Mask:
+    """The mask of ``n`` positions of queries and of keys; its memory grows with the square of the number of blocks.
+
+    ``tile``: positions of a tile, a multiple of the block size; by default one block, on a GPU as many as make it one
+    of 128. Tiles that are seen in part are cut by a table of blocks.
+
+    >>> from ringlab.block_patterns import sliding_window
+    >>> mask = flex_prepare(sliding_window(1, block_size=16), 100, causal=True).blocks
+    >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()  # diagonal, and wholly seen
+    ([[[1, 1, 1, 1, 1, 1, 1]]], [[[0, 1, 1, 1, 1, 1, 1]]])
+    """
+    from torch.nn.attention.flex_attention import BlockMask  # brings the compiler with it
+
+    size, device = pattern.block_size, torch.device(device)
+    tile = tile or (size if device.type == "cpu" else lcm(size, GPU_TILE))
+    seen = pattern.blocks(n)
+    some, all_ = (_pooled(seen, tile // size, whole) for whole in (False, True))  # (tiles, tiles)
+    if causal:
+        some, all_ = some.tril(), all_.tril(-1)
+    table = None if tile == size else seen.to(device)
+
+    def shown(b, h, q, k):
+        later = k > q
+        if table is None:  # only the causal diagonal is cut
+            return ~later
+        here = table[q // size, k // size]
+        return here & ~later if causal else here
+
+    parts = [t.to(device) for mask in (some & ~all_, all_) for t in _listed(mask)]
+    return Mask(BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=tile, mask_mod=shown, seq_lengths=(n, n)), table)
+
+
+def flex_forward(q, k, v, mask: Mask, scale: float, with_lse: bool = False) -> tuple[Tensor, Tensor | None]:
+    """out (b, n, h, d) and, where it is asked for and the device gives it, lse (b, h, n) in fp32.
+
+    q is (b, n, h, d), k and v (b, n, h_kv, d). Compiled at the first call of a shape.
+    """
+    import torch._dynamo
+
+    with_lse = with_lse and q.device.type != "cpu"
+    grouped = q.shape[2] != k.shape[2]
+    views = [t.detach().transpose(1, 2) for t in (q, k, v)]  # (b, h, n, d)
+    # Under a dispatch mode, as a memory tracker is one, nothing would be compiled: it sees the results alone.
+    watched = torch._C._len_torch_dispatch_stack() > 0
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=SHAPES):
+        with _disable_current_modes() if watched else nullcontext():
+            found = _compiled(with_lse)(*views, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
+    out, lse = found if with_lse else (found, None)
+    return (out.clone() if watched else out).transpose(1, 2).contiguous(), lse
+
+
+@cache
+def _compiled(with_lse: bool):
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def call(q, k, v, **options):
+        if not with_lse:
+            return flex_attention(q, k, v, **options)
+        out, more = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
+        return out, more.lse
+
+    return torch.compile(call, dynamic=False, fullgraph=True)  # whole or not at all: never n x n scores in silence
+
+
+def _pooled(seen: Tensor, width: int, whole: bool) -> Tensor:
+    """Whether all or some of each ``width`` x ``width`` blocks are seen; those behind the last count as the others."""
+    if width == 1:
+        return seen
+    behind = -len(seen) % width
+    seen = F.pad(seen, (0, behind, 0, behind), value=whole)
+    tiles = seen.unflatten(1, (-1, width)).unflatten(0, (-1, width))  # (tiles, width, tiles, width)
+    return tiles.all(3).all(1) if whole else tiles.any(3).any(1)
+
+
+def _listed(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles each row sees (1, 1, tiles), and which, these first (1, 1, tiles, tiles), as torch lists them."""
+    order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return mask.sum(1).int()[None, None], order.int()[None, None]

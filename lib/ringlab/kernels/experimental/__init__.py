@@ -1,0 +1,1 @@
+"""Kernel variants that were never measured. Nothing here runs unless it is asked for."""

@@ -1,0 +1,239 @@
+"""Attention by matrix products with materialised scores: the textbook form, and the fast form for short segments.
+
+torch's flash kernel for the CPU, with its log-sum-exp and backward.
+
+torch's CUDA kernels behind ``scaled_dot_product_attention``: cuDNN, flash and memory-efficient, by their own ops.
+
+All three read strided views without a copy as long as the last dimension is contiguous.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .base import HALF, needs_bf16, needs_cuda, to_bhmd, wants_dtype, wide
+
+
+class Eager:
+    """Scores, softmax, product, in fp32 or wider; runs everywhere, memory grows with m^2.
+
+    With ``tile_bytes`` the batch is walked in pieces whose scores stay about that large, so they stay in cache.
+    """
+
+    name = "eager"
+    lower_right = True
+
+    def __init__(self, tile_bytes: int | None = None):
+        self.tile_bytes = tile_bytes
+
+    def refuses(self, device, dtype, head_dim):
+        return None
+
+    def _tiles(self, q: Tensor, k: Tensor) -> range:
+        b, m, h, _ = q.shape
+        if self.tile_bytes is None:
+            return range(0, b, max(1, b))
+        return range(0, b, max(1, self.tile_bytes // (4 * h * m * k.shape[1])))
+
+    def forward(self, q, k, v, causal, scale):
+        b, m, h, d = q.shape
+        acc = wide(q.dtype)
+        out = torch.empty(q.shape, dtype=acc, device=q.device)  # (b, m, h, d)
+        lse = torch.empty(b, h, m, dtype=acc, device=q.device)
+        hidden = hidden_keys(m, k.shape[1], q.device) if causal else None
+        tiles = self._tiles(q, k)
+        for i in tiles:
+            part = slice(i, i + tiles.step)
+            q_t, k_t, v_t = to_bhmd(*(t[part].to(acc) for t in (q, k, v)))  # (b', h, m, d)
+            scores = torch.matmul(q_t, k_t.mT).mul_(scale)  # (b', h, m, m_k)
+            if causal:
+                scores.masked_fill_(hidden, -torch.inf)
+            top = scores.amax(-1)  # (b', h, m)
+            prob = scores.softmax(-1)
+            # The largest probability is exp(top - lse): the log-sum-exp without another pass of exponentials.
+            lse[part] = top - prob.amax(-1).log_()
+            out[part] = torch.matmul(prob, v_t).transpose(1, 2)
+        return out, lse
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        m, acc = q.shape[1], lse.dtype
+        grads = tuple(torch.empty(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
+        hidden = hidden_keys(m, k.shape[1], q.device) if causal else None
+        tiles = self._tiles(q, k)
+        for i in tiles:
+            part = slice(i, i + tiles.step)
+            g, q_t, k_t, v_t, o = to_bhmd(*(t[part].to(acc) for t in (dout, q, k, v, out)))  # (b', h, m, d)
+            scores = torch.matmul(q_t, k_t.mT).mul_(scale)
+            if causal:
+                scores.masked_fill_(hidden, -torch.inf)
+            prob = scores.sub_(lse[part].unsqueeze(-1)).exp_()  # (b', h, m, m_k), against the final lse
+            delta = (g * o).sum(-1, keepdim=True)  # (b', h, m, 1)
+            # A row that sees one key has gradient 0: sum as delta does, so that the difference is 0 and not rounding.
+            d_prob = torch.matmul(g, v_t.mT) if k.shape[1] > 1 else (g * v_t).sum(-1, keepdim=True)
+            d_scores = d_prob.sub_(delta).mul_(prob).mul_(scale)
+            for grad, product in zip(grads, (d_scores @ k_t, d_scores.mT @ q_t, prob.mT @ g)):
+                grad[part] = product.transpose(1, 2)
+        return grads
+
+
+def hidden_keys(m: int, m_k: int, device) -> Tensor:
+    """Which keys a causal call hides from which queries, bool (m, m_k): the last query sees all."""
+    return torch.ones(m, m_k, dtype=torch.bool, device=device).triu(1 + m_k - m)
+
+
+# The kernel's backward in half precision takes up to three times as long as batched products for so few rows.
+SHORT = 128
+FEW = 16  # keys, whose gradients cancel: the products sum in the same order and leave less
+_MATMUL = Eager(tile_bytes=1 << 20)
+
+
+def has_half_units(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies ``dtype`` natively; without, torch's backward in it takes ten times fp32's."""
+    bf16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    flags = bf16 if dtype == torch.bfloat16 else ("_is_amx_fp16_supported",)
+    return any(getattr(torch.cpu, flag, bool)() for flag in flags)
+
+
+def _computable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = tensors[0].dtype
+    return tuple(t.float() for t in tensors) if dtype in HALF and not has_half_units(dtype) else tensors
+
+
+class CpuFlash:
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``; backwards of few rows are tiled products.
+
+    Half precision that the CPU does not multiply natively is computed, and returned, in fp32.
+    """
+
+    name = "cpu_flash"
+    lower_right = True
+
+    def refuses(self, device, dtype, head_dim):
+        if device.type != "cpu":
+            return f"needs a CPU tensor, this is {device.type}"
+        return wants_dtype(dtype, (torch.float64, torch.float32, *HALF))
+
+    def forward(self, q, k, v, causal, scale):
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        q, k, v = _computable(q, k, v)
+        square, mask = _mask(q, k, causal)
+        out, lse = op(*to_bhmd(q, k, v), 0.0, square, attn_mask=mask, scale=scale)
+        if mask is not None and not _finite(lse):
+            return _MATMUL.forward(q, k, v, causal, scale)
+        return out.transpose(1, 2), lse
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        if k.shape[1] <= FEW or (q.dtype in HALF and max(q.shape[1], k.shape[1]) <= SHORT):
+            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dout, q, k, v, out = _computable(dout, q, k, v, out)
+        square, mask = _mask(q, k, causal)
+        dq, dk, dv = op(*to_bhmd(dout, q, k, v, out), lse, 0.0, square, attn_mask=mask, scale=scale)
+        if mask is not None and not _finite(dv.sum()):
+            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
+        return to_bhmd(dq, dk, dv)
+
+
+def _mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
+    """(whether the kernel's own causal mask does, or else the mask (1, 1, m, m_k) to add)."""
+    m, m_k = q.shape[1], k.shape[1]
+    if not causal or m == m_k:  # the kernel's own mask begins in the upper left corner
+        return causal, None
+    mask = torch.zeros(m, m_k, dtype=q.dtype).masked_fill_(hidden_keys(m, m_k, q.device), -torch.inf)
+    return False, mask[None, None]
+
+
+def _finite(t: Tensor) -> bool:
+    """Whether a masked result is free of NaN: an infinite score and the -inf that hides it make one, in rows that must
+    not see that key. A run without data (meta) takes it for granted.
+    """
+    found = t.isfinite().all()
+    return found.is_meta or bool(found)
+
+
+_ATEN = torch.ops.aten
+
+
+def _no_state(device):
+    """The random state that the backward ops ask for; dropout is 0, so it is never read."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+class Flash:
+    """``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2 as built into torch)."""
+
+    name = "flash"
+
+    def refuses(self, device, dtype, head_dim):
+        if head_dim > 256 or head_dim % 8:
+            return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
+        return needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
+
+    def forward(self, q, k, v, causal, scale):
+        out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(*to_bhmd(q, k, v), 0.0, causal, scale=scale)
+        return out.transpose(1, 2), lse[..., : q.shape[1]]
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        m, state = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # This op reads the log-sum-exp by pointer, without its strides.
+        grads = _ATEN._scaled_dot_product_flash_attention_backward(
+            *to_bhmd(dout, q, k, v, out), lse.contiguous(), None, None, m, m, 0.0, causal, state, state, scale=scale
+        )
+        return to_bhmd(*grads)
+
+
+class Efficient:
+    """``aten::_scaled_dot_product_efficient_attention`` (CUTLASS), the one fused kernel for fp32 and for Pascal."""
+
+    name = "efficient"
+
+    def refuses(self, device, dtype, head_dim):
+        why = needs_cuda(device, (5, 0)) or needs_bf16(device, dtype)
+        aligned = 4 if dtype == torch.float32 else 8
+        if why is None and head_dim % aligned:
+            return f"needs a head_dim that is a multiple of {aligned}, not {head_dim}"
+        return why or wants_dtype(dtype, (torch.float32, *HALF))
+
+    def forward(self, q, k, v, causal, scale):
+        op = _ATEN._scaled_dot_product_efficient_attention
+        out, lse, *_ = op(*to_bhmd(q, k, v), None, True, 0.0, causal, scale=scale)
+        return out.transpose(1, 2), lse[..., : q.shape[1]]  # the kernel pads its rows to 32
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        padding = -lse.shape[-1] % 32
+        lse = F.pad(lse, (0, padding), value=torch.inf)[..., : lse.shape[-1]]  # keeps the padded row stride
+        state = _no_state(q.device)
+        grads = _ATEN._scaled_dot_product_efficient_attention_backward(
+            *to_bhmd(dout, q, k, v), None, out.transpose(1, 2), lse, state, state, 0.0, [True, True, True, False],
+            causal, scale=scale,
+        )  # fmt: skip
+        return to_bhmd(*grads[:3])
+
+
+class CuDNN:
+    """``aten::_scaled_dot_product_cudnn_attention``, the fastest of torch's kernels on Hopper and newer."""
+
+    name = "cudnn"
+
+    def refuses(self, device, dtype, head_dim):
+        if head_dim > 128 or head_dim % 8:
+            return f"needs a head_dim that is a multiple of 8 and at most 128, not {head_dim}"
+        return needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
+
+    def forward(self, q, k, v, causal, scale):
+        op = _ATEN._scaled_dot_product_cudnn_attention
+        out, lse, *_ = op(*to_bhmd(q, k, v), None, True, 0.0, causal, False, scale=scale)
+        return out.transpose(1, 2), lse.reshape(lse.shape[:3])
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        # cuDNN's backward graphs are cached by the strides of q, k and v alone, while those of out, dout and lse are
+        # baked in: always hand them over dense.
+        m, state = q.shape[1], _no_state(q.device)
+        dense = [t.contiguous().transpose(1, 2) for t in (dout, out)]
+        grads = _ATEN._scaled_dot_product_cudnn_attention_backward(
+            dense[0], *to_bhmd(q, k, v), dense[1], lse.contiguous().unsqueeze(-1), state, state, None, None, None,
+            m, m, 0.0, causal, scale=scale,
+        )  # fmt: skip
+        return to_bhmd(*grads)

@@ -1,0 +1,372 @@
+"""Run the engine without data: tensors on the meta device, which have shapes, strides and storages but no bytes, under
+the tracker that measurements use. So a call's peak is known for any length, and for hardware that is not here.
+
+Index tensors of plans and tilings are real: they are small, and the engine looks into them.
+
+One call of attention, all but its length, run without data: on one device, or each of several ranks alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import cache as caches
+from . import checks, cost, hardware, kernels, memory
+from .block_patterns import BlockSparse
+from .checks import LARGEST, flag, float_dtype, known, one_device, positive, shown
+from .engine import Execution, fused, torch_sparse
+from .engine.autograd import _Attention, _Gradients
+from .kernels.base import HALF, Described, wants_dtype
+from .kernels.external import NOT_INSTALLED
+from .patterns import Pattern
+from .ring import Problem, choose
+from .ring.comm import Post, Steps, Traffic
+from .ring.group import one_by_one
+from .ring.layout import layout_named
+from .ring.rank import BlockRank, Rank
+from .ring.schemes import SCHEMES, backward_of, forward_of
+from .tracking import LiveStorageTracker, storages
+
+PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
+
+
+_ATEN = torch.ops.aten
+_TAKE_INDICES = {_ATEN.index, _ATEN.index_select}
+
+
+# torch's own rules for these without data are in Python, slow, and import the compiler.
+_ELEMENTWISE = {
+    _ATEN.add, _ATEN.div, _ATEN.exp, _ATEN.floor_divide, _ATEN.log, _ATEN.logaddexp, _ATEN.mul, _ATEN.sigmoid,
+    _ATEN.sub,
+}  # fmt: skip
+
+
+def _like(args) -> Tensor | None:
+    """A tensor like the one that an elementwise operator returns; None where torch must tell."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    alike = len({(x.shape, x.dtype) for x in tensors}) == 1 and all(x.is_meta for x in tensors)
+    return tensors[0] if alike and (tensors[0].is_floating_point() or isinstance(args[-1], int)) else None
+
+
+@cache
+def _only_writes(func) -> bool:
+    """Whether an operator changes nothing but the data of its first argument."""
+    return func.overloadpacket.__name__.endswith("_") and torch.Tag.inplace_view not in func.tags
+
+
+def _without_data(value):
+    """Arguments of one operator, with index tensors on the device of the others."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_without_data, value))
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) and not value.is_meta else value
+
+
+class DryRun(LiveStorageTracker):
+    """The tracker of one call without data: ``tensor`` makes its inputs, ``name`` says what its storages are for, and
+    ``peak_bytes``, ``parts`` and ``traffic`` tell what it would hold and send.
+
+    >>> run = DryRun()
+    >>> with run.on(kernels.KERNELS["eager"]):
+    ...     q = run.tensor("q", (1, 1 << 20, 8, 64), torch.float32)
+    ...     run.name("out", q * 2)
+    >>> run.peak_bytes >> 30, run.parts()["out"] >> 30
+    (4, 2)
+    """
+
+    _meta = True
+
+    def __init__(self):
+        super().__init__()
+        self.traffic, self._real = Traffic(), False
+        self._top: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    @contextmanager
+    def on(self, kernel, device_type: str = "cpu") -> Iterator[None]:
+        """Inside, operators on the run's tensors only count; every choice takes ``kernel``, and work is cut as for
+        ``device_type``."""
+        with kernels.settled(kernel, device_type), self:
+            yield
+
+    def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
+        """An input of the call."""
+        made = torch.empty(shape, dtype=dtype, device="meta")
+        self.register(made)
+        self.name(part, made)
+        return made
+
+    def name(self, part: str, *tensors: Tensor | None) -> None:
+        """Say what the storages of these tensors are for, one of ``PARTS``; what was said first holds."""
+        for storage in (s for t in tensors if t is not None for s in storages(t, True)):
+            self._names.setdefault(storage._cdata, (StorageWeakRef(storage), part))
+
+    def parts(self) -> dict[str, int]:
+        """Bytes at the peak by part; they sum to ``peak_bytes``."""
+        found = dict.fromkeys(PARTS, 0)
+        for key, (_, size) in self._top.items():
+            found[self._names[key][1] if key in self._names else "workspace"] += size
+        return found
+
+    def drive(self, steps: Steps, rank: int):
+        """Run one rank's algorithm alone: what others send arrives uninitialised."""
+        answer = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = None
+            if isinstance(step, Post):
+                answer = step.request  # the ticket: like those of a group it holds what is on its way
+                self.traffic.add(rank, answer)
+                coming = answer.receive
+                self.name("received", *([coming] if isinstance(coming, Tensor) else sum(coming.values(), ())))
+                del coming
+            step = None
+
+    @contextmanager
+    def real(self) -> Iterator[None]:
+        """Inside, tensors that are asked for on the meta device are made with data."""
+        self._real = self._count_arguments = True  # torch.tensor(...) makes them out of sight
+        try:
+            yield
+        finally:
+            self._real = self._count_arguments = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if kwargs and (asked := kwargs.get("device")) is not None and asked.type == "meta":
+            if func is _ATEN._to_copy.default and not args[0].is_meta:
+                return args[0]  # an index tensor goes where it is used: there it is already
+            if self._real:
+                kwargs = kwargs | {"device": torch.device("cpu")}
+        if _only_writes(func) and args[0].is_meta:
+            return args[0]
+        if func.overloadpacket in _ELEMENTWISE and (like := _like(args)) is not None:
+            func, args, kwargs = _ATEN.empty_like.default, (like,), {}
+        if func.overloadpacket in _TAKE_INDICES:
+            args = _without_data(args) if args[0].is_meta else args
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _count(self, found) -> None:
+        before = self._peak
+        super()._count(found)
+        if self._peak > before:  # its weak references keep addresses from being given away
+            self._top = dict(self._live)
+
+
+@dataclass(frozen=True)
+class Cold(Execution):
+    """An execution as it is at a first call: nothing cached, pool empty; index tensors are built for real."""
+
+    run: DryRun | None = None
+
+    @classmethod
+    def of(cls, execution: Execution, run: DryRun) -> Cold:
+        """The same switches with an own, empty cache and pools of the same bounds."""
+        given = {f.name: getattr(execution, f.name) for f in fields(Execution)}
+        if given["cache"] is not False:
+            given["cache"] = copy.copy(caches.GLOBAL if given["cache"] is True else given["cache"])
+        for name, usual in (("pool", memory.GLOBAL_POOL), ("results", memory.RESULTS)):
+            if given[name] is not False:
+                pool = usual if given[name] is True else given[name]
+                given[name] = Scratch(pool.max_bytes, pool.threshold_bytes, pool.waste)
+        return cls(**given, run=run)
+
+    def cached(self, key, build):
+        def built():
+            with self.run.real():
+                return build()
+
+        return super().cached(key, built)
+
+
+class Scratch(memory.MemoryPool):
+    """A pool that lends buffers without data, and reuses them by the rules of a real one."""
+
+    def _place(self, device: torch.device, nbytes: int) -> tuple | None:
+        return ("meta", 0, 0) if nbytes and nbytes >= self.threshold_bytes else None
+
+
+class Fused:
+    """What a fused GPU kernel holds, and no arithmetic: out and lse; in a backward dq, dk, dv, rowsum(dO * O), and for
+    half precision dq in fp32, as FlashAttention-2 allocates them (Dao 2023, arXiv 2307.08691).
+
+    The log-sum-exp is padded to 32 rows, as CUTLASS's is. What else a library holds inside is not counted.
+    """
+
+    name = "fused"
+
+    def refuses(self, device, dtype, head_dim) -> str | None:
+        """Never: which dtypes such a kernel serves is ``kernel_for``'s to say."""
+        return None
+
+    def forward(self, q, k, v, causal, scale):
+        """out (b, m, h, d) in q's dtype and lse (b, h, m), uninitialised."""
+        lse = q.new_empty(q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32, dtype=torch.float32)
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse[..., : q.shape[1]]
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        """dq, dk, dv (b, m, h, d), uninitialised."""
+        held = [torch.empty(lse.shape, dtype=lse.dtype, device=q.device)]
+        if q.dtype in HALF:
+            held.append(torch.empty(q.shape, dtype=torch.float32, device=q.device))
+        return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+
+
+def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, *, causal=False, backward=False,
+               backend: str | tuple[str, ...] = "auto"):  # fmt: skip
+    """The kernel whose memory is told: on a CPU the one that runs here; for a GPU, which may be absent, by rule.
+
+    A fused kernel serves fp32 and fp16, and bf16 from compute capability 8.0, where rows are whole 16 bytes; all else
+    is eager. Raises as ``kernels.choose`` does, for a GPU ValueError for an unknown name alone.
+    """
+    if device_type == "cpu":
+        return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
+    backend = checks.backends(backend)
+    names = (backend,) if isinstance(backend, str) else backend
+    for name in names:
+        checks.known("backend", name, ("auto", "sdpa", *kernels.KERNELS))
+    if capability is not None:
+        device = Described(device_type, capability)
+        known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
+        # What is not installed here may be where that hardware is.
+        if len(known) == len(names) and all(why and NOT_INSTALLED not in why for why in known.values()):
+            why = "; ".join(f"{n}: {reason}" for n, reason in known.items())
+            raise NotImplementedError(f"backend {backend!r} cannot run on this hardware in {dtype}: {why}")
+    half = dtype == torch.float16 or (dtype == torch.bfloat16 and (capability or (8, 0)) >= (8, 0))
+    fused = (dtype == torch.float32 or half) and head_dim * dtype.itemsize % 16 == 0
+    return Fused() if fused and any(name not in ("eager", "cpu_flash") for name in names) else kernels.KERNELS["eager"]
+
+
+MOST_ELEMENTS = 2**58  # bytes of several such tensors are still counted in 64 bits
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a call but its length, checked."""
+
+    pattern: Pattern
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    causal: bool
+    passes: str
+    ranks: int
+    scheme: str
+    layout: object
+    backend: str | tuple[str, ...]
+    execution: Execution
+    profile: hardware.Profile | None
+
+    def __post_init__(self):
+        for name in ("batch", "heads", "kv_heads", "head_dim", "ranks"):
+            positive(name, getattr(self, name))
+        if self.heads % self.kv_heads:
+            raise ValueError(f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}")
+        float_dtype(self.dtype)
+        if not isinstance(self.pattern, Pattern):
+            raise ValueError(f"pattern must be a ringlab pattern, got {type(self.pattern).__name__}")
+        if not isinstance(self.execution, Execution):
+            raise TypeError(f"execution must be a ringlab.Execution, got {shown(self.execution)}")
+        if not isinstance(self.profile, hardware.Profile | None):
+            raise TypeError(f"profile must be a hardware profile or its name, got {shown(self.profile)}")
+        known("passes", self.passes, cost.PASSES)
+        flag("causal", self.causal)
+        if self.ranks == 1:
+            one_device(self.scheme, self.layout)
+
+    @property
+    def device_type(self) -> str:
+        return self.profile.kind if self.profile else "cpu"
+
+    @cached_property
+    def kernel(self):
+        capability = self.profile and self.profile.capability
+        return kernel_for(self.device_type, capability, self.dtype, self.head_dim, causal=self.causal,
+                          backward=self.passes != "fwd", backend=self.backend)  # fmt: skip
+
+    def at(self, n: int) -> tuple[DryRun, str | None, str]:
+        """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
+        positive("seq_len", n, most=LARGEST)
+        positive("batch * seq_len * heads * head_dim", self.batch * n * self.heads * self.head_dim, most=MOST_ELEMENTS)
+        if self.ranks > 1:
+            one_by_one(self.execution, self.ranks)
+            return *self.shared(layout_named(self.layout, n, self.ranks)), ""
+        if self.execution.merge == "fused":
+            have = self.profile and self.profile.capability
+            fused.check(Described(self.device_type, have or (8, 0)), self.dtype, self.pattern)
+        run = DryRun()
+        rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", Cold.of(self.execution, run)
+        with torch.no_grad(), run.on(self.kernel, self.device_type):
+            q, k, v, dout = self.inputs(run, n)
+            if isinstance(self.pattern, BlockSparse) and (way := self.execution.blocks) in ("bsr", "flex"):
+                self.outside(run, way, q, k, dout)
+                return run, None, f"blocks={way!r} does not run without data"
+            out, lse = _Attention.forward(q, k, v, *rest)
+            run.name("out", out)
+            run.name("lse", lse)
+            if dout is not None:
+                grads = _Gradients.forward(dout, None, q, k, v, out, lse, *rest)
+                run.name("gradients", *grads)
+        return run, None, ""
+
+    def inputs(self, run: DryRun, rows: int):
+        """q, k, v, and dout for a backward, else None."""
+        shapes = [(self.batch, rows, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads)]
+        made = [run.tensor(part, shape, self.dtype) for part, shape in zip("qkv", shapes)]
+        return *made, run.tensor("gradients", shapes[0], self.dtype) if self.passes != "fwd" else None
+
+    def outside(self, run: DryRun, way: str, q, k, dout) -> None:
+        """A lower bound: inputs, results, and for torch.sparse, which needs data to run, one head's probabilities."""
+        if why := wants_dtype(self.dtype, torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES):
+            raise NotImplementedError(f"blocks={way!r} {why}")
+        seen, size = self.pattern.blocks(q.shape[1]), self.pattern.block_size
+        held = int((seen.tril() if self.causal else seen).sum()) * size * size if way == "bsr" else 0
+        del seen
+        made = [run.tensor("out", q.shape, q.dtype), run.tensor("lse", q.shape[:3], q.dtype)]
+        made += [run.tensor("workspace", (held,), q.dtype)]
+        made += [run.tensor("gradients", t.shape, t.dtype) for t in (q, k, k)] if dout is not None else []
+
+    def shared(self, layout) -> tuple[DryRun, str]:
+        """(run of the rank that holds most, scheme)."""
+        problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
+        known("scheme", self.scheme, ("auto", *SCHEMES))
+        scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
+        problem.check(scheme)
+        runs = [self.rank(problem, scheme, rank) for rank in range(layout.ranks)]
+        most = max(runs, key=lambda run: run.peak_bytes)
+        most.traffic.sent = {link: size for run in runs for link, size in run.traffic.sent.items()}
+        return most, scheme
+
+    def rank(self, problem: Problem, scheme: str, number: int) -> DryRun:
+        """One rank of several, alone."""
+        run = DryRun()
+        execution = Cold.of(self.execution, run)
+        kind = BlockRank if isinstance(self.pattern, BlockSparse) else Rank
+        with torch.no_grad(), run.on(self.kernel, self.device_type):
+            q, k, v, dout = self.inputs(run, problem.layout.size(number))
+            rank = kind(problem, number, execution.tiled(self.kernel), self.head_dim**-0.5, execution)
+
+            def drive(steps, parts=()):
+                found = run.drive(steps, number)
+                for part, t in zip(parts, found):  # before they are made contiguous
+                    run.name(part, t)
+                return found
+
+            names = "out", "lse", "received", "received"
+            out, lse, kept, more = forward_of(rank, scheme, q, k, v, lambda steps: drive(steps, names))
+            for part, t in (("out", out), ("lse", lse), ("received", kept), ("received", more)):
+                run.name(part, t)
+            if dout is not None:
+                run.name("gradients", *backward_of(rank, scheme, dout, None, q, k, v, out, lse, kept, more, drive))
+        return run

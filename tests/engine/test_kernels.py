@@ -1,0 +1,124 @@
+import pytest
+import torch
+from ringlab import Dense, attention, kernels, reference
+from ringlab.kernels import KERNELS, Eager, probe
+from ringlab.kernels.base import takes_lower_right
+from ringlab.kernels.torch_kernels import CpuFlash
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [CpuFlash(), Eager(), Eager(tile_bytes=1 << 14)])
+@pytest.mark.parametrize("m", [1, 2, 64, 127, 129, 200])
+def test_kernel_equals_the_oracle(kernel, dtype, m):
+    torch.manual_seed(m)
+    views = [torch.randn(3, 2 * m, 5, 16).to(dtype)[:, ::2, 1:4] for _ in range(4)]  # strided (b, m, h, d)
+    q, k, v, dout = views
+    for causal in (False, True):
+        out, lse = kernel.forward(q, k, v, causal, 0.3)
+        assert out.shape == q.shape and out.dtype.itemsize >= dtype.itemsize and lse.shape == (3, 3, m)
+        exact = [t.double().requires_grad_() for t in (q, k, v)]
+        ref, ref_lse = reference.attention(*exact, Dense(), causal=causal, scale=0.3)
+        want = torch.autograd.grad(ref, exact, dout.double())
+        bound = reference.tolerance(q, k, v, dout, causal=causal, scale=0.3)
+        assert reference.error(out, ref, 1.0) <= bound["out"] and reference.error(lse, ref_lse, 1.0) <= bound["lse"]
+        floor = reference.gradient_floor(q, k, dout, 0.3)
+        grads = kernel.backward(dout, q, k, v, out, lse, causal, 0.3)
+        for name, got, exact_grad in zip(("dq", "dk", "dv"), grads, want):
+            assert reference.error(got, exact_grad, floor) <= bound[name], (name, causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [Eager(tile_bytes=1 << 14), *filter(takes_lower_right, KERNELS.values())])
+@pytest.mark.parametrize("m, more", [(1, 1), (1, 40), (30, 1), (64, 130), (129, 70)])
+def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more):
+    """What a kernel that says ``lower_right`` computes: the oracle over m + more positions, its last m rows."""
+    torch.manual_seed(m)
+    q, k, v, dout = (torch.randn(3, 2 * (m + more), 5, 16).to(dtype)[:, ::2, 1:4] for _ in range(4))
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    ref, ref_lse = reference.attention(*exact, Dense(), causal=True, scale=0.3)
+    dout[:, :more] = 0
+    want = torch.autograd.grad(ref, exact, dout.double())
+    bound = reference.tolerance(q, k, v, dout, causal=True, scale=0.3)
+    last = q[:, more:]
+    out, lse = kernel.forward(last, k, v, True, 0.3)
+    assert reference.error(out, ref[:, more:], 1.0) <= bound["out"]
+    assert reference.error(lse, ref_lse[..., more:], 1.0) <= bound["lse"]
+    grads = kernel.backward(dout[:, more:], last, k, v, out, lse, True, 0.3)
+    floor = reference.gradient_floor(q, k, dout, 0.3)
+    for name, got, exact_grad in zip(("dq", "dk", "dv"), grads, (want[0][:, more:], *want[1:])):
+        assert reference.error(got, exact_grad, floor) <= bound[name], name
+
+
+def test_every_refusal_has_a_reason():
+    rows = kernels.table("cpu", torch.float32, 64)
+    assert {name for name, *_ in rows} == set(KERNELS)
+    assert [name for name, *_, chosen in rows if chosen] == ["cpu_flash"]
+    reasons = {name: why for name, runs, why, _ in rows if not runs}
+    assert reasons.keys() == KERNELS.keys() - {"cpu_flash", "eager"}
+    assert all(why and "\n" not in why for why in reasons.values())
+    assert "CUDA" in reasons["cudnn"] and "this is cpu" in reasons["flash"]
+
+
+def test_chain_reports_what_it_passed_over():
+    choice = kernels.choose("cpu", torch.float32, 64, backend=("xformers", "efficient", "eager"))
+    assert choice.name == "eager" and list(choice.refusals) == ["xformers", "efficient"]
+    assert kernels.choose("cpu", torch.bfloat16, 64, backend="sdpa").name == "cpu_flash"
+
+
+def test_forced_backends_agree():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 300, 4, 16) for _ in range(3))
+    a, b = (attention(q, k, v, Dense(), backend=name) for name in ("cpu_flash", "eager"))
+    assert reference.error(a, b, 1.0) < 5e-6
+
+
+def test_what_cannot_run_raises_with_the_reason():
+    q = torch.randn(1, 8, 2, 8)
+    with pytest.raises(ValueError, match="unknown backend 'fast'; known: auto, sdpa"):
+        attention(q, q, q, Dense(), backend="fast")
+    with pytest.raises(NotImplementedError, match="'cudnn' cannot run on cpu.*needs a CUDA device") as caught:
+        attention(q, q, q, Dense(), backend="cudnn")
+    assert "\n" not in str(caught.value)
+
+
+class Broken(Eager):
+    name = "broken"
+
+    def forward(self, q, k, v, causal, scale):
+        out, lse = super().forward(q, k, v, causal, scale)
+        return out, lse * 1.4427  # base 2
+
+
+class Crashing(Eager):
+    name = "crashing"
+
+    def backward(self, *args):
+        raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+
+def test_probe_finds_wrong_and_failing_kernels(monkeypatch):
+    for kernel in (Broken(), Crashing()):
+        monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    probe.cache_clear()
+    try:
+        assert probe("broken", CPU, torch.float32, 16, False, False).startswith("wrong result: lse is off by 4")
+        assert probe("crashing", CPU, torch.float32, 16, False, False) is None  # its forward is right
+        why = probe("crashing", CPU, torch.float32, 16, False, True)
+        assert why == "RuntimeError: no kernel image is available for execution on the device"
+    finally:
+        probe.cache_clear()
+
+
+def test_order_follows_the_hardware(monkeypatch):
+    for have, first in (((6, 1), "flash_attn_2"), ((8, 0), "flash_attn_2"), ((9, 0), "flash_attn_3")):
+        monkeypatch.setattr(kernels, "capability", lambda device, have=have: have)
+        assert kernels.order(torch.device("cuda", 0))[0] == first
+    refusals = {name: KERNELS[name].refuses for name in ("flash", "efficient", "cudnn")}
+    monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (6, 1))
+    pascal = torch.device("cuda", 0)
+    assert "8.0 or newer, this is 6.1" in refusals["flash"](pascal, torch.float16, 64)
+    assert "8.0" in refusals["cudnn"](pascal, torch.float16, 64)
+    assert refusals["efficient"](pascal, torch.float32, 64) is None
+    assert "bfloat16 from compute capability 8.0" in refusals["efficient"](pascal, torch.bfloat16, 64)

@@ -1,0 +1,126 @@
+"""The tile lists of GPU kernels: every visible pair once, as often as the pattern says, and no tile in vain."""
+
+import random
+
+import pytest
+import torch
+from ringlab import Dense, Dilated, block_patterns, cost
+from ringlab.kernels.tile_schedule import BASE, COUNT, FIRST, HEAD, STRIDE, Lists, make_lists, piece_rows, split
+from ringlab.patterns import MIXINGS, OFFSETS
+
+
+def met(lists: Lists, n: int, m: int, heads: int, kv_heads: int, causal: bool, by: str) -> torch.Tensor:
+    """M of every (head, query, key), int64 (heads, n, m), added up from the lists."""
+    found = torch.zeros(heads, n, m, dtype=torch.int64)
+    for tile, (head, first, count, stride, *_) in enumerate(lists.tiles.tolist()):
+        mine = first + stride * torch.arange(count)
+        for begin, rows, times, member, masked in lists.of(tile):
+            other = begin + stride * torch.arange(rows)
+            q, k = (mine, other) if by == "query" else (other, mine)
+            seen = k[None, :] <= q[:, None] if causal else torch.ones(len(q), len(k), dtype=torch.bool)
+            assert masked or (rows == lists.cols and seen.all()), "met whole, but something in it is hidden"
+            assert seen.any(), "a tile met in vain"
+            h = head if by == "query" else head * (heads // kv_heads) + member
+            found[h][q[:, None], k[None, :]] += times * seen
+    return found
+
+
+def random_pattern(rng: random.Random, n: int):
+    if rng.random() < 0.7:
+        lengths = [rng.randint(1, 100) for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.4:
+            lengths = [8 * 2**i for i in range(rng.randint(1, 4))]
+        rates = [min(w, rng.choice([1, 1, 2, 3, 4, rng.randint(1, w)])) for w in lengths]
+        return Dilated(lengths, rates, rng.choice(MIXINGS), rng.choice(OFFSETS))
+    if rng.random() < 0.3:
+        return Dense()
+    size = rng.randint(1, min(n, 20))
+    count = -(-n // size)
+    if rng.random() < 0.3:
+        return block_patterns.from_mask(torch.rand(count, count) < 0.3, block_size=size)
+    parts = [
+        block_patterns.Window(rng.randint(0, 3)),
+        block_patterns.Random(rng.randint(1, count), 1),
+        block_patterns.Global(1),
+    ]
+    return block_patterns.BlockSparse(rng.sample(parts, 2), size)
+
+
+def test_lists_show_each_pair_as_often_as_the_pattern_does():
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    folded = 0
+    for _ in range(30):
+        kv_heads, n, causal = rng.randint(1, 3), rng.randint(1, 90), rng.random() < 0.5
+        heads = kv_heads * rng.choice([1, 2, 3])
+        pattern, x = random_pattern(rng, n), torch.arange(n)
+        want = torch.stack([pattern.multiplicity(x, x, n=n, head=h, heads=heads, kv_heads=kv_heads)
+                            for h in range(heads)])  # fmt: skip
+        want = want * (x[None, :] <= x[:, None]) if causal else want
+        sources = split(pattern, n, heads, kv_heads, rng.choice([1, 4, 16]))
+        sizes = {"rows": rng.choice([2, 4, 16]), "cols": rng.choice([3, 4, 16]), "causal": causal}
+        for by, owners in (("query", heads), ("key", kv_heads)):
+            found = torch.zeros_like(want)
+            for source in sources:
+                lists = make_lists(source, n, heads, kv_heads, by=by, **sizes)
+                part = met(lists, n, n, heads, kv_heads, causal, by)
+                found += part
+                folded += int((part > 1).sum())
+                tiles = lists.tiles.tolist()
+                rows = [(t[HEAD], t[FIRST] + t[STRIDE] * j) for t in tiles for j in range(t[COUNT])]
+                assert len(set(rows)) == len(rows), "a row owned twice"
+                assert lists.covered == (len(rows) == n * owners)
+            assert torch.equal(found, want), (pattern, n, heads, kv_heads, by, sizes)
+        pairs, distinct = cost.count_pairs(pattern, n, heads, kv_heads, causal)
+        assert (int(want.sum()), int((want > 0).sum())) == (pairs, distinct)
+    assert folded > 1000
+
+
+@pytest.mark.parametrize("causal, share", [(False, 0.786), (True, 0.928)])
+def test_a_fold_of_three_branches_computes_fewer_pairs_than_the_branches_show(causal, share):
+    pattern, n, heads = Dilated([2048, 4096, 8192], [1, 2, 4]), 65536, 16
+    (source,) = split(pattern, n, heads, heads)
+    pairs, distinct = cost.count_pairs(pattern, n, heads, causal=causal)
+    for by in ("query", "key"):
+        lists = make_lists(source, n, heads, heads, rows=128, cols=64, causal=causal, by=by)
+        assert round(lists.visits * 128 * 64 / pairs, 3) == share
+        assert len(lists.tiles) == heads * n // 128 and lists.covered
+        assert len(lists.entries) < 3000 and (lists.tiles[:, BASE] > 0).any()  # one period's, used again and again
+    assert causal or lists.visits * 128 * 64 == distinct  # without a causal edge nothing hidden is computed
+
+
+def test_lists_of_long_dense_sequences_stay_short():
+    (source,) = split(Dense(), 1 << 20, 1, 1)
+    lists = make_lists(source, 1 << 20, 1, 1, rows=128, cols=64, causal=True)
+    assert (len(lists.tiles), len(lists.entries)) == (8192, 16385)
+    assert lists.visits == sum(2 * (i + 1) for i in range(8192))
+
+
+def test_queries_and_keys_of_different_number():
+    (source,) = split(Dense(), 50, 2, 1)
+    for by in ("query", "key"):
+        lists = make_lists(source, 50, 2, 1, rows=16, cols=16, by=by, keys=35)
+        assert torch.equal(met(lists, 50, 35, 2, 1, False, by), torch.ones(2, 50, 35, dtype=torch.int64))
+        assert lists.covered
+
+
+def test_branches_fold_while_their_pieces_stay_long():
+    ladder = [8, 16, 32]
+    assert [len(s) for s in split(Dilated(ladder, [1, 2, 4]), 64, 2, 2, rows=16)] == [1, 1, 1]
+    (fold,) = split(Dilated([64 * w for w in ladder], [1, 2, 4]), 4096, 2, 2, rows=16)
+    assert piece_rows(fold) == 128
+    (groups,) = split(Dilated(ladder, [1, 3, 5], "head_groups"), 64, 3, 3, rows=16)  # a branch a head: one launch
+    lists = make_lists(groups, 64, 3, 3, rows=16, cols=16)
+    assert {(t[HEAD], t[STRIDE]) for t in lists.tiles.tolist()} == {(0, 1), (1, 3), (2, 5)}
+
+
+def test_what_does_not_fit_the_lists_is_refused():
+    (source,) = split(Dense(), 8, 1, 1)
+    for trouble, said in (
+        ({"rows": 512, "cols": 16}, "tiles hold 1 to 256 rows, got 512"),
+        ({"rows": 16, "cols": 16, "keys": 1 << 31}, "positions must fit 32 bits"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_lists(source, 8, 1, 1, **trouble)
+    with pytest.raises(ValueError, match="at most 255 branches"):
+        make_lists(split(Dilated([4] * 256, [1] * 256), 8, 1, 1, rows=1)[0], 8, 1, 1, rows=16, cols=16)

@@ -1,0 +1,247 @@
+"""Tiles are the whole call in value; where memory runs out, smaller ones are taken and no message changes."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import errors, oracle_results, random_case, results
+from ring_cases import short_of_memory, tensors
+from ringlab import Dense, Dilated, Execution, Ladder, Simulated, attention, kernels, reference
+from ringlab.cache import PatternCache
+from ringlab.kernels.torch_kernels import Eager
+from ringlab.ring import SCHEMES, contiguous, counting
+from ringlab.ring.launch import launch
+from ringlab.tracking import LiveStorageTracker, is_out_of_memory
+
+LADDER = Dilated([12, 36], [1, 2])
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+def test_random_cases_in_tiles_are_the_oracle(backend):
+    rng = random.Random(backend)
+    for i in range(20):
+        case = random_case(rng)
+        case.execution = Execution(gather=case.execution.gather, tile=rng.choice([5, 16, 33, 100, 130]))
+        case.backend = backend
+        torch.manual_seed(i)
+        q, k, v, dout, dlse = case.tensors()
+        # As few rows as a segment keeps in half precision are checked elsewhere with a tolerance of their own.
+        if case.dtype in (torch.float16, torch.bfloat16):
+            case.dtype = torch.float32
+            q, k, v = (t.detach().float().requires_grad_() for t in (q, k, v))
+            dout = dout.float()
+        out, lse = attention(q, k, v, case.pattern, causal=case.causal, scale=case.scale, backend=backend,
+                             execution=case.execution, return_lse=True)  # fmt: skip
+        got = results(out, lse, q, k, v, dout, dlse if case.lse_cotangent else None)
+        want = oracle_results(case, q, k, v, dout, dlse)
+        limit = reference.EXACT[case.dtype]
+        assert max(errors(got, want, q, k, dout, case.scale).values()) <= limit, case
+
+
+def test_half_precision_in_tiles_stays_within_twice_a_dense_call():
+    q, k, v, dout, _ = tensors(contiguous(512, 1), 4, 4, 32, torch.bfloat16, 0)
+    found = step(q, k, v, dout, Dense(), Execution(tile=100), None, "auto")
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    want = results(*reference.attention(*exact, Dense(), causal=True), *exact, dout)
+    limit = reference.tolerance(q, k, v, dout, causal=True)
+    worst = errors(dict(zip(("out", "lse", "dq", "dk", "dv"), found)), want, q, k, dout)
+    assert all(worst[name] <= limit[name] for name in worst), (worst, limit)
+    assert found[0].dtype == torch.bfloat16
+
+
+def step(q, k, v, dout, pattern, execution, group, scheme, causal=True, backend="eager"):
+    """out, lse, dq, dk, dv."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    ranks = {} if group is None else {"group": group, "scheme": scheme}
+    options = {"causal": causal, "backend": backend, "execution": execution}
+    out, lse = attention(*leaves, pattern, return_lse=True, **options, **ranks)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def apart(found, want) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_in_tiles(scheme, causal):
+    q, k, v, dout, _ = tensors(contiguous(48, 3), 4, 2, 8, torch.float64, 1)
+    for pattern in (LADDER, Dense()):
+        whole = step(q, k, v, dout, pattern, Execution(), Simulated(3), scheme, causal)
+        assert apart(step(q, k, v, dout, pattern, Execution(tile=5), Simulated(3), scheme, causal), whole) <= 1e-12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory runs out
+
+
+class Fails:
+    """Replace both passes of the eager kernel: ``when(number of the call, rows, keys)`` raises instead of computing."""
+
+    def __init__(self, monkeypatch, when, error=torch.OutOfMemoryError):
+        self.calls, self.when, self.error = 0, when, error
+        for name, first in (("forward", 0), ("backward", 1)):
+            monkeypatch.setattr(Eager, name, self.wrapped(getattr(Eager, name), first))
+
+    def wrapped(self, right, first):
+        def kernel(eager, *args):
+            self.calls += 1
+            if self.when(self.calls, args[first].shape[1], args[first + 1].shape[1]):
+                raise self.error("out of memory, as told")
+            return right(eager, *args)
+
+        return kernel
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_whichever_call_runs_out_of_memory_the_step_is_the_same(monkeypatch, scheme):
+    """Each call of each rank and pass fails once: values stay, and every message is sent once."""
+    heads = (3, 3) if scheme == "ulysses" else (2, 1)
+    q, k, v, dout, _ = tensors(contiguous(48, 3), *heads, 8, torch.float64, 2)
+    with counting() as right:
+        want = step(q, k, v, dout, LADDER, Execution(), Simulated(3), scheme)
+    with monkeypatch.context() as patch:
+        calls = Fails(patch, lambda i, *_: False)
+        step(q, k, v, dout, LADDER, Execution(), Simulated(3), scheme)
+    assert calls.calls > 10
+    for failing in range(1, calls.calls + 1):
+        ladder = Ladder((8, 4))
+        with monkeypatch.context() as patch, counting() as traffic:
+            Fails(patch, lambda i, *_, failing=failing: i == failing)
+            found = step(q, k, v, dout, LADDER, Execution(tile=ladder), Simulated(3), scheme)
+        assert apart(found, want) <= 1e-12 and ladder.level == 1, failing
+        assert (traffic.sent, traffic.messages) == (right.sent, right.messages)
+
+
+@pytest.mark.parametrize("most, level", [(16, 0), (11, 1), (4, 2), (2, 3)])
+@pytest.mark.parametrize("gather", [False, True])
+def test_the_ladder_goes_down_to_the_tile_that_fits(monkeypatch, most, level, gather):
+    q, k, v, dout, _ = tensors(contiguous(16, 1), 2, 1, 8, torch.float64, 3)
+    want = step(q, k, v, dout, Dense(), Execution(), None, "auto")
+    ladder = Ladder((8, 4, 2))
+    Fails(monkeypatch, lambda _, rows, keys: max(rows, keys) > most)
+    found = step(q, k, v, dout, Dense(), Execution(gather=gather, tile=ladder), None, "auto")
+    assert apart(found, want) <= 1e-12 and ladder.level == level
+
+
+def test_below_the_smallest_tile_the_error_says_what_was_tried(monkeypatch):
+    q, k, v, dout, _ = tensors(contiguous(16, 1), 2, 1, 8, torch.float64, 3)
+    attempts = Fails(monkeypatch, lambda *_: True)
+    with pytest.raises(torch.OutOfMemoryError, match="as told") as caught:
+        step(q, k, v, dout, Dense(), Execution(tile=Ladder((8, 4))), None, "auto")
+    assert caught.value.__notes__ == ["out of memory without tiles and with tiles of 8, 4"] and attempts.calls == 3
+
+
+def test_another_error_is_not_tried_again(monkeypatch):
+    q, k, v, dout, _ = tensors(contiguous(16, 1), 2, 1, 8, torch.float64, 3)
+    ladder, attempts = Ladder((8, 4)), Fails(monkeypatch, lambda *_: True, lambda said: RuntimeError("a bad day"))
+    with pytest.raises(RuntimeError, match="a bad day"):
+        step(q, k, v, dout, Dense(), Execution(tile=ladder), None, "auto")
+    assert attempts.calls == 1 and ladder.level == 0
+
+
+def test_what_counts_as_out_of_memory():
+    words = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(words)):
+        assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shapes disagree")) and not is_out_of_memory(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize("wrong", [0, -3, True, 2.5, "small"])
+def test_a_bad_tile_is_refused(wrong):
+    with pytest.raises((TypeError, ValueError), match="tile"):
+        Execution(tile=wrong)
+    with pytest.raises(ValueError, match="tiles must be positive|smaller than the one before"):
+        Ladder((wrong,) if wrong != "small" else (64, 128))
+
+
+REAL = """
+import os, resource
+os.environ["MALLOC_ARENA_MAX"] = "1"
+import torch
+from ringlab import Dense, Execution, Ladder, attention
+torch.set_num_threads(1)
+torch.manual_seed(0)
+q, k, v, dout = torch.randn(4, 1, 3072, 2, 16, dtype=torch.float64).unbind()
+
+def step(execution):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = attention(*leaves, Dense(), causal=True, backend="eager", execution=execution)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+want = step(Execution())
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (100 << 20),) * 2)  # scores: 72 MiB, in tiles 64, then 8; two at once
+try:
+    step(Execution())
+except RuntimeError as error:
+    print("refused:", error)
+ladder = Ladder((2900, 1024, 256))
+found = step(Execution(tile=ladder))
+print("level", ladder.level, "apart", max(float((a - b).norm() / b.norm()) for a, b in zip(found, want)))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space by Linux's means")
+def test_memory_that_really_runs_out():
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "lib")}
+    done = subprocess.run([sys.executable, "-c", REAL], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused, level, number, _, worst = done.stdout.replace("\n", " ").rsplit(None, 4)
+    assert "refused:" in refused and "allocate memory" in refused
+    assert (level, number) == ("level", "2") and float(worst) <= 1e-12
+
+
+def test_one_rank_out_of_memory_and_then_agreed():
+    """Rank 1 alone goes down; the other does not wait in vain, no message is sent again, and then both agree."""
+    layout = contiguous(48, 2)
+    q, k, v, dout, _ = tensors(layout, 4, 4, 8, torch.float64, 4)
+    want = step(q, k, v, dout, Dilated([12, 36], [1, 2], "head_groups", "branch"), Execution(), Simulated(2), "ring")
+    (a, b) = launch(short_of_memory, 2)
+    for part, dim in ((0, 1), (1, 1), (2, 1), (3, 1)):
+        whole = layout.unshard([a["values"][part], b["values"][part]], dim)
+        assert apart([whole], [want[0 if part == 0 else part + 1]]) <= 1e-12
+    assert [x["levels"] for x in (a, b)] == [(0, 1), (1, 1)], "before and after agreeing"
+    assert all(x["failures"] == rank for rank, x in enumerate((a, b)))
+    assert all(x["sent"] == x["sent without failure"] for x in (a, b))
+    assert all(x["cached"] > 0 for x in (a, b)), "an execution's objects reach the operator"
+
+
+def test_an_execution_reaches_the_operator_by_its_text():
+    from ringlab.engine import execution_of
+
+    plain = Execution(cache=False, tile=64)
+    assert execution_of(plain.text()) == plain and execution_of(Execution(cache=False, tile=64).text()) == plain
+    held = Execution(cache=PatternCache(), tile=Ladder())
+    text = held.text()
+    assert execution_of(text) is held and text != Execution(cache=held.cache, tile=Ladder()).text()
+    del held
+    with pytest.raises(TypeError, match="cannot be 'PatternCache"):
+        execution_of(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# low-memory training
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_take_tile_by_tile(causal):
+    """Beyond results and rows of the sequence, forward and backward hold a few tile x tile, not n x n."""
+    n, heads, d, tile = 1024, 4, 8, 128
+    rows, scores = 4 * n * heads * d, 4 * tile * tile
+    peaks = {}
+    kernels.choose("cpu", torch.float32, d, causal=causal, backward=True, backend="eager")  # its probe is not of a call
+    for used in (tile, None):
+        q, k, v = (torch.randn(1, n, heads, d, requires_grad=True) for _ in range(3))
+        with LiveStorageTracker() as forward:
+            out = attention(q, k, v, Dense(), causal=causal, backend="eager", execution=Execution(tile=used))
+        with LiveStorageTracker() as backward:
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        peaks[used] = forward.peak_bytes - rows, backward.peak_bytes - 4 * rows  # out; dout, dq, dk, dv
+    for pass_, (peak, whole) in enumerate(zip(peaks[tile], peaks[None])):
+        assert peak <= 4 * scores + 2 * rows, (pass_, peak / scores)
+        assert whole >= 2 * 4 * heads * n * n, (pass_, whole)

@@ -1,0 +1,186 @@
+"""The kernels in Gluon without a GPU: values and protocol on a small machine, device code by the compiler."""
+
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+from compiled import fed, fits, resources
+from gluon_machine import BACKWARD, CODE, FORWARD, SOURCES, Hazard, Machine
+from helpers import NAMES, errors, results
+from ringlab import Dense, Dilated, block_patterns, reference
+from ringlab.kernels import tile_schedule, triton
+from ringlab.kernels.experimental import sandbox
+from ringlab.kernels.triton import TritonLists
+from ringlab.kernels.triton_config import CANDIDATES, TILE_PASSES, Sizes, Use
+
+pytest.importorskip("triton.experimental.gluon")
+
+BF16, F16 = torch.bfloat16, torch.float16
+LADDER = Dilated([256, 512], [1, 2])  # its branches fold, see ``fold``
+# pattern, n, heads, K/V heads, head_dim, causal, dtype, batch, columns of a tile, stages, how it runs
+CASES = {
+    "folded": (LADDER, 1024, 2, 2, 16, False, F16, 1, 64, 2, "gluon"),
+    "folded, causal, grouped, a last segment that ends early": (
+        LADDER, 922, 2, 1, 16, True, BF16, 1, 64, 3, "persistent",
+    ),
+    "one branch, batch": (Dilated([512], [2]), 1000, 2, 2, 32, True, F16, 2, 32, 2, "persistent"),
+    "a last tile that is not full": (Dilated([320], [1]), 900, 2, 1, 16, False, F16, 1, 128, 2, "persistent"),
+    "head groups": (Dilated([512, 1024], [2, 2], "head_groups"), 1024, 3, 1, 16, False, F16, 1, 64, 2, "gluon"),
+    "dense, causal": (Dense(), 300, 1, 1, 16, True, BF16, 1, 64, 2, "persistent"),
+    "block-sparse, grouped, queries that see nothing": (
+        block_patterns.from_mask(torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 1]]) > 0, block_size=128), 384, 2, 1, 16, True, F16,
+        1, 128, 2, "gluon",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fold(monkeypatch):
+    """Fold branches whose pieces hold one tile of queries: short sequences have what long ones have."""
+    monkeypatch.setattr(tile_schedule, "LONG", 1)
+
+
+@cache
+def problem(case, seed):
+    """q, k, v, dout, dlse; what the oracle makes of them; and how far off each result may be."""
+    pattern, n, heads, kv_heads, d, causal, dtype, batch, *_ = CASES[case]
+    torch.manual_seed(seed)
+    q, k, v, dout = (torch.randn(batch, n, h, d).to(dtype) for h in (heads, kv_heads, kv_heads, heads))
+    dlse = torch.randn(batch, heads, n)
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    want = results(*reference.attention(*exact, pattern, causal=causal), *exact, dout, dlse)
+    return (q, k, v, dout, dlse), want, reference.tolerance(q, k, v, dout, pattern=pattern, causal=causal)
+
+
+def row_sums(dout, out, dlse):
+    return ((dout.float() * out).sum(3).transpose(1, 2) - dlse).contiguous()
+
+
+def run(monkeypatch, case, sources=SOURCES, seed=0):
+    """For each result, its error over what is allowed."""
+    pattern, n, heads, kv_heads, d, causal, dtype, batch, cols, stages, reads = CASES[case]
+    for name in (FORWARD, BACKWARD):
+        machine = Machine({part: sources[part] for part in (CODE, name)}, seed)
+        monkeypatch.setitem(sys.modules, name, machine)
+    monkeypatch.setattr(triton, "row_sums", row_sums)
+    (q, k, v, dout, dlse), want, bound = problem(case, seed % 2)
+    kernel = TritonLists(lambda *_: Sizes(128, cols, 4, stages, reads))
+    for name in TILE_PASSES:
+        (launch,) = kernel.launches(name, q, k, v, pattern, causal, dout=None if name == "forward" else dout)
+        assert launch.why is None and launch.size.reads == reads
+    out, lse = kernel.attend(q, k, v, pattern, causal, d**-0.5)
+    got = out, lse, *kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, d**-0.5)
+    found = errors(dict(zip(NAMES, got)), want, q, k, dout)
+    return {name: found[name] / bound[name] for name in found}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_equal_the_oracle_whatever_the_order_of_events(monkeypatch, case):
+    for seed in range(3):
+        found = run(monkeypatch, case, seed=seed)
+        assert max(found.values()) <= 1, found
+
+
+FOLDED, CAUSAL, SHORT, UNEVEN = "folded", "dense, causal", "one branch, batch", "a last tile that is not full"
+PARTIAL = "folded, causal, grouped, a last segment that ends early"
+GROUPED = "block-sparse, grouped, queries that see nothing"
+WAIT = "    mbarrier.wait(barriers.index(KIND * STAGES + met % STAGES), met // STAGES & 1)\n"
+FREE_A, FREE_B = (f"    free(barriers, met, {kind}_FREE, STAGES)\n" for kind in "AB")
+WAIT_B = "    wait(barriers, met, B_READY, STAGES)\n"
+WHOLE = "        whole = gl.minimum(full, last)\n"
+MINUS = "    minus = gl.load(less + at, mask=valid, other=0.0)"
+# module, what is changed in it, to what -> the case that shows it
+MUTANTS = {
+    "nothing is waited for": (CODE, WAIT, "", SHORT),
+    "a phase too early": (CODE, WAIT, WAIT.replace("& 1", "& 1 ^ 1"), SHORT),
+    "owned rows are fetched over those in use": (
+        CODE, "        mbarrier.wait(barriers.index(OWN_FREE * STAGES), (turn & 1) ^ 1)\n", "", SHORT,
+    ),
+    "one group frees a slot for both": (CODE, "count=1 + kind % 2", "count=1", SHORT),
+    "the first use of a slot waits": (CODE, "(met // STAGES & 1) ^ 1", "met // STAGES & 1", CAUSAL),
+    "whole entries are taken for partial ones": (CODE, "i < full, partial + i,", "i < full, i,", PARTIAL),
+    "rows past a tile's end are written": (CODE, "gl.load(tile + COUNT)", "128", SHORT),
+    "rows of another position": (CODE, "GROUP_ROWS, LAYOUT)) * STEP", "GROUP_ROWS, LAYOUT))", SHORT),
+    "neighbours in place of a class": (CODE, "[batch, first % STEP, head,", "[batch, 0, head,", SHORT),
+    "queries of the group's first head": (CODE, "+ (gl.load(entry + 1) >> MEMBER_AT)", "", GROUPED),
+    "scores are not waited for": (
+        FORWARD, "        s, acc = warpgroup_mma_wait(0, [following, acc])\n", "        s = following\n", SHORT,
+    ),
+    "values are not waited for": (FORWARD, WAIT_B, "", SHORT),
+    "queries are freed before the last scores": (
+        FORWARD, WHOLE, WHOLE + "        free(barriers, turn * STAGES, OWN_FREE, STAGES)\n", SHORT,
+    ),
+    "values are freed before the wait": (
+        FORWARD, "    if LAST:\n        acc = warp", FREE_B + "    if LAST:\n        acc = warp", CAUSAL,
+    ),
+    "rows past an entry's end are seen": (FORWARD, "span < (packed & ROWS_MASK)", "span < COLS", UNEVEN),
+    "values are freed before they are used": (FORWARD, "    acc = weighted(", FREE_B + "    acc = weighted(", SHORT),
+    "a slot of keys is never freed": (FORWARD, "        free(barriers, met + 1, A_FREE, STAGES)\n", "", SHORT),
+    "each pair counts once": (FORWARD, "(shift - bonus)", "shift", FOLDED),
+    "no query is masked": (FORWARD, '        s = gl.where(seen, s, float("-inf"))\n', "", CAUSAL),
+    "the second group has the first one's queries": (FORWARD, "q_ring.index(WHICH)", "q_ring.index(0)", SHORT),
+    "sums are not faded": (FORWARD, "total = total * fade", "total = total", FOLDED),
+    "dq: values are not waited for": (BACKWARD, WAIT_B + "    dp = scores(", "    dp = scores(", SHORT),
+    "dq: keys are freed before their sum": (BACKWARD, "    acc = weighted(", FREE_A + "    acc = weighted(", SHORT),
+    "dq: products with V are not waited for": (BACKWARD, "    dp = warpgroup_mma_wait(0, [dp])\n", "", SHORT),
+    "dq: rows past an entry's end are seen": (BACKWARD, "(span < (packed & ROWS_MASK))", "(span < COLS)", UNEVEN),
+    "dq: no key is masked": (BACKWARD, "        p = gl.where(seen, p, 0.0)\n", "", CAUSAL),
+    "dk: products with V are not waited for": (BACKWARD, "mma_wait(1, [dp])", "mma_wait(2, [dp])", SHORT),
+    "dk: row sums of another head": (BACKWARD, "rows + (packed >> MEMBER_AT) * n + other", "rows + other", GROUPED),
+    "dk: each pair counts once": (BACKWARD, 'other=float("inf")) - bonus_of(packed)', 'other=float("inf"))', FOLDED),
+    "dk: row sums are left out": (BACKWARD, MINUS, MINUS + " * 0", SHORT),
+    "dk: dout is freed before its sums": (BACKWARD, "    dv = weighted(", FREE_B + "    dv = weighted(", SHORT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_kernel_is_found(monkeypatch, mutant):
+    module, old, new, case = MUTANTS[mutant]
+    assert SOURCES[module].count(old) == 1
+    for seed in range(5):
+        try:
+            found = run(monkeypatch, case, SOURCES | {module: SOURCES[module].replace(old, new)}, seed)
+        except Hazard as why:
+            print(seed, why)
+            return
+        print(found)
+        if not max(found.values()) <= 10:
+            return
+    raise AssertionError(f"not found: {mutant}: {found}")
+
+
+@pytest.mark.parametrize("name, head_dim", [("forward", 128), ("backward_q", 64), ("backward_kv", 128)])
+def test_device_code_fits_and_computes_while_products_run(name, head_dim, tmp_path, monkeypatch):
+    """A sample; RINGLAB_SWEEP=1 compiles every candidate, in test_triton."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    size = next(x for x in CANDIDATES["9.x"][name][head_dim] if x.reads == "gluon")
+    found = resources(name, 90, head_dim, size)
+    assert fits(found, 90) and fed(name, found, size)
+
+
+def test_what_the_kernels_cannot_serve_is_refused():
+    kernel, q = TritonLists(lambda *_: Sizes(128, 64, 4, 2, "gluon")), torch.zeros(1, 256, 2, 16, dtype=F16)
+
+    def why(pattern, t=q):
+        return [one.why for one in kernel.launches("forward", t, t, t, pattern, False)]
+
+    assert why(Dense()) == [None]
+    assert why(Dilated([128, 256], [1, 2])) == [None, "the kernels in Gluon start from nothing"]
+    many = torch.zeros(1, 1, 1, 1, dtype=F16).expand(1 << 15, 256, 1 << 9, 16)
+    assert "count rows" in triton.why_pointers(Sizes(128, 64, 4, 2, "gluon"), None, (many,))
+
+
+USE = Use.of("forward", 64, F16, True, False, 1)
+SIZE = Sizes(128, 128, 4, 3, "gluon")
+
+
+def test_a_first_run_happens_elsewhere_and_its_end_is_told(monkeypatch):
+    assert "a first run ended with status 1" in sandbox.trial(USE, SIZE, torch.device("cpu"))  # Triton needs a GPU
+
+    def hangs(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(sandbox.subprocess, "run", hangs)
+    assert sandbox.trial(USE, SIZE, torch.device("cpu")).startswith("hangs: ")

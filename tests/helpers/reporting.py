@@ -1,0 +1,207 @@
+"""Shared by the tests of reports: made-up rows, a notebook, a small suite, and a page taken apart."""
+
+import atexit
+import functools
+import hashlib
+import random
+import textwrap
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from ringlab import hardware, patterns
+from ringlab.measure import Group, Point, stats, suites
+from ringlab.measure.points import Result
+from ringlab.measure.store import Store, result_row
+from ringlab.report import curves, figures, tables
+from ringlab.report.study import cost_of
+from traitlets.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "notebooks" / "optimization_results.ipynb"
+CPU = hardware.Machine(cpu_model="a CPU", cores=2, ram_bytes=16 * 2**30, torch="2.13.0+cpu")
+
+
+def seconds_of(point: Point) -> float:
+    """A plausible time, so that pages made from it look like real ones."""
+    if point.system == "sgemm":
+        return 2 * point.seq_len**3 / 1.2e11
+    work = cost_of(point).flops / 1.0e11
+    s = dict(point.options)
+    slow = 1.6 if s.get("gather") else 1.0
+    slow *= 2.4 if s.get("backend") == "eager" else 1.0
+    slow *= 1.1 if point.system == "copying" else 1.0
+    return work * slow * (1.3 if point.dtype == "float16" else 1.0) + 2e-4
+
+
+def made_up(point: Point, group: Group, rehearsal: bool, rounds: int = 10, **changes) -> Result:
+    """An ok Result with samples; kernels that need a GPU are refused as the real ones are."""
+    where = {"device": "cpu", "device_name": "a CPU", "device_memory_bytes": 16 * 2**30, "commit": "0" * 40}
+    where |= {"dirty": False, "torch": "2.13.0+cpu", "machine": "made up", "interleaved": group.interleave}
+    base = {"point": point, "group": group.name, "rehearsal": rehearsal, "provenance": where}
+    base |= {"composition": group.composition(point), "run": hashlib.sha256(group.name.encode()).hexdigest()[:12]}
+    backend = dict(point.options).get("backend", "auto")
+    if backend not in ("auto", "eager", "cpu_flash"):
+        return Result(**base, status="unsupported", reason=f"backend {backend!r} cannot run on cpu: needs CUDA")
+    noise = random.Random(point.id)
+    t = seconds_of(point)
+    taken = tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds)) if group.timed else ()
+    found = stats.summary(taken) if taken else None
+    floor = 12 * point.seq_len**2 if point.system == "sgemm" else cost_of(point).floor_bytes
+    names = ["out", "lse"] + (["dq", "dk", "dv"] if point.passes != "fwd" else [])
+    fields = {
+        "status": "ok", "seconds": taken, "errors": dict.fromkeys(names, 4e-7), "tolerance": dict.fromkeys(names, 5e-6),
+        "memory": {"floor_bytes": floor, "tracked_peak_bytes": int(1.12 * floor), "high_water_bytes": 2 * floor},
+        "cost": {} if point.system == "sgemm" else {"flops": cost_of(point).flops},
+        "bound_seconds": 0.6 * t, "share": 0.81 if point.system == "ringlab" else None,
+    }  # fmt: skip
+    if found:
+        fields |= {"median": found.median, "q1": found.q1, "q3": found.q3, "ci": found.ci}
+    return Result(**{**base, **fields, **changes})
+
+
+def write_rows(folder: Path, results) -> None:
+    with Store(folder) as store:
+        for r in results:
+            for i, s in enumerate(r.seconds):
+                about = {"run": r.run, "point": r.point.id, "rehearsal": r.rehearsal}
+                store.append(kind="sample", **about, round=i, seconds=s, loops=1)
+            store.append(run=r.run, **{k: v for k, v in result_row(r, 0.1).items() if k != "run"})
+
+
+@functools.cache
+def whole_suite(name: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...]:
+    groups = suites.optimization(hardware.get_profile(name), device="cpu", rehearsal=rehearsal)
+    return tuple(made_up(p, g, rehearsal) for g in groups for p in g.points)
+
+
+class Shown:
+    """All that a page shows of a study: displayed values as Markdown, figures by what is drawn and said."""
+
+    def __init__(self, document, page, names):
+        self.tables, self.texts, self.labels, self.drawn = [], [], [], []
+        with pytest.MonkeyPatch.context() as patch:
+            for module, kinds in ((figures, ("bars", "ratios")), (curves, ("lines", "panels"))):
+                for kind in kinds:
+                    patch.setattr(module, kind, self._draw)
+            patch.setattr(figures, "show", self._show)
+            for name in names:
+                self._keep(getattr(document, name)(page))
+        self.text = "\n".join(self.texts)
+
+    def _keep(self, value) -> None:
+        if value is not None:
+            self.texts.append(value._repr_mimebundle_()["text/markdown"])
+            if isinstance(value, tables.Table):
+                self.tables.append(value)
+
+    def _draw(self, items, **_) -> None:
+        if isinstance(items, list) and items and isinstance(items[0], tuple):  # panels, each with its series
+            for _, series in items:
+                self._draw(series)
+            return
+        labels = list(items) if isinstance(items, dict) else [b.label for b in items]
+        values = [y for s in items.values() for _, y, *_ in s] if isinstance(items, dict) else [b.value for b in items]
+        self.labels.append(labels)
+        self.drawn += [v for v in values if v is not None]
+
+    def _show(self, fig, name, caption, alt, data, *, stamp=""):
+        assert alt.strip() and caption.strip()
+        self.texts += [caption, alt]
+        self._keep(data)
+
+
+def run_in_this_process(source, target, parameters, **_):
+    """The notebook's cells without a kernel: quicker, and what they show is the same."""
+    nb = nbformat.read(source, as_version=4)
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    for cell in (c for c in nb.cells if c.cell_type == "code"):
+        with capture_output() as said:
+            done = shell.run_cell(cell.source)
+        done.raise_error()
+        shown = [(o.data, o.metadata or {}) for o in said.outputs]
+        shown += [(done.result._repr_mimebundle_(), {})] if hasattr(done.result, "_repr_mimebundle_") else []
+        cell.outputs = [nbformat.v4.new_output("display_data", data=d, metadata=m) for d, m in shown]
+        if "parameters" in cell.metadata.get("tags", ()):
+            shell.push(parameters)
+    InteractiveShell.clear_instance()
+    atexit.unregister(shell.atexit_operations)  # a quarter of a second each
+    return nb
+
+
+GOOD = dict(system="ringlab", pattern=patterns.Dilated([4, 8], [1, 2]), seq_len=64, heads=2, head_dim=8)
+
+
+def two_points(profile=None, device="cpu", rehearsal=False):
+    return [Group("pair", (Point(**GOOD), Point(**{**GOOD, "system": "dense_sdpa", "pattern": patterns.Dense()})))]
+
+
+def write_two_rows(reports: Path, profile: str = "cpu", **changes) -> None:
+    """Made-up rows of the two points in ``reports/<profile>/data``."""
+    rows = [made_up(p, g, profile.endswith("-rehearsal"), **changes) for g in two_points() for p in g.points]
+    write_rows(reports / profile / "data", rows)
+
+
+def notebook(path: Path, *cells: str) -> Path:
+    """A notebook with the parameters of a report and these code cells, saved with a kernel that is not there."""
+    elsewhere = {"name": "conda-env", "display_name": "x", "language": "python"}
+    nb = nbformat.v4.new_notebook(metadata={"kernelspec": elsewhere})
+    parameters = nbformat.v4.new_code_cell('profile: str = "cpu"\ndata: str = ""', metadata={"tags": ["parameters"]})
+    nb.cells = [nbformat.v4.new_markdown_cell("# A title\n\n## A section"), parameters]
+    nb.cells += [nbformat.v4.new_code_cell(textwrap.dedent(c)) for c in cells]
+    for i, cell in enumerate(nb.cells):
+        cell.id = f"cell-{i}"
+    nbformat.write(nb, path)
+    return path
+
+
+# `python -m ringlab report` on rows that are there already, with another notebook: a process for each reports/ folder,
+# forked after the imports, which take longer than all else. Prints their exit codes.
+COMMAND = """
+import functools, json, os, signal, sys
+from pathlib import Path
+from ringlab import cli, measure
+from ringlab.measure import provenance
+from ringlab.report import driver
+measure.run = lambda *a, **k: []
+provenance.code_hash = lambda *_: "this code"
+page, *folders = sys.argv[1:]
+driver.run = functools.partial(driver.run, notebooks=[Path(page)], suite=lambda *a, **k: [])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+children = []
+for reports in folders:
+    children.append(os.fork())
+    if not children[-1]:
+        sys.exit(cli.main(["report", "--profile", "cpu", "--reports", reports]))
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+"""
+
+
+class Page(HTMLParser):
+    """Tags and attributes of a page, and the table rows with their text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.rows, self.titles, self.inside = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.inside.append(tag)
+        if tag == "tr":
+            self.rows.append("")
+        if tag in ("h1", "h2", "h3", "title"):
+            self.titles.append("")
+
+    def handle_endtag(self, tag):
+        if tag in self.inside:
+            self.inside = self.inside[: len(self.inside) - 1 - self.inside[::-1].index(tag)]
+
+    def handle_data(self, data):
+        if "tbody" in self.inside and self.rows:
+            self.rows[-1] += data
+        if {"h1", "h2", "h3", "title"} & set(self.inside):
+            self.titles[-1] += data

@@ -1,0 +1,286 @@
+"""What ranks run in the tests: importable by name, so that other processes find it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ringlab.engine import Execution
+from ringlab.engine.autograd import IN_GRAPHS
+from ringlab.ring import comm, counting
+from ringlab.ring.group import attend
+
+
+def tensors(layout, heads, kv_heads, d, dtype, seed, batch=1):
+    """q, k, v, a cotangent of out and one of lse; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, layout.n, h, d) for h in (heads, kv_heads, kv_heads, heads)] + [(batch, heads, layout.n)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
+    """out, lse, dq, dk, dv; dlse None: lse has no cotangent."""
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    out, lse = attend(q, k, v, pattern, causal=causal, scale=q.shape[3] ** -0.5, backend="auto", execution=Execution(),
+                      group=group, scheme=scheme, layout=layout)  # fmt: skip
+    found, cotangents = [out], [dout]
+    if dlse is not None:
+        found, cotangents = [out, lse], [dout, dlse.masked_fill(lse == -torch.inf, 0).to(lse.dtype)]
+    grads = torch.autograd.grad(found, (q, k, v), cotangents)
+    return [t.detach() for t in (out, lse, *grads)]
+
+
+def parity(cases, device="cpu", staged=False):
+    """Each case's results on this rank, and the bytes that it sent; ``staged`` as a GPU's tensors go over gloo."""
+    if staged:
+        comm._through_cpu = lambda *_: True
+    rank, results = dist.get_rank(), []
+    for pattern, layout, causal, heads, kv_heads, scheme, dtype, d, seed, with_lse in cases:
+        q, k, v, dout, dlse = (t.to(device) for t in tensors(layout, heads, kv_heads, d, dtype, seed))
+        shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
+        g = layout.shard(dlse, rank, 2) if with_lse else None
+        with counting() as traffic:
+            found = call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD)
+        results.append(([t.cpu() for t in found], traffic.total))
+    return results
+
+
+def fault(kind, pattern, layout):
+    """One rank misbehaves before, in or instead of the exchange."""
+    rank = dist.get_rank()
+    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
+    shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
+    if rank == 1:
+        if kind == "raise":
+            raise ValueError("a bad day")
+        if kind == "kill":
+            print("first words\nlast words", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "leave":
+            os._exit(0)
+        if kind == "hang":
+            time.sleep(1000)
+        if kind == "other shapes":
+            shards = [torch.cat([t, t], 2) for t in shards]
+        if kind == "other scheme":
+            return call(*shards, None, pattern, layout, True, "ring", dist.group.WORLD)
+        if kind == "other order":
+            call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
+        if kind == "corrupt":
+            from ringlab.ring import exchange
+
+            exchange.Problem.needs = lambda self, rank, source, right=exchange.Problem.needs: right(self, rank, source)[
+                :-1
+            ]
+    found = call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+    return found if kind == "none" else call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
+
+
+def late_rank(rank, *rest):
+    """A rank of ``launch`` of which number 1 never joins."""
+    from ringlab.ring import launch
+
+    if rank == 1:
+        time.sleep(1000)
+    launch._rank(rank, *rest)
+
+
+def sleeps(folder):
+    """Leave the process id and never end."""
+    Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+
+def two_meshes(pattern, layout, seed):
+    """Data x sequence parallel on 2 x 2 ranks: two sequences, each over its own pair."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    data, rank = mesh["data"].get_local_rank(), mesh["sequence"].get_local_rank()
+    q, k, v, dout, dlse = tensors(layout, 4, 2, 8, torch.float64, seed + data)
+    shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
+    return data, call(*shards, layout.shard(dlse, rank, 2), pattern, layout, True, "plan", mesh["sequence"])
+
+
+def compiled(pattern, layout, scheme):
+    """Eager and fullgraph-compiled results on this rank, and the exchanges of a selectively checkpointed step."""
+    from ringlab import attention
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    shards = [layout.shard(t, rank) for t in tensors(layout, 4, 2, 8, torch.float32, 3)[:4]]
+    leaves, dout = [t.clone().requires_grad_() for t in shards[:3]], shards[3]
+
+    def step(q, k, v):
+        return attention(q * 2, k, v, pattern, group=group, scheme=scheme, layout=layout).sin()
+
+    def save(ctx, op, *args, **kwargs):
+        ours = op == torch.ops.ringlab.ranks_forward.default
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    fullgraph = torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")
+    results, messages = [], []
+    for run in (
+        step,
+        fullgraph,
+        lambda *a: checkpoint(step, *a, use_reentrant=False),
+        lambda *a: checkpoint(
+            step, *a, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save)
+        ),
+    ):
+        with counting() as traffic:
+            out = run(*leaves)
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+        messages.append(traffic.messages)
+    return results, messages
+
+
+def short_of_memory():
+    """One step of the production module where rank 1's third kernel call fails, and what it took."""
+    import ringlab
+    from ringlab.cache import PatternCache
+    from ringlab.engine import Execution
+    from ringlab.kernels.torch_kernels import Eager
+    from ringlab.ring import contiguous
+
+    rank, layout = dist.get_rank(), contiguous(48, 2)
+    q, k, v, dout = (layout.shard(t, rank) for t in tensors(layout, 4, 4, 8, torch.float64, 4)[:4])
+    right, calls, failures = Eager.forward, [], []
+
+    def forward(eager, *args):
+        calls.append(0)
+        if module is failing and rank == 1 and len(calls) == 3:
+            failures.append(0)
+            raise torch.OutOfMemoryError("as told")
+        return right(eager, *args)
+
+    def step():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        with counting() as traffic:
+            out = module(*leaves, is_causal=True)
+            values = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        return values, (traffic.total, traffic.messages)
+
+    made = [ringlab.RingDilatedAttentionProduction([12, 36], [1, 2], group=dist.group.WORLD) for _ in range(3)]
+    for module in made:
+        module.chain = "eager"
+    module, failing = made[0], made[2]
+    step()  # the ranks compare what they are about to do once
+    module = made[1]
+    _, sent = step()
+    Eager.forward, module = forward, failing
+    calls.clear()
+    values, sent_then = step()
+    levels = (failing.execution.tile.level,)
+    failing.agree()
+    cache = PatternCache()
+    out = ringlab.attention(q.requires_grad_(), k, v, ringlab.Dense(), group=dist.group.WORLD, scheme="ring",
+                            execution=Execution(cache=cache, tile=8))  # fmt: skip
+    used = cache.stats().misses
+    out.sum().backward()  # nobody but the graph holds that execution any more
+    return {"values": values, "levels": levels + (failing.execution.tile.level,), "failures": len(failures),
+            "sent": sent_then, "sent without failure": sent, "cached": used}  # fmt: skip
+
+
+def layer_gradients(scheme, group="world"):
+    """Parameter gradients of a layer for this rank's shard (group None: all rows), at once and by micro-batches."""
+    from ringlab.nn import MultiheadAttention
+    from ringlab.patterns import Dilated
+    from ringlab.ring import contiguous
+
+    ranks = {} if group is None else {"group": dist.group.WORLD, "scheme": scheme}
+    torch.manual_seed(0)
+    layer = MultiheadAttention(16, 4, Dilated([12, 36], [1, 2]), num_kv_heads=2, causal=True, dtype=torch.float64,
+                               **ranks)  # fmt: skip
+    x, dout = torch.randn(2, 4, 48, 16, dtype=torch.float64)
+    if group is not None:
+        x, dout = (contiguous(48, 2).shard(t, dist.get_rank()) for t in (x, dout))
+    once = torch.autograd.grad(layer(x), list(layer.parameters()), dout)
+    for part, cotangent in zip(x.split(1), dout.split(1)):
+        layer(part).backward(cotangent)
+    return list(once), [p.grad for p in layer.parameters()]
+
+
+def peaks_of_a_shard(cases, n, heads, d):
+    """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
+    from ringlab.ring import Problem, contiguous
+    from ringlab.ring.comm import drive
+    from ringlab.ring.schemes import SCHEMES, rank_of
+    from ringlab.tracking import LiveStorageTracker
+
+    layout, me, peaks = contiguous(n, dist.get_world_size()), dist.get_rank(), []
+    q, k, v = (torch.randn(1, layout.size(me), heads, d) for _ in range(3))
+    for pattern, scheme in cases:
+        # The algorithm itself: the operator around it is one step to a tracker, which sees nothing inside.
+        rank = rank_of(Problem(pattern, layout, False, heads, heads), me, q, 1.0, "auto", False, Execution())
+        for _ in range(2):  # the first call makes the plan
+            with LiveStorageTracker() as tracker:
+                tracker.register(q, k, v)
+                drive(SCHEMES[scheme][0](rank, q, k, v), dist.group.WORLD)
+        peaks.append(tracker.peak_bytes)
+    return peaks
+
+
+def content(cases):
+    """Blocks chosen by content: each case's results and S on this rank, and the bytes that it sent."""
+    from test_ring_adaptive import shard_of, step, tensors
+
+    rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
+    for shape, kind, causal, dtype in cases:
+        shards = shard_of(tensors(shape, kind, dtype), rank, ranks)
+        with counting() as traffic:
+            results, picks = step(shards, kind, causal, dist.group.WORLD)
+        found.append((results, picks, traffic.total))
+    return found
+
+
+def content_disagreed(cases):
+    """What this rank is told in each case; every rank passes its own number of blocks and top_k, and z or none."""
+    from ringlab import Adaptive, adaptive_attention
+    from ringlab.ring import PlanMismatch
+
+    rank, ranks, told = dist.get_rank(), dist.get_world_size(), []
+    for blocks, top_k, weighed in (each[rank] for each in cases):
+        q, z = torch.randn(1, 8 * blocks, 2, 8), torch.zeros(1, 2, blocks, blocks * ranks)
+        try:
+            adaptive_attention(q, q, q, Adaptive(8, top_k), z if weighed else None, group=dist.group.WORLD)
+            told.append("nothing")
+        except PlanMismatch as error:
+            told.append(str(error))
+    return told
+
+
+def raises_and_kills_the_launcher() -> None:
+    """Rank 1 of ``elastic.launch`` raises, and ends torch's launcher once it has said so."""
+    if dist.get_rank() == 1:
+        end, launcher = Path(sys.argv[1], "1.end"), os.getppid()
+
+        def kill():
+            while not end.exists():
+                time.sleep(0.01)
+            os.kill(launcher, signal.SIGKILL)
+
+        threading.Thread(target=kill).start()  # the process waits for it
+        raise OSError("on purpose")
+
+
+class TwoParts(Exception):
+    """Is pickled, but not read back: that calls it with its message alone."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def returns_what_cannot_be_had(how: str):
+    """Rank 1 returns what cannot be sent, or not be read back."""
+    if dist.get_rank() == 1:
+        return threading.Lock() if how == "sent" else TwoParts(1, 2)
+
+
+def starts_a_child_and_raises(path: str) -> None:
+    if dist.get_rank() == 1:
+        Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+        raise OSError("on purpose")

@@ -1,0 +1,258 @@
+"""What measuring keeps: points by content, rows that come back, statistics by hand-checked numbers, provenance."""
+
+import json
+import math
+import random
+import shutil
+import statistics
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from ringlab import patterns
+from ringlab.measure import Group, Point, Result, load, provenance, ratio, select, stats, store, timing
+
+PATTERN = patterns.Dilated([16, 32], [1, 2])
+TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows
+
+
+def result(point=TINY, group="g", seconds=(1.0, 2.0, 3.0), interleaved=False, **more) -> Result:
+    described = {"median": 2.0, "q1": 1.5, "q3": 2.5, "ci": (1.0, 3.0)} if seconds else {}
+    given = {"provenance": {"engine": "e"}, "run": "r1", "composition": "c1"} | described | more
+    return Result(point=point, group=group, status="ok", seconds=seconds, interleaved=interleaved, **given)
+
+
+def write(folder, *results):
+    with store.Store(folder) as opened:
+        for r in results:
+            for i, s in enumerate(r.seconds):
+                opened.append(kind="sample", run=r.run, point=r.point.id, round=i, seconds=s, loops=1)
+            opened.append(**store.result_row(r, 1.0))
+
+
+def test_rows_come_back_as_written_also_when_not_finite(tmp_path):
+    r = result(errors={"out": float("inf")}, tolerance={"out": 5e-6}, share=0.5, memory={"floor_bytes": 7})
+    write(tmp_path, r)
+    assert load(tmp_path) == [r]
+    assert "Infinity" not in (tmp_path / store.NAME).read_text()
+    assert load(tmp_path / "nowhere") == []
+
+
+def test_a_result_without_all_its_samples_does_not_count(tmp_path):
+    write(tmp_path, result(), result(TINY.but(causal=True)))
+    path, said = tmp_path / store.NAME, []
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]) + '[1]\n{"schema": 1}\n\x00\xff\n')
+    assert [r.point.causal for r in load(tmp_path, warn=said.append)] == [True]
+    assert len(said) == 1 and "skipped 4 " in said[0] and "(line 3, 8, 9, 10)" in said[0]
+
+
+def test_the_newest_result_counts_and_an_interleaved_group_is_of_one_make_up(tmp_path):
+    other = TINY.but(causal=True)
+    old, new = result(run="r1"), result(run="r2")
+    before = [result(p, "both", run="r3", composition="ab", interleaved=True) for p in (TINY, other)]
+    after = result(TINY, "both", run="r4", composition="a", interleaved=True)
+    write(tmp_path, old, new, *before, after)
+    assert load(tmp_path) == [new, after]
+    mine = replace(old, provenance={"engine": "mine"})
+    write(tmp_path, mine, replace(new, run="r5"))
+    assert select(load(tmp_path), "g")[0].run == "r5"
+    assert select(load(tmp_path, prefer={"engine": "mine"}), "g") == [mine]
+
+
+def test_other_schemas_are_left_alone(tmp_path):
+    (tmp_path / store.NAME).write_text('{"schema": 2, "kind": "result"}\n')
+    said = []
+    assert load(tmp_path, warn=said.append) == [] and said == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# points
+
+
+def test_a_points_id_is_its_content():
+    same = Point("ringlab", PATTERN.to_dict(), seq_len=64, heads=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+    assert same == TINY and hash(same) == hash(TINY) and same.id == TINY.id
+    assert Point.from_dict(json.loads(json.dumps(TINY.to_dict()))) == TINY
+    changes = [{"seq_len": 65}, {"causal": True}, {"dtype": "bfloat16"}, {"options": {"a": 1}}, {"passes": "fwd+bwd"}]
+    assert len({TINY.but(**c).id for c in changes} | {TINY.id}) == 6
+    assert TINY.but(options={"b": 1, "a": 2}) == TINY.but(options=(("a", 2), ("b", 1)))
+    for bad in ({"passes": "bwd"}, {"heads": 0}):
+        with pytest.raises(ValueError):
+            TINY.but(**bad)
+    with pytest.raises(ValueError, match="holds a point twice"):
+        Group("g", [TINY, same])
+
+
+def test_composition_matters_only_where_points_take_turns():
+    other = TINY.but(causal=True)
+    assert Group("a", [TINY, other]).composition(TINY) != Group("a", [TINY]).composition(TINY)
+    apart = [Group("a", points, interleave=False).composition(TINY) for points in ([TINY, other], [TINY])]
+    assert apart[0] == apart[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# statistics
+
+
+def test_summary_of_known_numbers():
+    s = stats.summary([10.0, 11.0, 12.0, 13.0, 14.0])
+    assert (s.median, s.q1, s.q3, s.unstable) == (12.0, 11.0, 13.0, False)
+    assert stats.summary([1.0, 1.0, 10.0, 10.0]).unstable
+    assert stats.summary([3.0]) == stats.Summary(3.0, 3.0, 3.0, (0.0, float("inf")), True), "one sample says nothing"
+    assert stats.summary([1.0] * 5 + [1.3] * 5).unstable, "a run that drifts, quartiles or not"
+    assert not stats.summary([1.0, 1.1] * 5).unstable
+    with pytest.raises(ValueError, match="no samples"):
+        stats.summary([])
+
+
+def test_intervals_are_the_same_on_every_call():
+    generator = random.Random(1)
+    values = [generator.gauss(100, 5) for _ in range(30)]
+    one = stats.summary(values)
+    state = random.getstate()
+    assert one == stats.summary(values) and random.getstate() == state, "seeded, and its own generator"
+    assert one.ci[0] < one.median < one.ci[1] and one.ci[1] - one.ci[0] < 8
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 15])
+def test_intervals_hold_the_truth_however_few_the_samples(count):
+    """The bootstrap's percentiles of three samples would hold it in 3 of 4 cases."""
+    generator = random.Random(count)
+    hits = 0
+    for _ in range(100):
+        low, high = stats.summary([100 * math.exp(generator.gauss(0, 0.1)) for _ in range(count)]).ci
+        hits += low <= 100 <= high
+    assert hits >= 88
+
+
+def test_ratio_is_taken_round_by_round():
+    # The machine slows down fourfold half way; each round still says 2.
+    a, b = result(seconds=(2.0, 2.0, 8.0, 8.2)), result(seconds=(1.0, 1.0, 4.0, 4.1, 9.0))
+    r = ratio(a, b)
+    assert (r.value, r.ci, r.rounds, r.paired) == (pytest.approx(2.0), pytest.approx((2.0, 2.0)), 4, True)
+    assert r.longer and not r.shorter and not r.unstable, "the rows drift, their ratio does not"
+    assert ratio([1.0, 4.0], [1.0, 1.0]).value == pytest.approx(2.0), "the median of logs is their geometric mean"
+    undecided = ratio([1.0, 1.0, 2.0], [1.0, 2.0, 1.0])
+    assert not undecided.longer and not undecided.shorter and undecided.unstable
+
+
+def test_what_the_same_work_differs_by_is_no_difference():
+    r = stats.Ratio(1.08, 1.05, 1.10, 10, True)
+    assert r.longer and not replace(r, resolution=1.06).longer
+    r = stats.Ratio(0.93, 0.90, 0.95, 10, True)
+    assert r.shorter and not replace(r, resolution=1.06).shorter
+
+
+def test_results_are_paired_where_they_share_rounds():
+    a = result(seconds=(2.0, 9.0, 9.0), rounds=(0, 5, 6))
+    b = result(seconds=(7.0, 1.0, 3.0), rounds=(1, 0, 5))
+    assert (ratio(a, b).rounds, ratio(a, b).value) == (2, pytest.approx(6**0.5))
+    assert not ratio(a, replace(b, rounds=(7, 8, 9))).paired
+
+
+def test_results_of_different_runs_are_not_paired():
+    a, b = result(seconds=(4.0,) * 3), replace(result(seconds=(2.0,) * 3), run="r2")
+    assert (ratio(a, b).value, ratio(a, b).paired) == (pytest.approx(2.0), False)
+    x, y = [4.0, 4.4, 3.8, 4.1, 4.0, 4.2], [2.0, 2.1, 1.9, 2.0, 2.2, 1.9]
+    own = [[math.log(end) for end in stats.summary(samples).ci] for samples in (x, y)]
+    mid = [statistics.median(map(math.log, samples)) for samples in (x, y)]
+    r = ratio(replace(a, seconds=tuple(x)), replace(b, seconds=tuple(y)))
+    assert r.low == pytest.approx(math.exp(mid[0] - mid[1] - math.hypot(mid[0] - own[0][0], own[1][1] - mid[1])))
+    assert r.high == pytest.approx(math.exp(mid[0] - mid[1] + math.hypot(own[0][1] - mid[0], mid[1] - own[1][0])))
+    with pytest.raises(ValueError, match="needs samples"):
+        ratio(a, result(seconds=()))
+
+
+def test_loops_make_a_sample_long_enough():
+    for seconds in (1e-6, 1e-4, 0.003, 0.02, 0.5):
+        assert timing.loops_for(seconds) * seconds >= 0.005
+    assert timing.rounds_for([0.01, 0.05], True) == [30, 30] and timing.rounds_for([], True) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# provenance
+
+
+def test_engine_hash_sees_code_and_nothing_else(tmp_path):
+    source = 'def f(x):\n    return x + 1\n\nclass A:\n    y = "text"\n'
+    same = '"""Module."""\n# comment\ndef f(x):\n    """Doc."""\n    return (x +\n            1)  # why\n\n\n'
+    same += "class A:\n    'Doc.'\n    y = 'text'\n"
+
+    def hashed(name, text, **others):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "patterns.py").write_text(text)
+        for file, content in others.items():
+            path = package / file.replace("__", "/")
+            path.parent.mkdir(exist_ok=True)
+            path.with_suffix(".py").write_text(content)
+        return provenance.engine_hash(package)
+
+    base = hashed("a", source)
+    assert hashed("b", same) == base
+    assert hashed("c", source.replace("+ 1", "+ 2")) != base
+    assert hashed("d", source.replace('"text"', '"Text"')) != base
+    assert hashed("e", source.replace('    y = "text"', '    z = 1\n    y = "text"')) != base
+    assert hashed("f", source, measure__worker="x = 1", report__driver="x = 1", cli="x = 1") == base
+    assert hashed("g", source, kernels__eager="x = 1") != base
+    assert hashed("h", source, hardware__detect="x = 1") != base
+
+
+def test_method_hash_sees_how_a_point_is_measured_and_not_who_runs_it(tmp_path):
+    (tmp_path / "measure").mkdir()
+
+    def hashed(**files):
+        for name, text in files.items():
+            (tmp_path / "measure" / f"{name}.py").write_text(text)
+        provenance.method_hash.cache_clear()
+        return provenance.method_hash(tmp_path)
+
+    base = hashed(workers="x = 1", timing="x = 1", session="x = 1", store="x = 1")
+    assert hashed(session="x = 2", store="x = 2", suites="x = 1") == base
+    assert hashed(timing="x = 2") != base and hashed(timing="x = 1", systems="x = 1") != base
+
+
+def test_rows_of_other_tuned_sizes_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
+    assert provenance.tuning() is None and provenance.collect("cpu")["tuning"] is None
+    found = []
+    for choice in ("a", "b"):
+        (tmp_path / "triton-lists-0123.json").write_text(choice)
+        found.append({"tuning": provenance.tuning()})
+    assert provenance.differs(*found) == ["tuning"] and provenance.key(found[0]) != provenance.key(found[1])
+
+
+def test_commit_is_unknown_outside_a_checkout_unless_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("RINGLAB_COMMIT", raising=False)
+    (tmp_path / "patterns.py").write_text("")
+    assert provenance.git_state(tmp_path) == ("unknown", "unknown")
+    monkeypatch.setenv("RINGLAB_COMMIT", "0123abc")
+    assert provenance.git_state(tmp_path) == ("0123abc", "unknown")
+    monkeypatch.setenv("RINGLAB_COMMIT", "not a commit!")
+    assert provenance.git_state(tmp_path) == ("unknown", "unknown")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_dirty_looks_aside_from_reports(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    git("init")
+    package = tmp_path / "lib"
+    package.mkdir()
+    (package / "patterns.py").write_text("x = 1\n")
+    git("add", ".")
+    git("commit", "-m", "one")
+    commit, dirty = provenance.git_state(package)
+    assert len(commit) == 40 and dirty is False
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "rows").write_text("1")
+    assert provenance.git_state(package) == (commit, False)
+    (package / "patterns.py").write_text("x = 2\n")
+    assert provenance.git_state(package) == (commit, True)

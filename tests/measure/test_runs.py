@@ -1,0 +1,537 @@
+"""Real runs: no number without a passed check, no failure that stops a run, no sample lost or counted twice."""
+
+import functools
+import itertools
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from hosts import SharedHost
+from ringlab import patterns
+from ringlab.measure import STATUSES, Busy, Group, Interrupted, Point, load, ratio, run, select, sgemm, workers
+
+from ringlab.measure import session, provenance, store, timing  # isort: skip
+
+BROKEN = """
+import os, signal, time
+import torch
+from dataclasses import replace
+from pathlib import Path
+from ringlab import attention
+from ringlab.measure.systems import System
+
+HERE = Path(__file__).parent
+
+def right(q, k, v):
+    return attention(q, k, v, PATTERN), None
+
+def system(forward, point, device, **cost):
+    global PATTERN
+    made = System(point, device, forward)
+    PATTERN = made.pattern
+    made.cost = replace(made.cost, **cost)
+    return made
+
+def zeros(p, d): return system(lambda q, k, v: (torch.zeros_like(q), None), p, d)
+def nans(p, d): return system(lambda q, k, v: (q * float("nan"), None), p, d)
+def wide(p, d): return system(lambda q, k, v: (right(q, k, v)[0].double(), None), p, d)
+def short(p, d): return system(lambda q, k, v: (right(q, k, v)[0][:, :-1], None), p, d)
+def bad_grad(p, d): return system(lambda q, k, v: (right(q, k, v)[0] + 0.1 * (q - q.detach()), None), p, d)
+def raises(p, d): return system(lambda q, k, v: 1 / 0, p, d)
+def refuses(p, d): raise NotImplementedError("needs another machine")
+def starves(p, d): return system(lambda q, k, v: (torch.ones(1 << 31, dtype=torch.uint8), None), p, d)
+def exhausted(p, d): raise MemoryError
+def too_fast(p, d): return system(right, p, d, folded_flops=10**18)
+def too_small(p, d): return system(right, p, d, floor_bytes=10**9)
+def sleeps(p, d): return system(lambda q, k, v: time.sleep(1000), p, d)
+def aborts(p, d): return system(lambda q, k, v: os.abort(), p, d)
+def killed(p, d): return system(lambda q, k, v: os.kill(os.getpid(), signal.SIGKILL), p, d)
+
+def turns(p, d):
+    calls = []
+    def forward(q, k, v):
+        calls.append(0)
+        return (right(q, k, v)[0] if len(calls) < 3 else torch.zeros_like(q)), None
+    return system(forward, p, d)
+
+def slow(p, d):
+    (HERE / f"pid-{p.id}").write_text(str(os.getpid()))
+    def forward(q, k, v):
+        time.sleep(0.1)
+        return right(q, k, v)
+    return system(forward, p, d)
+"""
+
+PATTERN = patterns.Dilated([16, 32], [1, 2])
+TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
+QUIET = session.CROWDED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def broken(tmp_path_factory):
+    """The folder of a module of systems that misbehave, importable in workers."""
+    folder = tmp_path_factory.mktemp("systems")
+    (folder / "broken.py").write_text(BROKEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
+        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+        yield folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def host(broken):
+    """The host of all runs but those that are about theirs."""
+    with SharedHost() as host:
+        yield host
+
+
+def measure(groups, folder, **how):
+    return run(groups, folder, **{"profile": "cpu"} | how)
+
+
+def rows_of(folder, kind: str) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / store.NAME).read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one run with everything in it
+
+VERDICTS = {
+    "zeros": ("incorrect", "out is off by 1.0e+00, allowed 5.0e-06"),
+    "nans": ("incorrect", "out is off by inf"),
+    "wide": ("incorrect", "out is off by inf"),
+    "short": ("incorrect", "out is off by inf"),
+    "turns": ("incorrect", "between the checked and the last call"),
+    "raises": ("crashed", "ZeroDivisionError: division by zero"),
+    "aborts": ("crashed", "the worker was ended by SIGABRT"),
+    "killed": ("crashed", "the worker was ended by SIGKILL (the system may have run out of memory)"),
+    "refuses": ("unsupported", "needs another machine"),
+    "exhausted": ("oom", "MemoryError"),
+    "starves": ("oom", "can't allocate memory"),
+    "too_fast": ("suspect", "is below its bound of"),
+    "too_small": ("suspect", "smaller than its own tensors"),
+}
+CAUSAL = TINY.but(causal=True)
+BUILD = TINY.but(system="plan_build", options={"warm": False})  # its check allows no error at all, only its own
+TABLE = Group("table", [BUILD, TINY, *(TINY.but(system=f"broken:{name}") for name in VERDICTS), CAUSAL, sgemm(64)])
+ALONE = Group("alone", [TINY, CAUSAL], interleave=False)
+WRONG_GRADIENT = TINY.but(system="broken:bad_grad", passes="fwd+bwd")
+CHECKED = Group("checked", [TINY.but(passes="fwd+bwd"), WRONG_GRADIENT], timed=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured")
+    return folder, measure([TABLE, ALONE, CHECKED], folder, memory_bytes=1 << 30)
+
+
+def found(measured, group: str, **fields):
+    (result,) = select(measured[1], group, **fields)
+    return result
+
+
+@pytest.mark.parametrize("system", VERDICTS)
+def test_what_cannot_be_quoted_says_why(measured, system):
+    status, said = VERDICTS[system]
+    row = found(measured, "table", system=f"broken:{system}")
+    assert row.status == status and said in row.reason and "\n" not in row.reason
+    assert (row.median is not None) == (status == "suspect"), "no time without a passed check"
+    assert row.final == (system not in ("aborts", "killed")), "killed from outside, perhaps: worth another try"
+
+
+def test_a_right_system_is_checked_then_timed(measured):
+    row = found(measured, "table", system="ringlab", causal=False)
+    assert row.status == "ok" and 0 < row.errors["out"] <= row.tolerance["out"] == 5e-6
+    assert len(row.seconds) >= 10 and row.median == median(row.seconds) and row.warmups >= 2
+    assert row.q1 <= row.median <= row.q3 and row.ci[0] <= row.median <= row.ci[1]
+    assert row.memory["tracked_peak_bytes"] >= row.memory["floor_bytes"] == 4 * 64 * 2 * 8 * 4
+    gemm = found(measured, "table", system="sgemm")
+    rate = gemm.cost["flops"] / gemm.median
+    assert row.share == pytest.approx(row.cost["flops"] / row.median / rate) and gemm.share == pytest.approx(1.0)
+    assert {r.status for r in measured[1]} <= set(STATUSES)
+
+
+def test_points_of_a_table_take_turns_in_processes_of_their_own(measured):
+    folder, _ = measured
+    a, b, c = (found(measured, "table", **x) for x in ({"system": "ringlab", "causal": False}, {"causal": True},
+                                                       {"system": "sgemm"}))  # fmt: skip
+    run_id, ids = a.run, [r.point.id for r in (a, b, c)]
+    taken = [(r["round"], r["point"]) for r in rows_of(folder, "sample") if r["run"] == run_id and r["point"] in ids]
+    assert [number for number, _ in taken[:30]] == [number for number in range(10) for _ in ids]
+    firsts = {point for i, (_, point) in enumerate(taken[:30]) if i % 3 == 0}
+    assert firsts == set(ids), "each is first in some round"
+    assert a.run == b.run and ratio(a, b).paired and ratio(a, b).rounds == len(a.seconds)
+    apart = select(measured[1], "alone")
+    order = [r["point"] for r in rows_of(folder, "sample") if r["run"] == apart[0].run]
+    assert order == sorted(order, key=order.index) and not ratio(*apart).paired
+
+
+def test_a_group_may_be_checked_without_being_timed(measured):
+    row = found(measured, "checked", system="ringlab")
+    assert row.status == "ok" and row.median is None and row.seconds == ()
+    assert set(row.errors) == {"out", "lse", "dq", "dk", "dv"}
+    assert row.memory["floor_bytes"] == 8 * 64 * 2 * 8 * 4
+    wrong = found(measured, "checked", system=WRONG_GRADIENT.system)
+    assert wrong.status == "incorrect" and wrong.reason.startswith("dq is off by"), "even if the output is right"
+
+
+def test_rows_say_where_they_come_from_and_not_on_which_host(measured):
+    folder, results = measured
+    assert load(folder) == results
+    for r in results:
+        p = r.provenance
+        assert p["engine"] == provenance.engine_hash() and p["torch"] == torch.__version__ and p["device"] == "cpu"
+        assert len(p["machine"]) == 12 and p["threads"] >= 1 and p["seed"] == r.point.id and p["utc"].endswith("Z")
+        assert {"commit", "dirty", "ringlab", "python", "device_name", "cpu", "load_average", "cpu_mhz"} <= p.keys()
+    rows = [json.loads(line) for line in (folder / store.NAME).read_text().splitlines()]
+    assert all(row["schema"] == store.SCHEMA and row["rehearsal"] is False for row in rows)
+    values = {str(v) for row in rows for v in row.get("provenance", {}).values()}
+    assert platform.node() not in values and str(Path.home()) not in values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# again
+
+
+def asked(monkeypatch) -> list:
+    """Which (group, points) a run would have measured."""
+    todo = []
+    monkeypatch.setattr(session.Session, "run_group", lambda self, group, points, earlier: todo.append(
+        (group.name, points)))  # fmt: skip
+    return todo
+
+
+def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, capsys):
+    folder, results = measured
+    rows = (folder / store.NAME).read_text().splitlines(keepends=True)
+    kept, lost = select(results, "alone")
+    of_run = [row for row in rows if kept.run in row]
+    text = "".join(of_run)[:-25]  # the second result lost its end
+    (tmp_path / store.NAME).write_text(text)
+    again = measure([ALONE], tmp_path)
+    assert capsys.readouterr().err.count("skipped 1 unreadable or incomplete row (line") == 1
+    assert again[0] == kept and again[1].point == lost.point and again[1].seconds == lost.seconds
+    lines = (tmp_path / store.NAME).read_text().splitlines()
+    bad = [line for line in lines if not line.endswith("}")]
+    assert len(bad) == 1 and bad[0] == text.splitlines()[-1], "the next row starts on a fresh line"
+
+    todo = asked(monkeypatch)
+    assert measure([ALONE], tmp_path) == again and not todo, "all done: no process"
+    measure([ALONE], tmp_path, rehearsal=True)
+    assert todo.pop() == ("alone", [TINY, CAUSAL]), "a rehearsal's rows are not real ones"
+    measure([ALONE], tmp_path, force=True)
+    assert todo.pop() == ("alone", [TINY, CAUSAL])
+    monkeypatch.setattr(provenance, "engine_hash", lambda: "another")
+    measure([ALONE], tmp_path)
+    assert todo.pop() == ("alone", [TINY, CAUSAL])
+
+
+def test_only_the_points_that_were_killed_are_tried_again(measured, monkeypatch):
+    todo = asked(monkeypatch)
+    measure([TABLE, CHECKED], measured[0])
+    assert [(name, [p.system for p in points]) for name, points in todo] == [
+        ("table", ["broken:aborts", "broken:killed"])]  # fmt: skip
+
+
+def test_processes_of_a_gpus_group_start_side_by_side(tmp_path, monkeypatch):
+    calls, start, step = [], session.Session._start_point, session.Session._step
+    monkeypatch.setattr(session, "EARLY", ("cpu",))
+    monkeypatch.setattr(session.Session, "_start_point", lambda self, *a: (calls.append("start"), start(self, *a))[1])
+    monkeypatch.setattr(session.Session, "_step", lambda self, group, member, command, *a, **k: (
+        calls.append(command), step(self, group, member, command, *a, **k))[1])  # fmt: skip
+    results = measure([Group("both", [TINY, TINY.but(system="nothing"), CAUSAL], timed=False)], tmp_path)
+    assert calls == ["start"] * 3 + ["prepare"] * 3
+    assert [r.status for r in results] == ["ok", "unsupported", "ok"] and results[0].errors["out"] <= 5e-6
+    assert [r.reason[:24] for r in results] == ["", "unknown system 'nothing'", ""]
+
+
+def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(measured, tmp_path, monkeypatch, capsys):
+    folder, results = measured
+    begun, now = [], [100.0]
+
+    def run_group(self, group, points, earlier):
+        begun.append(group.name)
+        now[0] += 45.0
+
+    monkeypatch.setattr(session.Session, "run_group", run_group)
+    monkeypatch.setattr("ringlab.measure.runner.time.monotonic", lambda: now[0])
+    three = [ALONE, CHECKED, TABLE]
+    measure(three, tmp_path, minutes=1.0)
+    assert begun == ["alone", "checked"]
+    said = f"1 minutes are over: {len(TABLE.points)} points are left, of table; run again to go on\n"
+    assert capsys.readouterr().err.endswith(said)
+    measure(three, tmp_path, minutes=0.1)
+    assert begun.pop() == "alone", "one always is"
+    rows = (folder / store.NAME).read_text().splitlines(keepends=True)
+    (tmp_path / store.NAME).write_text("".join(row for row in rows if select(results, "alone")[0].run in row))
+    begun.clear()
+    assert measure(three, tmp_path, minutes=0.1) == select(results, "alone") and begun == ["checked"]
+    with pytest.raises(ValueError, match="minutes must be positive, got 0"):
+        measure(three, tmp_path, minutes=0)
+
+
+STOPS = (signal.SIGINT, signal.SIGKILL)
+SLOW = [[TINY.but(system="broken:slow", options={"x": x}) for x in some] for some in (range(3), range(3, 6))]
+# a process for each run, forked after the imports, which take longer than all else; prints their ids, then their ends
+RUN_SLOW = """
+import json, os, signal, sys
+from ringlab.measure import Group, Interrupted, Point, provenance, run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+provenance.threads = lambda: 1
+children = []
+for points, folder in json.loads(sys.argv[1]):
+    children.append(os.fork())
+    if not children[-1]:
+        os.dup2(os.open(folder + "/said", os.O_CREAT | os.O_WRONLY), 2)
+        try:
+            run([Group("slow", list(map(Point.from_dict, points)))], folder, profile="cpu", progress=True)
+        except Interrupted as stop:
+            sys.exit(str(stop))
+print(json.dumps(children), flush=True)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken):
+    """By Ctrl-C and by SIGKILL."""
+    folders = [tmp_path / stop.name for stop in STOPS]
+    for folder in folders:
+        folder.mkdir()
+    asked = json.dumps([([p.to_dict() for p in points], str(folder)) for points, folder in zip(SLOW, folders)])
+    process = subprocess.Popen([sys.executable, "-c", RUN_SLOW, asked], stdout=subprocess.PIPE, text=True)
+    runs = json.loads(process.stdout.readline())
+    deadline = time.monotonic() + 120
+    workers, waiting = [], list(zip(runs, STOPS, SLOW, folders))
+    while waiting and time.monotonic() < deadline:
+        for each in waiting[:]:
+            run_id, stop, points, folder = each
+            path = folder / store.NAME
+            if path.exists() and path.read_text().count('"sample"') >= 10:
+                mine = [int((broken / f"pid-{p.id}").read_text()) for p in points]
+                assert len(set(mine)) == 3 and all(map(alive, mine))
+                os.kill(run_id, stop)
+                workers += mine
+                waiting.remove(each)
+        time.sleep(0.02)
+    assert json.loads(process.communicate(timeout=60)[0]) == [1, -signal.SIGKILL]
+    for stop, folder in zip(STOPS, folders):
+        said = (folder / "said").read_text().splitlines()
+        if stop == signal.SIGINT:
+            assert said[-1] == "interrupted: 0 points and the finished samples of others are kept; run again to go on"
+        assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left)")
+        assert not [line for line in said if "Traceback" in line]
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(alive, workers)), "workers end with their runner"
+
+    for points, folder in zip(SLOW, folders):
+        before = rows_of(folder, "sample")
+        results = measure([Group("slow", points)], folder)
+        after = rows_of(folder, "sample")
+        assert after[: len(before)] == before and len(before) >= 10
+        counts = [len(r.seconds) for r in results]
+        assert 10 <= min(counts) == max(counts) <= 20 and len(after) == sum(counts), "no sample is lost or taken twice"
+        assert {r.run for r in results} == {before[0]["run"]} and {r["run"] for r in after} == {before[0]["run"]}
+        paired = ratio(results[0], results[2])
+        assert paired.paired and paired.rounds >= counts[0] - 1, "the round that was cut has samples of some points"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# processes that misbehave
+
+
+def test_a_point_that_never_ends_is_timed_out(tmp_path):
+    start = time.monotonic()
+    (result,) = measure([Group("slow", [TINY.but(system="broken:sleeps")])], tmp_path, timeout_s=1.5)
+    assert result.status == "timeout" and result.reason == "took more than 1.5 s" and result.final
+    assert time.monotonic() - start < 60
+
+
+def test_a_host_that_cannot_start_or_talks_nonsense(tmp_path, monkeypatch):
+    script = "import sys; print('no', file=sys.stderr); sys.exit('ImportError: no torch')"
+    host = functools.partial(workers.Host, command=[sys.executable, "-c", script])
+    monkeypatch.setattr(session, "Host", host)
+    results = measure([Group("g", [TINY, sgemm(8)])], tmp_path)
+    assert [r.status for r in results] == ["crashed"] * 2 and not results[0].final
+    assert results[0].reason == "the worker ended with exit code 1: ImportError: no torch"
+
+
+def test_a_host_that_dies_is_started_again(tmp_path, monkeypatch, host):
+    hosts = []
+
+    class Mortal(workers.Host):
+        def ask(self, message, descriptors=()):
+            reply = super().ask(message, descriptors)
+            if message["do"] == "spawn":
+                self.process.kill()
+            return reply
+
+    monkeypatch.setattr(session, "Host", lambda: hosts.append(host if hosts else Mortal()) or hosts[-1])
+    results = measure([Group("g", [TINY, CAUSAL, sgemm(8)], timed=False)], tmp_path)
+    assert [r.status for r in results] == ["ok", "crashed", "ok"] and len(hosts) == 2
+    assert "SIGKILL" in results[1].reason and not results[1].final
+
+
+def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, monkeypatch, capsys):
+    ask = workers.Handle.ask
+
+    def dying(self, command, timeout_s, **arguments):
+        if command == "probe":
+            raise workers.Died("crashed", "a bad day", False)
+        return ask(self, command, timeout_s, **arguments)
+
+    monkeypatch.setattr(workers.Handle, "ask", dying)
+    group, long = Group("g", [TINY], rounds=23), Group("long", [TINY], sample_s=10 * timing.MIN_SAMPLE_S)
+    result, other = measure([group, long], tmp_path)
+    assert len(result.seconds) == 23 > timing.MAX_SAMPLES, "as many rounds as the group asks for"
+    assert other.loops > 3 * result.loops and len(other.seconds) < 23, "as long samples, and fewer of them"
+    assert len({g.composition(TINY) for g in (group, long, Group("g", [TINY]))}) == 3
+    assert result.status == "ok" and result.median and result.bound_seconds is None
+    assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
+
+
+def test_progress_is_a_line_a_group_and_a_point(tmp_path, capsys):
+    group = Group("g", [TINY.but(system="broken:refuses"), TINY.but(system="broken:raises")])
+    measure([group], tmp_path, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("g: 2 points, taking turns (") and len(lines) == 3
+    assert lines[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in lines[1]
+    assert lines[2].endswith("raised") or "left" not in lines[2]
+    measure([group], tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_in_a_pipe_says_at_times_what_is_at_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(session, "EVERY_S", 0.0)
+    measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("g: prepare ringlab") and line.endswith(" left)") for line in lines)
+    assert any(line.startswith("g: round 2 of ") and line.endswith(" left)") for line in lines)
+
+
+def test_times_taken_beside_other_work_are_marked(tmp_path, capsys, monkeypatch):
+    clock = itertools.count(0, 1000.0)  # others use a thousand seconds of CPU time in each sample
+    monkeypatch.setattr(session.Neighbours, "busy", staticmethod(lambda: next(clock)))
+    monkeypatch.setattr(session, "LEAST_S", 0.0)
+    monkeypatch.setattr(session, "CROWDED", QUIET)
+    (result,) = measure([Group("g", [TINY])], tmp_path, progress=True)
+    assert result.unstable and result.provenance["crowded"] and result.provenance["others_cores"] > 1
+    assert "so that these times are too long" in capsys.readouterr().err
+
+
+def test_others_are_the_busy_time_that_is_not_ours(monkeypatch, tmp_path):
+    stat, wall, own, workers = tmp_path / "stat", [0.0], [0.0], [0.0]
+    monkeypatch.setattr(session, "STAT", stat)
+    monkeypatch.setattr(session, "CROWDED", QUIET)
+    monkeypatch.setattr(session.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(session.time, "monotonic", lambda: wall[0])
+    monkeypatch.setattr(session.time, "process_time", lambda: own[0])
+    tick = os.sysconf("SC_CLK_TCK")
+
+    def busy(user, idle, stolen=0):
+        stat.write_text(f"cpu  {user * tick} 0 0 {idle * tick} 0 0 0 {stolen * tick} 0 0\ncpu0 0\n")
+
+    others = session.Neighbours(threads=3)
+    busy(10, 50)
+    with others.watched(lambda: workers[0]):  # 6 seconds busy: 2 of the workers, 1 our own, 1 stolen
+        busy(15, 90, stolen=1)
+        wall[0], own[0], workers[0] = 2.0, 1.0, 2.0
+    assert others.cores == 1.5 and others.crowded, "2.5 cores for 3 threads"
+    with others.watched():
+        wall[0] = 8.0
+    assert others.cores == 0.38 and not others.crowded
+    short = session.Neighbours(threads=3)
+    with short.watched():
+        busy(99, 90)
+        wall[0] += 0.5
+    assert short.cores is None and not short.crowded, "too short to tell"
+    stat.unlink()
+    with (alone := session.Neighbours(threads=3)).watched():
+        wall[0] += 5.0
+    assert alone.cores is None and not alone.crowded
+
+
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
+    with store.Store(tmp_path), pytest.raises(Busy, match="in use by another measurement"):
+        measure([ALONE], tmp_path)
+
+
+def test_interrupted_is_a_keyboard_interrupt():
+    with pytest.raises(KeyboardInterrupt):
+        raise Interrupted("is one")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a later run does not take as done
+
+
+def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, monkeypatch, capsys):
+    group = Group("g", [TINY])
+    monkeypatch.setattr(session.Neighbours, "crowded", True)
+    monkeypatch.setattr(session.Neighbours, "cores", 1.5)
+    monkeypatch.setattr(session.Neighbours, "now", session.Neighbours)  # a second each to look on for the above
+    (first,) = measure([group], tmp_path)
+    assert first.unstable and first.bound_seconds is None, "rates that others disturb give no bound"
+    (kept,) = measure([group], tmp_path, progress=True)
+    assert kept.run == first.run and "rows that other work disturbed are kept" in capsys.readouterr().err
+    monkeypatch.setattr(session.Neighbours, "crowded", False)
+    (again,) = measure([group], tmp_path)
+    assert again.run != first.run and again.bound_seconds
+    assert measure([group], tmp_path)[0].run == again.run
+
+
+def test_a_time_that_was_too_short_is_tried_again_with_more(tmp_path):
+    group = Group("g", [TINY.but(system="broken:slow", options={"x": 0})])
+    assert measure([group], tmp_path, timeout_s=0.05)[0].status == "timeout"
+    assert measure([group], tmp_path, timeout_s=0.04)[0].status == "timeout"
+    assert measure([group], tmp_path)[0].status == "ok"
+
+
+@pytest.mark.parametrize(
+    "groups, more, why",
+    [
+        ([Group("a", [TINY]), Group("a", [CAUSAL])], {}, "two groups have the name 'a'"),
+        ([TINY], {}, "must be measure.Group objects, got Point"),
+        ([Group("a", [TINY])], {"timeout_s": -1}, "timeout_s must be positive"),
+        ([Group("a", [TINY])], {"profile": "h100"}, "torch drives none here"),
+    ],
+)
+def test_a_run_that_cannot_be_is_one_line(tmp_path, groups, more, why):
+    with pytest.raises(ValueError, match=why):
+        run(groups, tmp_path, **({"profile": "cpu"} | more))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_host_that_is_killed_costs_the_points_on_their_way(tmp_path, monkeypatch, host):
+    """Its workers live on, and closing them may not take its closed channel for a folder that cannot be written."""
+    step, done, hosts = session.Session._step, [], [host, workers.Host()]
+    monkeypatch.setattr(session, "Host", hosts.pop)
+
+    def killing(self, group, member, command, *rest, **more):
+        done.append(command)
+        if done.count("sample") == 2 and command == "sample":
+            self.host.process.kill()
+            self.host.process.wait()
+            self.close()
+        return step(self, group, member, command, *rest, **more)
+
+    monkeypatch.setattr(session.Session, "_step", killing)
+    results = measure([Group("g", [TINY, CAUSAL])], tmp_path)
+    assert len(results) == 2 and {r.status for r in results} <= {"ok", "crashed"}

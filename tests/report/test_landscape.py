@@ -1,0 +1,403 @@
+"""The landscape: packages of others through their real builders and checks, and a ranking that follows the rows."""
+
+import functools
+import importlib
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from reporting import Shown, made_up
+from ringlab import attention, cost, hardware, patterns
+from ringlab.measure import Group, Point, peers, suites
+from ringlab.measure.points import Result
+from ringlab.measure.systems import SYSTEMS, build
+from ringlab.measure.workers import Worker
+from ringlab.report import driver, study
+from ringlab.report.landscape import document, field
+
+NAME = "landscape"
+ENTRIES = {e.name: e for e in field.FIELD}
+SPEEDS = {"BigBird": 2.2, "Local and global": 1.3, "LongNet": 2.0, "FlexAttention": 1.6}  # times by its pairs
+PROFILES = [("cpu", "cpu", False), ("gtx1080", "cuda", False), ("h200", "cuda", False), ("gtx1080", "cpu", True)]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# packages of others: small stand-ins under their names, whose attention is this library's or a wrong one
+
+GROUPED = """
+from types import SimpleNamespace
+import ringlab
+xops = SimpleNamespace()
+class DilatedAttention:
+    def __init__(self, segment_lengths, dilation_rates):
+        self.pattern = ringlab.Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
+    def __call__(self, q, k, v, is_causal=False):
+        xops.memory_efficient_attention(q, k, v)  # what a CPU lacks, and is put there
+        return {wrong} * ringlab.attention(q, k, v, self.pattern, causal=is_causal) / len(self.pattern.dilation_rates)
+"""
+LONGNET = """
+import torch, ringlab
+from . import multihead_attention
+class DilatedAttention(torch.nn.Module):
+    def __init__(self, args, embed_dim, num_heads, self_attention):
+        super().__init__()
+        self.args, self.heads = args, num_heads
+        self.q_proj = self.k_proj = self.v_proj = self.out_proj = torch.nn.Linear(embed_dim, embed_dim)
+    def forward(self, query, key, value, is_causal=False):
+        tensors = zip((self.q_proj, self.k_proj, self.v_proj), (query, key, value))
+        q, k, v = (p(t).unflatten(2, (self.heads, -1)) for p, t in tensors)
+        assert multihead_attention.flash_attn_func(q, k, v, 0.0, None, None, is_causal)[1].shape[1] == self.heads
+        pattern = ringlab.Dilated(self.args.segment_length, self.args.dilated_ratio, offsets="block")
+        out = ringlab.attention(q, k, v, pattern, causal=is_causal)
+        {detached}
+        return self.out_proj(out.flatten(2)), None
+"""
+RING = """
+import ringlab
+def ring_flash_attn(q, k, v, mask=None, causal=False, bucket_size=1024):
+    return {wrong} * ringlab.attention(q, k, v, ringlab.Dense(), causal=causal)
+"""
+FILES = {
+    "dilated_attention_pytorch": ("dilated_attention_pytorch/dilated_attention.py", GROUPED),
+    "torchscale_dilated": ("torchscale/component/dilated_attention.py", LONGNET),
+    "ring_attention_pytorch": ("ring_attention_pytorch/ring_flash_attention.py", RING),
+}
+SHOWN = [name for name in document.__all__ if name not in ("open_study", "provenance")]
+ABSENT = "dilated-attention-pytorch", "torchscale", "ring-attention-pytorch"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """install(system, wrong=..., detached=...): a stand-in package, with the metadata that pip writes."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+
+    def install(system: str, version: str = "9.1", commit: str = "", wrong: float = 1.0, detached: str = "pass"):
+        name, source = FILES[system]
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in [path.parent, *path.parent.parents][: name.count("/")]:
+            (folder / "__init__.py").touch()
+        path.write_text(source.format(wrong=wrong, detached=detached))
+        (path.parent / "multihead_attention.py").write_text("flash_attn_func = None\n")
+        known = tmp_path / f"{peers.PEERS[system][0].replace('-', '_')}-{version}.dist-info"
+        known.mkdir()
+        (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {peers.PEERS[system][0]}\nVersion: {version}\n")
+        if commit:
+            (known / "direct_url.json").write_text(json.dumps({"vcs_info": {"commit_id": commit}}))
+        importlib.invalidate_caches()
+
+    yield install
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("dilated_attention_pytorch", "torchscale", "ring_attention_pytorch"):
+            del sys.modules[name]
+
+
+def prepared(system: str, options=(), **more) -> dict:
+    """What a worker answers that is asked to build, run and check the peer's point."""
+    point = Point(system, small(system), seq_len=64, heads=4, head_dim=8, options=options, **more)
+    return {"status": "ok"} | Worker(point, "cpu").answer("prepare", tolerance={})
+
+
+def small(system: str):
+    kept = {"torchscale_dilated": {"offsets": "block"}}.get(system, {"mixing": "head_groups", "offsets": "branch"})
+    return patterns.Dense() if system.startswith("ring") else patterns.Dilated([16, 64], [1, 4], **kept)
+
+
+@pytest.mark.parametrize("system", peers.PEERS)
+def test_a_package_that_computes_what_it_says_is_ok(site, system):
+    site(system)
+    assert peers.installed(system) == "9.1"
+    for more in ({}, {"passes": "fwd+bwd"}, {"passes": "fwd+bwd", "causal": True}):
+        found = prepared(system, {"version": "9.1"}, **more)
+        assert found["status"] == "ok" and found["errors"].keys() >= {"out"}, found.get("reason")
+
+
+@pytest.mark.parametrize("system", ["dilated_attention_pytorch", "ring_attention_pytorch"])
+def test_a_package_that_computes_another_function_is_incorrect(site, system):
+    site(system, wrong=1.001)
+    found = prepared(system)
+    assert found["status"] == "incorrect" and re.match("out is off by 1.0e-03, allowed 5.0e-06", found["reason"])
+
+
+def test_a_package_with_wrong_gradients_is_right_forward_and_incorrect_backward(site):
+    site("torchscale_dilated", detached="out = out + 0.1 * (q - q.detach())")
+    assert prepared("torchscale_dilated")["status"] == "ok"
+    found = prepared("torchscale_dilated", passes="fwd+bwd")
+    assert found["status"] == "incorrect" and found["reason"].startswith("dq is off by")
+
+
+@pytest.mark.parametrize("system", peers.PEERS)
+def test_an_absent_package_is_unsupported_and_says_how_to_install_it(system):
+    if peers.installed(system):
+        pytest.skip(f"{system} is installed here")
+    found = prepared(system)
+    assert found["status"] == "unsupported" and found["reason"] == f"not installed: {peers.PEERS[system][1]}"
+
+
+def test_another_version_a_broken_package_and_another_function_are_refused_in_one_line(site):
+    site("torchscale_dilated", version="0.3.0", commit="1a2b3c4d5e6f")
+    assert peers.installed("torchscale_dilated") == "0.3.0+1a2b3c4"
+    assert "torchscale 0.2.0 was asked for, 0.3.0+1a2b3c4 is installed" in prepared(
+        "torchscale_dilated", {"version": "0.2.0"})["reason"]  # fmt: skip
+    with pytest.raises(ValueError, match="computes dilated lse with offsets by block, not dense"):
+        build(Point("torchscale_dilated", patterns.Dense(), seq_len=64), "cpu")
+    with pytest.raises(ValueError, match="as many K/V heads as heads, got 2 and 4"):
+        build(Point("torchscale_dilated", small("torchscale_dilated"), seq_len=64, heads=4, kv_heads=2), "cpu")
+    with pytest.raises(ValueError, match="one device, not on 2 ranks"):
+        build(Point("torchscale_dilated", small("torchscale_dilated"), seq_len=64, world_size=2), "cpu")
+    site("ring_attention_pytorch")
+    with pytest.raises(ValueError, match="computes dense attention, not dilated"):
+        build(Point("ring_attention_pytorch", small("torchscale_dilated"), seq_len=64), "cpu")
+    site("dilated_attention_pytorch")
+    Path(sys.path[0], FILES["dilated_attention_pytorch"][0]).write_text("import no_such_thing\n")
+    found = prepared("dilated_attention_pytorch")
+    assert found["status"] == "unsupported" and "cannot be imported: No module named 'no_such_thing'" in found["reason"]
+
+
+def test_the_kernel_that_stands_in_is_gone_afterwards_and_right():
+    q, k, v = torch.randn(3, 1, 96, 2, 16, dtype=torch.float64)
+    for causal in (False, True):
+        out, lse = peers._flash(q, k, v, causal)
+        want = attention(q, k, v, patterns.Dense(), causal=causal, return_lse=True)
+        assert (out - want[0]).abs().max() < 1e-12 and (lse - want[1]).abs().max() < 1e-12
+    module = type(sys)("module")
+    module.kernel = None
+    with pytest.raises(KeyError), peers._standing_in(module, "kernel", 1, "cpu"):
+        assert module.kernel == 1
+        raise KeyError
+    assert module.kernel is None
+    with peers._standing_in(module, "kernel", 1, "cuda"):
+        assert module.kernel is None, "a GPU runs the package's own"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the suite
+
+
+@pytest.mark.parametrize("name, device, rehearsal", PROFILES)
+def test_the_suite_holds_the_field_at_a_like_number_of_keys(name, device, rehearsal):
+    timed, checked = suites.SUITES[NAME](hardware.get_profile(name), device=device, rehearsal=rehearsal)
+    assert (timed.name, timed.interleave, timed.timed, checked.timed) == (NAME, True, True, False)
+    others = {g.name for s in suites.SUITES if s != NAME for g in suites.SUITES[s](
+        hardware.get_profile(name), device=device, rehearsal=rehearsal)}  # fmt: skip
+    assert not others & {timed.name, checked.name}, "rows are told apart by their groups' names"
+    ns = sorted({p.seq_len for p in timed.points})
+    assert ns == ([1024, 4096] if rehearsal else [1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536])
+    assert {p.system for p in timed.points} == {"dense_sdpa", "ringlab", *peers.PEERS, *([] if rehearsal else ["flex"])}
+    assert all(p.system in SYSTEMS and Point.from_dict(p.to_dict()) == p for p in (*timed.points, *checked.points))
+    for p in timed.points:
+        if p.system in ("ringlab", "flex"):
+            keys = field.density(p) * p.seq_len
+            assert 270 <= keys <= 460, f"{p.label()}: {keys} keys a query"
+    assert {(p.passes, p.causal, p.seq_len) for p in checked.points} == {("fwd+bwd", False, ns[0])}
+    assert {p.system for p in checked.points} == {"dense_sdpa", "ringlab"} and len(checked.points) == 5
+
+
+def test_an_installed_package_is_measured_with_its_version_beside_this_library(site):
+    def points():
+        groups = suites.SUITES[NAME](hardware.get_profile("cpu"), device="cpu")
+        return [p for g in groups for p in g.points if p.system == "torchscale_dilated"], groups[0]
+
+    if peers.installed("torchscale_dilated"):
+        pytest.skip("torchscale is installed here")
+    (absent,), before = points()
+    site("torchscale_dilated", version="0.3.0")
+    there, after = points()
+    assert absent.options == () and {p.options for p in there} == {(("version", "0.3.0"),)}
+    assert {(p.passes, p.causal) for p in there} == {("fwd", False), ("fwd+bwd", False), ("fwd+bwd", True)}
+    assert sorted({p.seq_len for p in there}) == [1024, 4096, 8192] and len(there) == 5
+    assert all(p.but(system="ringlab", options={}) in after.points for p in there if p.passes == "fwd")
+    assert before.id != after.id, "a group in which others take turns is measured anew"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page
+
+
+def whole(point: Point, group: Group, rehearsal: bool) -> Result:
+    """A made-up row; a package without a version is refused as the builder refuses it."""
+    if point.system in peers.PEERS and not point.options:
+        refusal = f"not installed: {peers.PEERS[point.system][1]}"
+        return replace(made_up(point, group, rehearsal, rounds=1), status="unsupported", reason=refusal,
+                       median=None, ci=None, seconds=(), rounds=(), errors={})  # fmt: skip
+    row = made_up(point.but(system="ringlab", options={}), group, rehearsal)
+    name = next((e.name for e in field.FIELD if e.system == point.system and
+                 e.pattern(point.seq_len).to_dict() == point.pattern), "")  # fmt: skip
+    slow = SPEEDS.get(name, 1.0)
+    if row.seconds:
+        row = replace(row, seconds=tuple(x * slow for x in row.seconds), ci=tuple(x * slow for x in row.ci),
+                      **{k: getattr(row, k) * slow for k in ("median", "q1", "q3")})  # fmt: skip
+    return replace(row, point=point)
+
+
+def installed_points(names=("torchscale_dilated", "ring_attention_pytorch")) -> list[tuple[Point, Group]]:
+    """The suite as it is where these packages are installed, whatever is installed here."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "installed", lambda system: "9.1" if system in names else None)
+        for group in suites.SUITES[NAME](hardware.get_profile("cpu"), device="cpu"):
+            found += [(p, group) for p in group.points]
+    return found
+
+
+@functools.cache
+def made(names: tuple[str, ...], rehearsal: bool = False) -> tuple[Result, ...]:
+    return tuple(whole(p, g, rehearsal) for p, g in installed_points(names))
+
+
+def page(change=lambda r: r, names=(), rehearsal: bool = False) -> study.Study:
+    folder = Path("gtx1080-rehearsal/data" if rehearsal else "cpu/data")
+    profile = hardware.get_profile("gtx1080" if rehearsal else "cpu")
+    return study.Study(profile, [change(r) for r in made(names, rehearsal)], folder, suite=NAME)
+
+
+def shown(change=lambda r: r, **which) -> Shown:
+    return Shown(document, page(change, **which), SHOWN)
+
+
+def of(name: str):
+    """Whether a row is one of a system of the page."""
+    e = ENTRIES[name]
+    return lambda r: r.point.system == e.system and r.point.pattern == e.pattern(r.point.seq_len).to_dict()
+
+
+def slower(name: str, factor: float):
+    def change(r):
+        if not of(name)(r) or not r.seconds:
+            return r
+        fields = {k: getattr(r, k) * factor for k in ("median", "q1", "q3")}
+        return replace(r, seconds=tuple(x * factor for x in r.seconds), ci=tuple(x * factor for x in r.ci),
+                       bound_seconds=None, **fields)  # fmt: skip
+
+    return change
+
+
+def as_fast():
+    """Local and global blocks take as long as the window at the longest length, but for a thousandth."""
+    window, other = (ENTRIES[name].at(page(), 8192).median for name in ("Sliding window", "Local and global"))
+    return slower("Local and global", 1.001 * window / other)
+
+
+def wrong(name: str, passes: str = "fwd"):
+    what = "out" if passes == "fwd" else "dq"
+
+    def change(r):
+        if not of(name)(r) or r.point.passes != passes:
+            return r
+        said = f"{what} is off by 1.3e+00, allowed 5.0e-06"
+        return replace(r, status="incorrect", reason=said, errors=r.errors | {what: 1.3}, median=None, seconds=(),
+                       rounds=(), ci=None)  # fmt: skip
+
+    return change
+
+
+def order(change=lambda r: r, n: int = 8192, **which) -> list[tuple[int, str]]:
+    return [(rank, e.name) for rank, e, _ in field.standing(page(change, **which), n)]
+
+
+def test_the_ranking_follows_the_rows():
+    names = ["Sliding window", "Local and global", "LongNet", "FlexAttention", "BigBird"]
+    assert order() == list(enumerate(names, 1))
+    assert order(slower("Sliding window", 10))[-1] == (5, "Sliding window")
+    assert order(n=4096)[-1] == (5, "Dense SDPA") and "Dense SDPA" not in dict(map(reversed, order()))
+    tied = order(as_fast())
+    assert tied[:3] == [(1, "Sliding window"), (1, "Local and global"), (3, "LongNet")], "not told apart: one rank"
+
+
+def test_the_answer_follows_the_rows():
+    first = document.answer(page()).lines
+    assert len(first) == 5 and first[0].startswith("**Fastest at 8,192 tokens**: Sliding window, **")
+    assert first[0].endswith("it computes 3.9 % of the pairs, another function than dense SDPA.")
+    other = document.answer(page(slower("Sliding window", 10))).lines
+    assert "Fastest at 8,192 tokens**: Local and global" in other[0]
+    tied = document.answer(page(as_fast())).lines[0]
+    assert "not told apart from Local and global" in tied
+    assert re.search(r"\*\*A visible pair\*\* costs .* what it costs in dense SDPA, at 4,096 tokens", first[1])
+    assert document.answer(page(lambda r: replace(r, status="crashed", reason="gone"))).lines[0].endswith("was timed.")
+
+
+def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
+    change = wrong("BigBird")
+    assert "BigBird" not in dict(map(reversed, order(change)))
+    found = shown(change)
+    assert "wrong: BigBird" in document.answer(page(change)).lines[2]
+    line = next(r for r in table(found, "Without a rank").rows if r[0] == "BigBird")
+    assert line[1].text == "wrong" and "out is off by 1.3e+00, allowed 5.0e-06" in line[2]
+    drawn = [label for labels in found.labels for label in labels]
+    assert "BigBird" not in drawn and drawn.count("Sliding window") == 2
+    assert [r[2] for r in table(found, "Over length").rows].count("BigBird") == 0
+    assert [r[2] for r in table(shown(), "Over length").rows].count("BigBird") == 3
+
+
+def table(found: Shown, caption: str):
+    return next(t for t in found.tables if t.caption.startswith(caption))
+
+
+def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
+    peer = dict(names=("torchscale_dilated",))
+    assert "torchscale" in dict(map(reversed, order(**peer)))
+    change = wrong("torchscale", "fwd+bwd")
+    assert "torchscale" not in dict(map(reversed, order(change, **peer)))
+    found = shown(change, **peer)
+    why = next(r for r in table(found, "Without a rank").rows if r[0] == "torchscale")[2]
+    assert why.startswith("output right, gradients wrong: dq is off by 1.3e+00")
+    assert "by its source it takes no gradient" in why
+    line = next(r for r in table(found, "Packages").rows if r[0].text == "torchscale")
+    assert line[0].sub == "9.1" and line[3] == 8192 and line[4].text != "incorrect" and line[6] is not None
+
+    def one_length(r):
+        return wrong("BigBird")(r) if r.point.seq_len == 1024 else r
+
+    assert "BigBird" not in dict(map(reversed, order(one_length)))
+
+
+def test_absent_packages_are_listed_with_their_install_lines():
+    found = table(shown(), "Without a rank")
+    assert [(r[0], r[1].text) for r in found.rows] == [(name, "absent") for name in ABSENT]
+    assert [r[2] for r in found.rows] == [f"not installed: {how}" for _, how in peers.PEERS.values()]
+    assert f"absent: {', '.join(ABSENT)}" in document.answer(page()).lines[2]
+    there = page(names=("ring_attention_pytorch",))
+    assert field.verdict(there, ENTRIES["ring-attention-pytorch"]).word == "right"
+    assert [name for _, name in order(names=("ring_attention_pytorch",), n=4096)].count("ring-attention-pytorch") == 1
+    refused = page(lambda r: replace(r, reason="torch is too new") if of("torchscale")(r) else r)
+    assert field.verdict(refused, ENTRIES["torchscale"]) == field.Verdict("refused", "torch is too new")
+
+
+def test_density_and_cost_of_a_pair_are_counted():
+    there = page()
+    row = ENTRIES["Sliding window"].at(there, 4096)
+    count = cost.count_pairs(suites.LANDSCAPE_WINDOW, 4096, 8)[1]
+    assert field.density(row.point) == count / (8 * 4096**2)
+    ratio = there.ratio(row, field.dense(there, 4096)).value * 8 * 4096**2 / count
+    assert field.pair_cost(there, row).value == pytest.approx(ratio)
+    assert field.per_pair(row) == row.median / count
+    assert field.pair_cost(there, ENTRIES["Sliding window"].at(there, 8192)) is None, "dense was not timed there"
+    ladder = suites.landscape_ladder(4096)
+    assert (ladder.segment_lengths, ladder.dilation_rates) == ((256, 1024, 4096), (1, 4, 16))
+
+
+def test_memory_that_is_not_seen_inside_is_not_drawn():
+    found = shown()
+    memory, time = found.labels
+    assert "FlexAttention" in time and "FlexAttention" not in memory and memory[-1] == "q, k, v and out"
+    flex = next(r for r in table(found, "Ranked").rows if r[1].text == "FlexAttention")
+    assert flex[6].text == "not seen inside"
+
+
+def test_a_rehearsal_is_stamped_and_a_page_without_rows_stands():
+    assert "rehearsal" in shown(rehearsal=True).text.lower()
+    empty = study.Study(hardware.get_profile("cpu"), [], Path("cpu/data"), suite=NAME)
+    found = Shown(document, empty, SHOWN)
+    assert "none, no system that passed its checks was timed" in found.text and not found.labels
+
+
+def test_the_notebook_is_short_and_calls_the_library_alone():
+    assert driver.REPORTS[NAME] == ("landscape.document", NAME)
+    cells = json.loads((Path(__file__).parents[2] / "notebooks" / f"{NAME}.ipynb").read_text())["cells"]
+    source = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    assert max(text.count("\n") for text in source) <= 3 and len(cells) < 40
+    assert {name for text in source for name in re.findall(r"document\.(\w+)\(", text)} == set(document.__all__)

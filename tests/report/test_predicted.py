@@ -1,0 +1,120 @@
+"""Predictions beside the committed rows of this project, and the published memory explained."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ringlab import cli, measure
+from ringlab.report import original_memory, predicted, predictions
+from ringlab.report.documents import published
+from ringlab.report.study import Study
+
+DATA = Path(__file__).parents[2] / "reports" / "cpu" / "data"
+OPERATORS, BLOCKS = 1000, 256  # a few rows of more calls, or longer plans, take seconds each
+
+
+@pytest.fixture(scope="module")
+def known():
+    rows = [r for r in measure.load(DATA) if r.status == "ok" and r.memory.get("tracked_peak_bytes")
+            and r.memory.get("operator_calls", 0) <= OPERATORS
+            and r.point.seq_len // r.point.pattern.get("block_size", r.point.seq_len) <= BLOCKS]  # fmt: skip
+    assert len(rows) > 100
+    return predicted.predict(rows)
+
+
+def wrong(known) -> list[str]:
+    """The rows whose prediction is not what is promised of it."""
+    found = []
+    for x in known:
+        ratio, label = x.estimate.peak_bytes / x.row.memory["tracked_peak_bytes"], x.row.point.label()
+        fits = ratio <= 1 if x.estimate.at_least else 1 <= ratio <= 1.05
+        found += [] if fits else [f"{label}: peak {ratio:.3f}"]
+        found += [f"{label}: {x.time:.2f} of its bound"] if x.time is not None and x.time < 1 else []
+        if p := x.row.point.world_size - 1:
+            sent = [sum(b for (a, _), b in x.estimate.sent.items() if a == rank) for rank in range(p + 1)]
+            found += [] if sent == x.row.ranks["bytes_sent"] else [f"{label}: sends {sent}"]
+    return found
+
+
+def test_every_peak_within_5_percent_and_never_below_bytes_exact_and_no_time_below_its_bound(known):
+    assert wrong(known) == []
+    exact = [x for x in known if not x.estimate.at_least]
+    assert {x.row.point.world_size for x in exact} >= {1, 2, 4}
+    assert {x.row.point.system for x in known if x.estimate.at_least} <= {"flex", "BlockSparseTorchSparse", "adaptive"}
+    assert sum(x.time is not None for x in known) > 60
+
+
+def test_altered_rows_are_noticed(known):
+    x = max((x for x in known if x.row.point.world_size > 1 and x.time), key=lambda x: x.estimate.peak_bytes)
+    peak = x.row.memory["tracked_peak_bytes"]
+    for changes in ({"memory": {"tracked_peak_bytes": int(1.01 * peak)}},
+                    {"memory": {"tracked_peak_bytes": int(0.9 * peak)}},
+                    {"ranks": x.row.ranks | {"bytes_sent": [8] * x.row.point.world_size}},
+                    {"median": x.estimate.bound_s * 0.9}):  # fmt: skip
+        assert len(wrong([replace(x, row=replace(x.row, **changes))])) == 1, changes
+
+
+def test_rates_come_from_the_rows_own_bounds(known):
+    for x in known:
+        if x.row.bound_seconds:
+            assert x.estimate.bound_s <= x.row.bound_seconds * (1 + 1e-9), x.row.point.label()
+    binding = [x.row for x in known if x.row.bound_seconds and x.row.point.dtype == "float32"]
+    slower = predicted.rates_of([replace(r, bound_seconds=2 * r.bound_seconds) for r in binding])
+    assert slower.flops_per_s == pytest.approx(predicted.rates_of(binding).flops_per_s / 2)
+
+
+def test_the_tables_of_a_report(known):
+    rows = [x.row for x in known if x.row.group in ("implementations", "schemes")][:12]
+    study = Study(None, rows, DATA)
+    table = predictions.predictions(study)
+    assert 0 < len(table.rows) <= predictions.SHOWN and "predicted over measured 1.0" in table.note
+    assert "not measured" in predictions.predictions(Study(None, [], DATA)).markdown
+    off = replace(rows[0], memory=rows[0].memory | {"tracked_peak_bytes": 2 * rows[0].memory["tracked_peak_bytes"]})
+    assert "-50.00 %" in predictions.predictions(Study(None, [off], DATA)).markdown
+
+
+def test_published_memory_is_what_the_original_code_allocated():
+    nine = published("001")["rows"]
+    assert len(nine) == 9
+    for row in nine:
+        found = original_memory.scaling(row["seq_len"], row["ranks"])
+        assert found.mb == pytest.approx(row["mb"], rel=0.01) and min(found.parts.values()) >= 0
+    for row in published("003")["memory"]:
+        assert original_memory.robust(row["seq_len"], 4).mb == pytest.approx(row["robust_mb"], rel=0.01)
+    for row in published("003")["times"]:
+        found = original_memory.robust(4096, 8, causal=row["causal"], counted=4)
+        assert found.mb == pytest.approx(row["robust_mb"], rel=0.001)
+    assert abs(original_memory.scaling(2048, 2, heads=4).mb / 46 - 1) > 0.4
+
+
+def test_the_command_line(capsys):
+    assert cli.main(["estimate", "--profile", "gtx1080", "--ranks", "2", "--seq-len", "131072"]) == 0
+    said = capsys.readouterr().out
+    assert "549.5 MiB a rank, which fits 8 GiB\n" in said and "at least 38.7 ms, by compute" in said
+    assert "longest" not in said  # many runs without data, only where a memory is given
+    assert cli.main(["estimate", "--profile", "gtx1080", "--memory", "8GiB"]) == 0
+    assert "longest    1,010,304 tokens in 8 GiB a rank" in capsys.readouterr().out
+    assert cli.main(["estimate", "--profile", "gtx1080", "--seq-len", "65536", "--memory", "300MiB"]) == 0
+    assert "which does not fit 300 MiB\n" in capsys.readouterr().out
+    asked = ["estimate", "--profile", "gtx1080", "--pattern", "dense", "--ranks", "2", "--seq-len", "4096", "--json"]
+    assert cli.main([*asked, "--scheme", "ring", "--memory", "64MiB"]) == 0
+    assert '"binds": "compute"' in (said := capsys.readouterr().out) and '"to": 1' in said and '"longest": ' in said
+
+
+@pytest.mark.parametrize("given, why", [
+    (["--profile", "gtx180"], "unknown profile 'gtx180'"), (["--ranks", "0", "--seq-len", "8"], "got 0"),
+    (["--memory", "10KiB"], "more than the 10,240 there are"), (["--pattern", "dens"], "unknown pattern 'dens'"),
+    (["--dtype", "nn"], "unknown dtype 'nn'"), (["--pattern", "{"], "Expecting"),
+    (["--rates", "1"], "differ in length"), (["--memory", "0", "--seq-len", "64"], "a positive number of bytes"),
+    (["--pattern", '{"kind": "dense"}', "--segments", "5"], "--segments and --rates belong to dilated"),
+    (["--pattern", '{"kind":"block_sparse","block_size":64,"parts":[5]}'], "is no pattern's to_dict()"),
+    (["--blocks", "bsr", "--seq-len", "64"], "--blocks says how block-sparse patterns run"),
+    (["--backend", "flsh", "--seq-len", "64"], "unknown backend 'flsh'"),
+    (["--merge", "fuse", "--seq-len", "64"], "unknown merge 'fuse'"),
+    (["--merge", "fused", "--seq-len", "8192"], "needs compute capability 8.0 or newer, this is 6.1"),
+    (["--pattern", "window", "--ranks", "2", "--scheme", "ring", "--seq-len", "4096"], "does not serve block-sparse"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(capsys, given, why):
+    assert cli.main(["estimate", "--profile", "gtx1080", *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and why in err

@@ -1,0 +1,261 @@
+"""Blocks chosen by content, across ranks: the one-device S bit for bit, its answer, and what moves for it."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from ring_cases import content as content_on_a_rank
+from ring_cases import content_disagreed
+from ringlab import Adaptive, AdaptiveBlockSparse, Dense, Simulated, adaptive, adaptive_attention, reference
+from ringlab.ring import counting, topk_exchange
+from ringlab.ring.launch import launch
+
+SIZE, TOP_K, D = 4, 3, 8
+KINDS = ("means", "z", "scorer")  # what chooses: the means, a z that is given, a scorer that trains
+SHAPES = {2: [(2, 4, 2, 2), (1, 2, 2, 3)], 3: [(2, 4, 2, 3), (2, 2, 1, 1)]}  # by ranks: (b, h, h_kv, blocks of a shard)
+
+
+def whole(shape, ranks):
+    return (*shape[:3], shape[3] * ranks)
+
+
+def tensors(shape, kind, dtype=torch.float64):
+    """q, k, v, z or the scorer's weights, and cotangents of out and lse; shape: (b, h, h_kv, all blocks)."""
+    (b, h, kv, blocks), generator = shape, torch.Generator().manual_seed(0)
+    n = blocks * SIZE
+    more = {"means": [], "z": [(b, h, blocks, blocks)], "scorer": [(D, D), (D, D)]}[kind]
+    sizes = [(b, n, h, D), (b, n, kv, D), (b, n, kv, D), *more, (b, n, h, D), (b, h, n)]
+    made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes]
+    if kind == "scorer":
+        made[3:5] = [torch.eye(D, dtype=torch.float64) + 0.5 * t for t in made[3:5]]
+    return [t.to(dtype) for t in made]
+
+
+def shard_of(given, rank, ranks):
+    """What one rank passes: rows of every tensor but the scorer's weights."""
+    dims = [1, 1, 1, *({6: [2], 7: [None, None]}.get(len(given), [])), 1, 2]
+    return [t if dim is None else t.chunk(ranks, dim)[rank] for t, dim in zip(given, dims)]
+
+
+@contextmanager
+def recorded():
+    """Every S that is chosen inside."""
+    right, picks = adaptive.choose, []
+    adaptive.choose = lambda *args: picks.append(right(*args)) or picks[-1]
+    try:
+        yield picks
+    finally:
+        adaptive.choose = right
+
+
+def forward(leaves, kind, causal, group):
+    """[out] of the module or [out, lse] of the function, for q, k, v and z or the scorer's weights."""
+    q, k, v, *more = leaves
+    if kind == "scorer":
+        layer = AdaptiveBlockSparse(D, SIZE, TOP_K, group=group, dtype=q.dtype)
+        return [torch.func.functional_call(layer, dict(zip(("q_score", "k_score"), more)), (q, k, v, causal))]
+    return list(adaptive_attention(q, k, v, Adaptive(SIZE, TOP_K), *more, causal=causal, group=group, return_lse=True))
+
+
+def step(given, kind, causal, group):
+    """What ``forward`` gives, then the gradients of all leaves; and S."""
+    *leaves, dout, dlse = given
+    leaves = [t.clone().requires_grad_() for t in leaves]
+    with recorded() as picks:
+        found = forward(leaves, kind, causal, group)
+    cotangents = [g.to(t.dtype) for t, g in zip(found, (dout, dlse))]
+    grads = torch.autograd.grad(found, leaves, cotangents)
+    return [t.detach() for t in (*found, *grads)], picks[0]
+
+
+def compared(got, want, given, kind):
+    floor, forward = reference.gradient_floor(given[0], given[1], given[-2]), 1 if kind == "scorer" else 2
+    return [reference.error(a, b, 1.0 if i < forward else floor) for i, (a, b) in enumerate(zip(got, want))]
+
+
+def foreign(picks, kv_heads, ranks, causal):
+    """By (rank, owner): the (K/V head, block) that a rank's queries see of another's, from S by definition."""
+    b, heads, blocks, _ = picks.shape
+    share, found = blocks // ranks, {}
+    for *at, i in torch.cartesian_prod(*map(torch.arange, (b, heads, blocks))).tolist():
+        for j in picks[(*at, i)][: i + 1 if causal else None].tolist():
+            if i // share != j // share:
+                found.setdefault((i // share, j // share), set()).add((at[1] * kv_heads // heads, j))
+    return found
+
+
+def expected_bytes(shape, ranks, picks, kind, causal, dtype, backward):
+    """What every rank sends: summaries once, requests, chosen blocks once, and their gradients."""
+    (b, h, kv, blocks), seen = shape, foreign(picks, shape[2], ranks, causal)
+    share, wide = blocks // ranks, 4 if dtype.itemsize < 4 else dtype.itemsize
+    summaries, row = b * share * (h + kv) * D * wide, 2 * b * SIZE * D
+    sent = []
+    for me in range(ranks):
+        given, taken = (sum(len(s) for pair, s in seen.items() if pair[i] == me) for i in (1, 0))
+        times = (kind != "z") + (kind == "scorer" and backward)
+        sent.append((ranks - 1) * (times * summaries + share * kv) + given * row * dtype.itemsize
+                    + taken * row * wide * backward)  # fmt: skip
+    return sent
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_has_the_one_device_answer(ranks, kind, causal):
+    for shape in (whole(s, ranks) for s in SHAPES[ranks]):
+        given = tensors(shape, kind)
+        want, picks = step(given, kind, causal, None)
+        got, same = step(given, kind, causal, Simulated(ranks))
+        assert torch.equal(same, picks)
+        assert len(got) == {"means": 5, "z": 6, "scorer": 6}[kind]
+        assert max(found := compared(got, want, given, kind)) <= 1e-12, found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_choice_is_the_same_bit_for_bit(dtype, causal):
+    """Also where memory lies otherwise, and where logits are equal or differ by their rounding alone."""
+    generator = torch.Generator().manual_seed(1)
+    for heads, kv_heads, ranks, share, d in ((2, 1, 4, 1, 24), (4, 4, 3, 5, 8), (3, 1, 2, 16, 40), (1, 1, 5, 2, 1)):
+        n = ranks * share * SIZE
+        q, k, v = (torch.randn(2, n, h, d, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads))
+        near = k[:, :1] + 1e-7 * torch.randn(k.shape, generator=generator).to(dtype)
+        turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k)]
+        for pair in ((q, k), turned, (q, near), (q.round(), k.round()), (q, torch.ones_like(k))):
+            with recorded() as picks, torch.no_grad():
+                for group in (None, Simulated(ranks)):
+                    layer = AdaptiveBlockSparse(d, SIZE, min(TOP_K, ranks * share), group=group)
+                    layer(*pair, v, is_causal=causal)
+                    adaptive_attention(*pair, v, layer.pattern, causal=causal, group=group)
+            assert len(picks) == 4 and torch.equal(picks[0], picks[2]) and torch.equal(picks[1], picks[3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_summaries_once_and_chosen_blocks_once(kind):
+    cases = (3, (2, 4, 2, 9), True, torch.float64), (2, (1, 2, 1, 8), False, torch.bfloat16)
+    for ranks, shape, causal, dtype in cases:
+        given = tensors(shape, kind, dtype)
+        with counting() as both:
+            _, picks = step(given, kind, causal, Simulated(ranks))
+        with counting() as once, torch.no_grad():
+            forward(given[:-2], kind, causal, Simulated(ranks))
+        for traffic, backward in ((once, False), (both, True)):
+            want = expected_bytes(shape, ranks, picks, kind, causal, dtype, backward)
+            assert [traffic.from_rank(r) for r in range(ranks)] == want and min(want) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gloo_ranks_are_the_simulated_ones(ranks):
+    shape = whole(SHAPES[ranks][0], ranks)
+    cases = [(shape, kind, causal, torch.float64) for kind in KINDS for causal in (False, True)]
+    everyone, known = launch(content_on_a_rank, ranks, cases), set()
+    for i, (shape, kind, causal, dtype) in enumerate(cases):
+        given = tensors(shape, kind, dtype)
+        want, picks = step(given, kind, causal, Simulated(ranks))
+        parts = [[each[i][0][part] for each in everyone] for part in range(len(want))]
+        dims = [1, 1, 1, 1, None, None] if kind == "scorer" else [1, 2, 1, 1, 1, 2]
+        got = [sum(p) if dim is None else torch.cat(p, dim) for p, dim in zip(parts, dims)]
+        assert torch.equal(torch.cat([each[i][1] for each in everyone], 2), picks)
+        assert max(found := compared(got, want, given, kind)) <= 1e-12, found
+        alone = step(given, kind, causal, None)[0]
+        assert max(found := compared(got, alone, given, kind)) <= 1e-12, found
+        sent = expected_bytes(shape, ranks, picks, kind, causal, dtype, True)
+        # The ranks compare what they are about to do once: 24 bytes to each other one.
+        agreed = {("attend", kind == "means", causal)} | ({"gather"} if kind != "z" else set())
+        sent = [bytes_ + 24 * (ranks - 1) * len(agreed - known) for bytes_ in sent]
+        known |= agreed
+        assert [each[i][2] for each in everyone] == sent
+
+
+def test_ranks_that_disagree_are_told():
+    cases = [  # (blocks, top_k, whether z is given) by rank
+        ((2, 2, True), (2, 3, True)), ((2, 2, False), (3, 2, False)), ((2, 2, False), (2, 2, True)),
+    ]  # fmt: skip
+    said = ("pattern is blocks of 8: the best 2 by content on rank 0, blocks of 8: the best 3 by content on rank 1",
+            "layout is contiguous:0,16,32 on rank 0, contiguous:0,24,48 on rank 1",
+            "pattern is means of blocks of 8 on rank 0, blocks of 8: the best 2 by content on rank 1")  # fmt: skip
+    assert launch(content_disagreed, 2, cases) == [[f"ranks disagree about what is computed: {s}" for s in said]] * 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_precision_stays_within_twice_a_dense_call(causal):
+    given = tensors((2, 4, 2, 12), "z", torch.bfloat16)
+    exact = [t.double() for t in given]
+    want, _ = step(exact, "z", causal, None)
+    got, _ = step(given, "z", causal, Simulated(4))
+    limit = reference.tolerance(*given[:3], given[-2], pattern=Dense(), causal=causal)
+    worst = dict(zip(("out", "lse", "dq", "dk", "dv"), compared(got, want, given, "z")))
+    assert all(worst[name] <= limit[name] for name in ("out", "dq", "dk", "dv")), (worst, limit)
+    assert got[0].dtype == got[3].dtype == torch.bfloat16 and got[1].dtype == torch.float32
+
+
+def test_one_rank_is_the_local_result_bit_for_bit():
+    for kind in KINDS:
+        given = tensors((2, 4, 2, 5), kind, torch.float32)
+        with counting() as traffic:
+            got, _ = step(given, kind, True, Simulated(1))
+        assert all(map(torch.equal, got, step(given, kind, True, None)[0])) and traffic.total == 0
+
+
+def test_differentiable_once():
+    q, k, v, z, dout, _ = (t.requires_grad_() for t in tensors((1, 2, 2, 4), "z"))
+    out = adaptive_attention(q, k, v, Adaptive(SIZE, 2), z, group=Simulated(2))
+    grads = torch.autograd.grad((out * dout).sum(), (q, k, v, z), create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward(retain_graph=True)
+
+
+def no_sum(monkeypatch):
+    """Gradients of foreign means are lost."""
+    monkeypatch.setattr(topk_exchange, "_home", lambda world, grad: _own(world, grad))
+
+
+def _own(world, grad):
+    yield from ()
+    return torch.zeros_like(grad.chunk(world.ranks, 2)[0])
+
+
+def one_batch_entry(monkeypatch):
+    """Only what the first batch entry chose is asked for."""
+    right = topk_exchange._ask
+    monkeypatch.setattr(topk_exchange, "_ask", lambda world, rank, picks, *rest: right(world, rank, picks[:1], *rest))
+
+
+def first_rows(monkeypatch):
+    """Every rank takes its rows for the first of the sequence."""
+    right = topk_exchange.chosen.forward
+    monkeypatch.setattr(topk_exchange.chosen, "forward", lambda *args: right(*args[:-1], 0))
+
+
+@pytest.mark.parametrize("mutant", [no_sum, one_batch_entry, first_rows])
+def test_mutants_are_caught(monkeypatch, mutant):
+    shape = (2, 4, 2, 9)
+    given = tensors(shape, "scorer")
+    want, _ = step(given, "scorer", True, None)
+    mutant(monkeypatch)
+    got, _ = step(given, "scorer", True, Simulated(3))
+    assert max(compared(got, want, given, "scorer")) > 1e-3
+
+
+Q = torch.zeros(1, 48, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "make, kind, why",
+    [
+        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), group=Simulated(4)), ValueError,
+         "every rank needs equally many whole blocks of 8, got n = 48 on 4 ranks"),
+        (lambda: AdaptiveBlockSparse(8, 8, 2, group=Simulated(5))(Q, Q, Q), ValueError, "got n = 48 on 5 ranks"),
+        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 7), group=Simulated(3)), ValueError,
+         "top_k 7 exceeds the 6 blocks of n = 48"),
+        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), torch.zeros(1, 2, 2, 6), group=Simulated(3)), ValueError,
+         r"blocks, blocks\) = \(1, 2, 6, 6\)"),
+        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), group=object()), TypeError, "must be a ProcessGroup"),
+        (lambda: AdaptiveBlockSparse(8, group=3), TypeError, "or ringlab.Simulated, got 3"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(make, kind, why):
+    with pytest.raises(kind, match=why) as failure:
+        make()
+    assert "\n" not in str(failure.value)

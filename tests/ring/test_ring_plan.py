@@ -1,0 +1,153 @@
+"""Layouts are partitions; a plan moves exactly the rows that are seen, each once."""
+
+import random
+
+import pytest
+import torch
+from ringlab.patterns import Dense, Dilated
+from ringlab.ring import Problem, contiguous, hilbert, plan_rank, striped, uneven, zigzag
+from ringlab.ring.exchange import digest
+from ringlab.ring.layout import Layout, layout_named, parse
+
+LADDER = [2048 * 2**i for i in range(14)], [2**i for i in range(14)]
+
+
+def any_layout(rng: random.Random, ranks: int, n: int) -> Layout:
+    kind = rng.choice(["contiguous", "zigzag", "striped", "uneven", "hilbert"])
+    if kind == "uneven":
+        sizes = [rng.randint(0, 20) for _ in range(ranks)]
+        sizes[rng.randrange(ranks)] += 1
+        return uneven(sizes)
+    if kind == "hilbert":
+        return hilbert(rng.randint(1, 8), rng.randint(1, 8), ranks)
+    return {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}[kind](n, ranks)
+
+
+def any_pattern(rng: random.Random, longest: int = 80):
+    branches = rng.choice([1, 2, 3])
+    lengths = [rng.randint(1, longest) for _ in range(branches)]
+    rates = [rng.randint(1, min(w, 9)) for w in lengths]
+    offsets = rng.choice(["head", "block", "branch", "kv_head"])
+    return Dilated(lengths, rates, rng.choice(["lse", "head_groups"]), offsets)
+
+
+def any_problem(rng: random.Random) -> Problem:
+    ranks = rng.choice([1, 2, 3, 4, 5])
+    layout = any_layout(rng, ranks, rng.randint(ranks, 70))
+    dense = layout.kind == "striped" or rng.random() < 0.2
+    kv_heads = rng.choice([1, 2, 3])
+    causal = layout.grid is None and rng.random() < 0.5
+    return Problem(Dense() if dense else any_pattern(rng), layout, causal, kv_heads * rng.choice([1, 2, 4]), kv_heads)
+
+
+def seen(problem: Problem, rank: int, source: int) -> set[tuple[int, int]]:
+    """(K/V head, position) of every foreign row that some query sees, by the pattern's own definition."""
+    q, k = (torch.tensor([x for r in problem.layout.ranges(i) for x in r], dtype=torch.long) for i in (rank, source))
+    found = set()
+    for head in range(problem.heads if len(q) and len(k) else 0):
+        m = problem.pattern.multiplicity(q, k, head=head, heads=problem.heads, kv_heads=problem.kv_heads)
+        m = m * (k[None] <= q[:, None]) if problem.causal else m
+        found |= {(head // (problem.heads // problem.kv_heads), x) for x in k[(m > 0).any(0)].tolist()}
+    return found
+
+
+def test_a_plan_moves_what_is_seen_and_each_row_once():
+    rng = random.Random(0)
+    pairs = 0
+    for _ in range(150):
+        problem = any_problem(rng)
+        for rank in range(problem.layout.ranks):
+            plan = plan_rank(problem, rank)
+            for source, blocks in enumerate(plan.receive):
+                rows = [(head, x) for block in blocks for head, where in block.members() for x in where]
+                assert len(rows) == len(set(rows)) == sum(b.rows for b in blocks), problem
+                assert source == rank or set(rows) == seen(problem, rank, source), (problem, rank, source)
+                assert blocks == plan_rank(problem, source).send[rank], "both ends agree"
+                pairs += 1
+    assert pairs > 1000
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_ladder_moves_its_closed_form(causal):
+    """w0 (1 - 1/a) log_a p positions a head, whatever the length; the last rank of a causal sequence as many."""
+    for n, ranks, want in ((2**17, 8, 3072), (2**20, 8, 3072), (2**20, 64, 6144), (2**24, 512, 9216)):
+        problem = Problem(Dilated(*LADDER), contiguous(n, ranks), causal, 8, 8)
+        plan = plan_rank(problem, ranks - 1)
+        assert sum(plan.received) == want * 8, (n, ranks)
+        assert causal or sum(plan.sent) == want * 8
+
+
+def test_dense_needs_every_row_and_is_planned_in_ranges():
+    plan = plan_rank(Problem(Dense(), zigzag(2**24, 512), True, 32, 32), 511)
+    assert max(len(blocks) for blocks in plan.receive) <= 2
+    everyone = [plan_rank(Problem(Dense(), contiguous(4096, 4), False, 2, 2), k) for k in range(4)]
+    assert all(sum(p.received) == 3 * 1024 * 2 for p in everyone)
+    causal = [plan_rank(Problem(Dense(), contiguous(4096, 4), True, 2, 2), k) for k in range(4)]
+    assert [sum(p.received) for p in causal] == [k * 1024 * 2 for k in range(4)]
+
+
+def test_segments_that_fit_a_shard_move_nothing():
+    for pattern in (Dilated([512, 1024], [1, 2]), Dilated([64, 1024], [3, 7], offsets="block")):
+        for rank in range(4):
+            plan = plan_rank(Problem(pattern, contiguous(4096, 4), False, 8, 2), rank)
+            assert sum(plan.received) == sum(plan.sent) == 0
+
+
+def test_offsets_decide_what_grouped_heads_save():
+    """Of all foreign rows of a segment over two ranks, with 8 query heads on 2 K/V heads and rate 4."""
+    shares = {}
+    for offsets in ("head", "block", "kv_head"):
+        problem = Problem(Dilated([4096], [4], offsets=offsets), contiguous(4096, 2), False, 8, 2)
+        shares[offsets] = sum(plan_rank(problem, 0).received) / (2048 * 2)
+    assert shares == {"head": 1.0, "block": 0.5, "kv_head": 0.25}
+
+
+def test_digests_tell_plans_apart():
+    a, b = (plan_rank(Problem(Dilated([64], [r]), contiguous(64, 2), False, 2, 2), 0) for r in (1, 2))
+    assert digest(a.send[1]) != digest(b.send[1]) and digest(a.send[1]) == digest(a.send[1])
+
+
+def test_layouts_are_partitions_and_go_round():
+    rng = random.Random(1)
+    for _ in range(100):
+        ranks = rng.randint(1, 6)
+        layout = any_layout(rng, ranks, rng.randint(1, 40))
+        everyone = torch.cat([layout.positions(k) for k in range(ranks)])
+        assert everyone.sort().values.tolist() == list(range(layout.n))
+        x = torch.randn(2, layout.n, 3)
+        shards = [layout.shard(x, k) for k in range(ranks)]
+        assert [s.shape[1] for s in shards] == [layout.size(k) for k in range(ranks)]
+        assert torch.equal(layout.unshard(shards), x)
+        y = x.transpose(1, 2)
+        assert torch.equal(layout.unshard([layout.shard(y, k, 2) for k in range(ranks)], 2), y)
+        assert parse(str(layout)) == layout
+
+
+def test_hilbert_steps_are_neighbours():
+    for height, width in ((4, 4), (8, 8), (3, 5), (6, 10), (16, 2), (1, 9)):
+        cells = hilbert(height, width, 1).positions(0)
+        steps = torch.stack([cells // width, cells % width]).diff(dim=1).abs()  # (2, cells - 1)
+        assert steps.amax() <= 1 and (steps.sum(0) == 2).sum() <= 1, "at most one diagonal step, where a side is odd"
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: contiguous(0, 2), "n must be a positive integer"),
+        (lambda: zigzag(8, 0), "ranks must be a positive integer"),
+        (lambda: uneven([]), "with a positive sum"),
+        (lambda: uneven([3, -1]), "integers from 0 up"),
+        (lambda: hilbert(0, 4, 2), "height must be"),
+        (lambda: layout_named("spiral", 8, 2), "unknown layout 'spiral'; known: contiguous, zigzag, striped"),
+        (lambda: layout_named(contiguous(8, 4), 8, 2), "for 4 ranks, the group has 2"),
+        (lambda: contiguous(8, 2).ranges(2), "rank must be in 0 .. 1"),
+        (lambda: contiguous(8, 2).shard(torch.ones(1, 9), 0), "of 8 positions, the tensor has 9"),
+        (lambda: contiguous(8, 2).unshard([torch.ones(1, 3), torch.ones(1, 5)]), r"sizes \[3, 5\]"),
+        (lambda: Problem(Dense(), hilbert(4, 4, 2), True, 2, 2).check("plan"), "not in time order"),
+        (lambda: Problem(Dilated([4], [1]), striped(8, 2), True, 2, 2).check("ring"), "another layout, or ulysses"),
+        (lambda: Problem(Dense(), contiguous(8, 4), True, 2, 2).check("ulysses"), "4 ranks are more than 2 heads"),
+    ],
+)
+def test_bad_arguments_are_one_line(make, said):
+    with pytest.raises(ValueError, match=f"^[^\n]*{said}[^\n]*$"):
+        make()

@@ -1,0 +1,338 @@
+"""Advice runs, moves the fewest bytes, agrees with the estimate, follows the rows and changes no value."""
+
+import copy
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import ringlab
+import torch
+from reporting import GOOD, made_up, whole_suite
+from ringlab import Dense, Dilated, Evidence, Execution, Simulated, advise, cli, hardware
+from ringlab.advise import ladder, local
+from ringlab.advise.render import duration, size
+from ringlab.cost import count_pairs
+from ringlab.estimate import estimate, longest
+from ringlab.measure import Group, Point
+from ringlab.nn import MultiheadAttention
+from ringlab.report.evidence import evidence
+from ringlab.report.study import Study
+from ringlab.ring import SCHEMES, Problem, contiguous, zigzag
+from ringlab.ring.layout import layout_named
+from ringlab.ring.volume import sent_bytes, unevenness
+
+GTX, SMALL = hardware.get_profile("gtx1080"), dict(heads=4, head_dim=16)
+LADDER = Dilated([12, 36], [1, 2])
+
+
+@pytest.mark.parametrize("name", hardware.profiles())
+def test_the_code_compiles_and_runs_at_a_reduced_length(name):
+    for ranks, n in product((1, 2), (8192, 131072)):
+        advice = advise(name, n, ranks=ranks, heads=2, head_dim=16, estimates=(name, ranks) == ("gtx1080", 1))
+        compile(advice.code(), "as advised", "exec")
+        assert f"\nseq_len = {n}\n" in advice.code() and advice.fits is not False
+        names: dict = {}
+        exec(compile(advice.code(seq_len=260), "shorter", "exec"), names)
+        assert names["out"].shape == (1, 260, 2, 16) and names["out"].dtype == advice["dtype"]
+        assert torch.isfinite(names["out"]).all() and torch.isfinite(names["q"].grad).all()
+        want = ringlab.reference.attention(*(names[x].detach() for x in "qkv"), advice["pattern"])[0]
+        assert float((names["out"].detach().cpu() - want.cpu()).norm() / want.norm().cpu()) < 0.02
+        assert advice.table().count("\n| ") >= 6 and all(c.name in advice.text() for c in advice.choices)
+
+
+PATTERNS = (Dense(), ladder(4096, 256), Dilated([256, 512], [1, 2]), Dilated([4096], [1]), local(4096, 4, 512))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_the_scheme_sends_the_fewest_bytes(pattern, ranks):
+    for causal, passes, kv_heads in ((False, "fwd", 8), (True, "fwd+bwd", 2)):
+        shape = dict(heads=8, kv_heads=kv_heads)
+        how = dict(causal=causal, passes=passes, pattern=pattern, estimates=False)
+        advice = advise(GTX, 4096, ranks=ranks, **how, **shape)
+        problem = Problem(pattern, layout_named(advice["layout"], 4096, ranks), causal, **shape)
+        sent = {}
+        for scheme in SCHEMES:
+            try:
+                problem.check(scheme)
+            except ValueError:
+                continue
+            how = dict(batch=1, head_dim=64, dtype=advice["dtype"], passes=passes)
+            sent[scheme] = sum(sent_bytes(problem, rank, scheme, **how) for rank in range(ranks))
+        assert sent[advice["scheme"]] == min(sent.values())
+        if pattern == PATTERNS[2]:  # its segments fit the shards
+            assert sent["plan"] == 0 and "nothing moves" in advice.choice("scheme").why
+
+
+def test_shares_of_work_are_those_of_a_count():
+    """By the oracle's multiplicities, position by position."""
+    x = torch.arange(50)
+    for pattern, causal, p in product((LADDER, Dense(), Dilated([7, 20], [1, 3])), (False, True), (2, 3)):
+        for layout in (contiguous(50, p), zigzag(50, p)):
+            m = sum(pattern.multiplicity(x, x, head=h, heads=4) for h in range(4))  # (n, n)
+            m = m.tril() if causal else m
+            work = [int(m[layout.positions(rank)].sum()) for rank in range(p)]
+            found = unevenness(Problem(pattern, layout, causal, 4, 4), "plan")
+            assert found == pytest.approx(max(work) * p / sum(work), rel=1e-12)
+    # causal work is evened out where it must be and nowhere else
+    how = dict(ranks=2, heads=1, estimates=False)
+    assert advise(GTX, 4096, pattern="dense", causal=True, **how)["layout"] == "zigzag"
+    assert advise(GTX, 4096, pattern="dense", **how)["layout"] == "contiguous"
+    assert advise(GTX, 65536, causal=True, **how)["layout"] == "contiguous"
+
+
+def test_memory_agrees_with_the_estimate():
+    shape = dict(ranks=2, pattern=ladder(8192), passes="fwd+bwd", heads=2, head_dim=16)
+    advice = advise(GTX, 8192, **shape)
+    how = dict(dtype=torch.float32, scheme=advice["scheme"], layout=advice["layout"], profile=GTX, backend="efficient")
+    found = estimate(shape["pattern"], seq_len=8192, **{k: v for k, v in shape.items() if k != "pattern"}, **how)
+    assert advice.need_bytes == found.peak_bytes and advice.fits and advice.proposals[0].bound_s == found.bound_s
+    assert advise(GTX, 8192, memory_bytes=found.peak_bytes, **shape).fits
+    over = advise(GTX, 8192, memory_bytes=found.peak_bytes - 1, **shape)
+    most = longest(shape["pattern"], found.peak_bytes - 1, ranks=2, passes="fwd+bwd", heads=2, head_dim=16, **how)
+    assert over.fits is False and 0.95 * most <= over.longest <= most < 8192 and over.enough_ranks == 4
+    assert "does not fit" in over.memory and f"{over.longest:,} tokens fit; 4 ranks hold it" in over.memory
+    held = sum(found.parts[name] for name in ("q", "k", "v", "out", "lse"))
+    deep = advise(GTX, 8192, layers=5, **shape)
+    assert deep.need_bytes == found.peak_bytes + 4 * held and deep["checkpointing"] is False
+    kept = advise(GTX, 8192, layers=5, memory_bytes=deep.need_bytes - 1, **shape)
+    assert kept["checkpointing"] and kept.need_bytes == found.peak_bytes + 4 * found.parts["q"] and kept.fits
+    assert "checkpoint(attend, q, k, v" in kept.code()
+    exec(kept.code(seq_len=64), {})
+
+
+def test_a_kernel_that_forms_scores_is_tiled_where_they_do_not_fit():
+    advice = advise(GTX, 2048, dtype=torch.float64, pattern="dense", memory_bytes=2**26, passes="fwd", **SMALL)
+    assert advice["execution"] == Execution(tile=512) and advice.fits and "without tiles" in advice.text()
+    assert advise(GTX, 2048, pattern="dense", memory_bytes=2**26, passes="fwd", **SMALL)["execution"] == Execution()
+
+
+def test_the_first_segment_is_as_long_as_the_time_allows():
+    found = [advise("h200", 65536, seconds=s, passes="fwd", causal=True) for s in (1.0, 2e-3, 1e-4, 1e-9)]
+    firsts = [getattr(a["pattern"], "segment_lengths", [65536])[0] for a in found]
+    assert found[0]["pattern"] == Dense() and firsts == sorted(firsts, reverse=True) and firsts[1] > firsts[2]
+    for allowed, advice in zip((2e-3, 1e-4), found[1:]):
+        one, two = (ladder(65536, first) for first in (firsts[found.index(advice)], 2 * firsts[found.index(advice)]))
+        how = dict(seq_len=65536, causal=True, dtype=torch.bfloat16, profile="h200")
+        assert advice["pattern"] == one and estimate(one, **how).bound_s <= allowed < estimate(two, **how).bound_s
+    assert firsts[3] == 256 and "no ladder keeps to" in found[3].choice("pattern").why
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows
+
+
+def row(about, setting, against, ratio, **more) -> Evidence:
+    label = dict(label="8,192 tokens", origin="rows at commit abc", seq_len=8192, dtype="float32")
+    return Evidence(about, setting, against, ratio, 0.9 * ratio, 1.1 * ratio, **label | more)
+
+
+def test_rows_decide_and_those_of_others_do_not():
+    def chosen(name, *rows, n=8192, **options):
+        return advise(GTX, n, rows=rows, estimates=False, **options).choice(name)
+
+    eager = row("backend", "eager", "efficient", 1.5)
+    found = chosen("backend", eager)
+    assert found.value == ("eager", "auto") and found.how == "measured: 1.5x (1.35 to 1.65), rows at commit abc"
+    assert chosen("backend", row("backend", "auto", "eager", 0.5)).value == ("eager", "auto")  # either way round
+    slow = chosen("backend", row("backend", "eager", "efficient", 0.5))
+    assert slow.value == "auto" and slow.how.startswith("measured: 2x")
+    for nothing in (
+        replace(eager, counts=False), replace(eager, low=0.9), replace(eager, least=1.6), replace(eager, dtype="x")
+    ):  # fmt: skip
+        assert chosen("backend", nothing).value == "auto" and chosen("backend", nothing).how == "by policy"
+    assert "decides nothing" in advise(GTX, 8192, rows=[replace(eager, counts=False)], estimates=False).text()
+    near = replace(row("backend", "eager", "auto", 0.8), seq_len=16384)  # the row nearest in length is heard
+    assert chosen("backend", near, eager, n=131072).value == "auto"
+
+    half = row("dtype", "float16", "float32", 1.3, dtype="")
+    assert chosen("dtype", half).value == torch.float16 and chosen("dtype").value == torch.float32
+    assert chosen("dtype", half, dtype=torch.float64).value == torch.float64
+    pool = row("pool", "True", "False", 1.3, pattern="dilated [4] / [1]")
+    assert chosen("execution", pool).value == Execution(pool=True)
+    assert "execution=ringlab.Execution(pool=True)" in advise(GTX, 8192, rows=[pool], estimates=False).code()
+    assert chosen("execution", replace(pool, pattern="blocks of 64")).value == Execution()
+    blocks = replace(pool, about="blocks", setting="views", against="auto", pattern="blocks of 64")
+    assert chosen("execution", blocks, pattern="local").value == Execution(blocks="views")
+
+    ring = row("scheme", "ring", "plan", 1.3, ranks=2, pattern=str(ladder(8192)))
+    assert chosen("scheme", ring, ranks=2).value == "ring" and chosen("scheme", ranks=2).value == "plan"
+    assert chosen("scheme", replace(ring, pattern="dilated [8] / [1]"), ranks=2).value == "plan"
+    assert chosen("scheme", ring, ranks=4).value == "plan"
+
+    def pattern_by(*found, n=8192, **options):
+        return chosen("pattern", *found, n=n, passes="fwd", **options)
+
+    share = count_pairs(ladder(8192), 8192, 8)[0] / count_pairs(Dense(), 8192, 8)[0]
+    lost = row("pattern", "dilated [2048] / [1]", "dense", 0.8, share=share)
+    assert pattern_by(lost).value == Dense() and pattern_by(lost).how.startswith("measured: 0.8x")
+    won = pattern_by(row("pattern", "dilated [2048] / [1]", "dense", 2.0, share=1.2 * share))
+    assert won.how.startswith("measured: 2x") and "at 8,192 tokens" in won.why and won.value == ladder(8192)
+    for other in ({"passes": "fwd+bwd"}, {"causal": True}, {"dtype": "bfloat16"}, {"share": 0.6 * share}, {"ranks": 2},
+                  {"counts": False}):  # fmt: skip
+        found = pattern_by(replace(lost, **other))
+        assert (found.value, found.how) == (ladder(8192), "by policy"), other
+
+
+def study(results, rehearsal=False, tmp="cpu") -> Study:
+    from pathlib import Path
+
+    return Study(hardware.get_profile("cpu"), results, Path(tmp) / "data")
+
+
+def test_stored_rows_become_evidence_and_bad_ones_do_not():
+    found = evidence(study(whole_suite()))
+    abouts = {e.about for e in found}
+    assert {"dtype", "backend", "pattern", "gather", "pool"} <= abouts and all(e.counts for e in found)
+    by = {(e.about, e.setting, e.against, e.seq_len): e for e in (*found, *(e.turned() for e in found))}
+    assert by["backend", "auto", "eager", 8192].ratio == pytest.approx(2.4, rel=0.1)  # as the rows were made
+    assert by["gather", "False", "True", 8192].faster
+    elsewhere = evidence(study(whole_suite()), here="another")
+    assert len(elsewhere) == len(found) and not any(e.counts for e in elsewhere)
+    assert "another machine (a CPU)" in elsewhere[0].origin
+    rehearsed = evidence(study(whole_suite("gtx1080", True)))
+    assert rehearsed and not any(e.counts for e in rehearsed) and "a rehearsal" in rehearsed[0].origin
+    assert evidence(study([replace(r, errors={}) for r in whole_suite()])) == ()
+    # ranks: a published system is its scheme
+    point = Point(**GOOD | {"world_size": 2})
+    pair = Group("pair", (point.but(options={"scheme": "plan"}), point.but(system="RingDilatedAttentionV2Robust")))
+    ranks = [made_up(p, pair, False, ranks={"scheme": s}) for p, s in zip(pair.points, ("plan", "ring"))]
+    (only,) = evidence(study(ranks))
+    assert (only.about, {only.setting, only.against}, only.ranks) == ("scheme", {"plan", "ring"}, 2)
+    assert evidence(study([replace(r, ranks=r.ranks | {"oversubscribed": True}) for r in ranks])) == ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config="auto"
+
+
+def results(module, tensors, *rest):
+    tensors = [t.clone().requires_grad_() for t in tensors]
+    out = module(*tensors, *rest)
+    return [out.detach(), *torch.autograd.grad(out, [*tensors, *module.parameters()], torch.ones_like(out) * 0.3)]
+
+
+def assert_same(found, want, dtype):
+    for a, b in zip(found, want, strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert float((a - b).norm()) <= {torch.float64: 1e-12, torch.float32: 5e-6}[dtype] * max(1.0, float(b.norm()))
+
+
+@pytest.mark.parametrize("group", [None, Simulated(3)])
+@pytest.mark.parametrize("pattern", [LADDER, Dense(), local(48, 2, 16)], ids=str)
+def test_a_layer_with_config_auto_is_the_layer(group, pattern):
+    for dtype, causal in product((torch.float64, torch.float32), (False, True)):
+        torch.manual_seed(0)
+        plain = MultiheadAttention(16, 4, pattern, num_kv_heads=2, causal=causal, group=group, dtype=dtype)
+        auto = MultiheadAttention(
+            16, 4, pattern, num_kv_heads=2, causal=causal, group=group, dtype=dtype, config="auto"
+        )
+        auto.load_state_dict(plain.state_dict())
+        assert auto.advice is None and "nothing chosen yet" in repr(auto) and plain.advice is None
+        x = torch.randn(2, 48, 16, dtype=dtype)
+        assert_same(results(auto, [x]), results(plain, [x]), dtype)
+        assert auto.advice["pattern"] == pattern == auto.pattern and auto.advice["dtype"] == dtype
+        assert ("scheme: plan" in repr(auto) or "scheme: ulysses" in repr(auto)) == (group is not None)
+        first = auto.advice
+        auto(x)
+        assert auto.advice is first and copy.deepcopy(auto)(x).shape == x.shape  # asked once
+
+
+SYSTEMS = [getattr(ringlab, name) for name in ringlab.__all__ if name.endswith(("DilatedAttention", "Attention")) or
+           name.startswith(("RingDilated", "BlockSparseO", "BlockSparseR", "BlockSparseT"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda s: s.__name__)
+def test_a_published_system_with_config_auto_computes_the_same(system):
+    blocks = {"block_size": 4} if system.__name__.startswith("BlockSparse") else {}
+    rings = (None, 2) if system.scheme else (None,)
+    for ring_size, dtype in product(rings, (torch.float64, torch.float32)):
+        hilbert = "Hilbert" in system.__name__
+        plain, auto = (system([8, 16], [1, 2], ring_size, dtype=dtype, **blocks, **more)
+                       for more in ({}, {"config": "auto"}))  # fmt: skip
+        torch.manual_seed(1)
+        tensors = torch.randn(3, 1, 48, 4, 8, dtype=dtype).unbind()
+        for causal in (False,) if hilbert else (False, True):
+            assert_same(results(auto, tensors, causal), results(plain, tensors, causal), dtype)
+        assert auto.advice["pattern"] == auto.pattern == plain.pattern and "config=auto (backend: auto" in repr(auto)
+    assert repr(auto.execution.tile) == repr(plain.execution.tile)
+    assert bool(auto.execution.pool) == bool(plain.execution.pool)
+
+
+def test_what_is_given_stays_and_an_advice_is_taken_as_it_is():
+    pool = row("pool", "True", "False", 1.3, pattern="dilated [4] / [1]")
+    half = row("dtype", "bfloat16", "float32", 1.3, dtype="")
+    eager = row("backend", "eager", "auto", 1.3, dtype="bfloat16")
+    measured = advise("cpu", 8192, rows=[pool, half, eager], estimates=False)
+    x = torch.randn(1, 48, 16)
+    layer = MultiheadAttention(16, 4, LADDER, config=measured)
+    filled = layer.auto.fill(layer.options, LADDER, x.view(1, 48, 4, 4), x.view(1, 48, 4, 4))
+    assert filled["backend"] == ("eager", "auto") and filled["execution"] == Execution(pool=True)
+    assert layer.pattern == LADDER and layer(x).dtype == torch.float32
+    layer = MultiheadAttention(16, 4, LADDER, backend="cpu_flash", execution=Execution(cache=False), config=measured)
+    filled = layer.auto.fill(layer.options, LADDER, x.view(1, 48, 4, 4), x.view(1, 48, 4, 4))
+    assert filled["backend"] == "cpu_flash" and filled["execution"] == Execution(cache=False, pool=True)
+    assert ringlab.RingDilatedAttentionV2Flash([4], [1], device="cpu", config=measured).dtype == torch.bfloat16
+    assert ringlab.RingDilatedAttentionV2([4], [1], device="cpu", config=measured).dtype is None
+    for system in (lambda: MultiheadAttention(16, 4, LADDER, config="fast"),
+                   lambda: ringlab.DilatedAttention([4], [1], config="fast")):  # fmt: skip
+        with pytest.raises(ValueError, match="config must be None, \"auto\" or a ringlab.Advice, got 'fast'"):
+            system()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bad input
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(ranks=0), "ranks must be a positive integer, got 0"),
+        (dict(seq_len=0), "seq_len must be a positive integer, got 0"),
+        (dict(heads=1.5), "heads must be a positive integer, got 1.5"),
+        (dict(kv_heads=3), "heads must be a multiple of kv_heads: 8 and 3"),
+        (dict(seq_len=2, ranks=4), "4 ranks are more than 2 tokens"),
+        (dict(profile="gtx180"), "unknown profile 'gtx180'; did you mean 'gtx1080'?"),
+        (dict(passes="bwd"), "unknown passes 'bwd'; known: fwd, fwd+bwd"),
+        (dict(pattern="ring"), "pattern must be a ringlab pattern or one of auto, dense, ladder, local, got 'ring'"),
+        (dict(dtype=torch.int8), "dtype must be float64, float32, bfloat16 or float16, got torch.int8"),
+        (dict(memory_bytes=2**20), "1 MiB cannot hold the inputs: q, k and v of a rank are 6 MiB"),
+        (dict(memory_bytes=0), "memory_bytes must be a positive number, got 0"),
+        (dict(seconds=float("nan")), "seconds must be a positive number, got nan"),
+        (dict(profile="generic", seconds=1.0), "profile 'generic' has no rates, so no bound to hold to 1 s"),
+        (dict(layout="rings", ranks=2), "unknown layout 'rings'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments, message):
+    with pytest.raises(ValueError) as error:
+        advise(**{"profile": "gtx1080", "seq_len": 1024} | arguments)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_the_command_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("ringlab.report.evidence.reports_folder", lambda: tmp_path)
+
+    def said(*argv):
+        return cli.main(["advise", "--profile", "gtx1080", *argv]), *capsys.readouterr()
+
+    code, out, err = said("--ranks", "2", "--seq-len", "131072", "--causal", "--memory", "8GiB", "--passes", "fwd")
+    assert code == 0 and err == "" and "of 8 GiB" in out and "scheme         plan" in out and "causal, forward" in out
+    code, out, _ = said("--seq-len", "1024", "--show", "code")
+    exec(compile(out, "printed", "exec"), {})
+    assert code == 0 and said("--seq-len", "1024", "--show", "table")[1].startswith("| What |")
+    for bad, why in ((["--ranks", "0"], "ranks must be a positive"), (["--memory", "1KB"], "1000 B cannot hold")):
+        code, out, err = said("--seq-len", "1024", *bad)
+        assert (code, out, err.count("\n")) == (2, "", 1) and why in err
+    for bad, why in ((["--memory", "8 cows"], "got '8 cows'"), (["--seq-len", "x"], "invalid int value")):
+        with pytest.raises(SystemExit, match="2"):
+            said("--seq-len", "1024", *bad)
+        assert why in capsys.readouterr().err
+
+
+def test_times_and_sizes_are_never_in_exponent_form():
+    times = [2e-9, 2.5e-7, 9.999e-4, 0.0213, 0.9999, 1.0, 999.4, 999.6, 86400.0]
+    said = ["0.002 µs", "0.25 µs", "1,000 µs", "21.3 ms", "1,000 ms", "1 s", "999 s", "1,000 s", "86,400 s"]
+    assert [duration(x) for x in times] == said
+    sizes = [7, 1536, 660.8 * 2**20, 1.002 * 2**30, 9999.4 * 2**30, 9999.6 * 2**30, 2**50]
+    said = ["7 B", "1.5 KiB", "660.8 MiB", "1.002 GiB", "9999 GiB", "10,000 GiB", "1,048,576 GiB"]
+    assert [size(x) for x in sizes] == said

@@ -1,0 +1,199 @@
+"""The checks that rooms share: what each takes, and one clear line for all else."""
+
+import inspect
+import re
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ringlab
+import torch
+from ringlab import Dense, Dilated, Simulated, block_patterns, cache, checks, estimate, kernels, memory, patterns, ring
+from ringlab.nn import MultiheadAttention
+
+PACKAGE = Path(checks.__file__).parent
+
+
+def one_line(call, *arguments, **more) -> str:
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as failure:
+        call(*arguments, **more)
+    assert "\n" not in str(failure.value) and len(str(failure.value)) < 400
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "value", [None, "x", "1", 1.0, -1, True, 2**41, [], np.array([1, 2]), torch.ones(3, 3), torch.float32, object()]
+)
+def test_what_is_no_such_value_is_one_line(value):
+    assert one_line(checks.positive, "n", value, most=checks.LARGEST).startswith(
+        "n must be a positive integer up to 2**40, got "
+    )
+    assert one_line(checks.known, "way", value, ("a", "b")).endswith("; known: a, b")
+    if value is not True:
+        assert one_line(checks.flag, "switch", value).startswith("switch must be True or False, got ")
+    if value is not torch.float32:
+        assert one_line(checks.float_dtype, value).startswith("dtype must be float64, float32, bfloat16 or float16")
+
+
+def test_what_fits_is_taken():
+    assert checks.positive("n", 3) == 3 and checks.positive("seed", 0, 0) == 0 and checks.positive("n", 2**41) == 2**41
+    assert checks.whole(1) and checks.whole(0, 0) and checks.real(-1.5) and not checks.real(True)
+    checks.known("way", "a", ("a", "b"))
+    checks.flag("switch", False)
+    for dtype in checks.FLOATS:
+        checks.float_dtype(dtype)
+
+
+def test_a_length_beyond_any_sequence_is_refused_for_what_it_is():
+    assert one_line(estimate, Dense(), seq_len=2**41).endswith(f"integer up to 2**40, got {2**41}")
+
+
+def test_integers_are_told_from_truth_in_one_place():
+    own = re.compile(r"isinstance\(\w+, bool\) or not isinstance")
+    rooms = [path for path in PACKAGE.glob("**/*.py") if path.parent.name not in ("report", "explore", "measure")]
+    assert [path.name for path in rooms if own.search(path.read_text())] == []
+
+
+Q, X = torch.zeros(1, 32, 4, 8), torch.zeros(1, 16, 32)
+PATTERN, BLOCKS = Dilated([8, 16], [1, 2]), block_patterns.sliding_window(1, block_size=8)
+WRONG = [
+    None, "x", 1.5, float("nan"), -1, 0, True, 10**30, b"x", [], ["x"], [None], {}, {1}, ("x", 1), int, object(),
+    np.array([1, 2]), torch.ones(2, 2),
+]  # fmt: skip
+SHAPE = {"seq_len": 32, "heads": 4, "head_dim": 8, "batch": 1, "kv_heads": 2}
+ENGINE = {"scheme": "auto", "layout": "contiguous", "backend": "auto", "execution": ringlab.Execution()}
+TENSORS = {"q": Q, "k": Q, "v": Q}
+PUBLISHED = {"segment_lengths": [16], "dilation_rates": [2], "ring_size": None, "device": None, "dtype": None,
+             "use_pattern_cache": True, "enable_memory_pool": False, "memory_pool_threshold_mb": 16.0,
+             "use_flash_attention": True, "use_gradient_checkpointing": False, "block_size": None, "density": None,
+             "group": None, "config": None}  # fmt: skip
+DICT = {"kind": "dilated", "segment_lengths": [4], "dilation_rates": [2], "mixing": "lse", "offsets": "head"}
+PARTS = {
+    block_patterns.Window: {"before": 1, "after": 1}, block_patterns.Strided: {"rate": 1, "steps": 1},
+    block_patterns.Segment: {"length": 1, "rate": 1}, block_patterns.Global: {"count": 1, "rows": True, "columns": True},
+    block_patterns.Random: {"count": 1, "seed": 0}, block_patterns.Coarse: {"stride": 1, "reach": 1}, block_patterns.Given: {"rows": ("1",)},
+}  # fmt: skip
+FITTING = [
+    *[(lambda part=part, **given: block_patterns.BlockSparse([part(**given)], 8), given) for part, given in PARTS.items()],
+    (ringlab.Adaptive, {"block_size": 8, "top_k": 2}),
+    (ringlab.Adaptive(8, 2).pairs, {"n": 32, "causal": False}),
+    (ringlab.AdaptiveBlockSparse, {"head_dim": 8, "block_size": 8, "top_k": 2, "backend": "auto", "group": None,
+                                   "device": None, "dtype": None}),
+    (ringlab.AdaptiveBlockSparse(8, 8, 2), TENSORS | {"is_causal": False}),
+    (ringlab.AdaptiveBlockSparse(8, 8, 2).logits, {"q": Q, "k": Q, "causal": False}),
+    (ringlab.adaptive_attention, TENSORS | {"pattern": ringlab.Adaptive(8, 2), "z": None, "causal": False,
+                                            "scale": None, "backend": "auto", "group": None, "return_lse": False}),
+    (ringlab.BlockSparse, {"parts": [block_patterns.Window(1)], "block_size": 8}),
+    (BLOCKS.pairs, {"n": 32, "causal": False}), (BLOCKS.density, {"n": 32, "causal": False}),
+    (BLOCKS.with_density, {"density": 0.5, "n": 32, "causal": False}),
+    (block_patterns.sliding_window, {"before": 1, "block_size": 8}), (block_patterns.hierarchical, {"levels": [(1, 1)]}),
+    (block_patterns.bigbird, {"before": 1, "count": 1, "random": 1, "seed": 0, "block_size": 8}),
+    (block_patterns.from_mask, {"mask": torch.ones(4, 4) > 0, "block_size": 8}),
+    (Dilated, {name: value for name, value in DICT.items() if name != "kind"}),
+    (lambda **fields: patterns.from_dict(fields), DICT), (patterns.from_dict, {"data": DICT}),
+    (lambda **fields: patterns.from_dict(fields), BLOCKS.to_dict()),
+    (patterns.show, {"pattern": PATTERN, "n": 32, "width": 8, "causal": False, "head": 0, "heads": 1}),
+    (ringlab.Execution, dict(vars(ringlab.Execution()))), (ringlab.Ladder, {"tiles": (8, 4)}),
+    (Simulated, {"ranks": 2}),
+    (ringlab.attention, TENSORS | {"pattern": PATTERN, "causal": False, "scale": None, "group": None,
+                                   "return_lse": False} | ENGINE),
+    (ringlab.attention, TENSORS | {"pattern": BLOCKS, "group": Simulated(2)} | ENGINE),
+    (estimate, {"pattern": PATTERN, "dtype": torch.float32, "causal": False, "passes": "fwd", "ranks": 1,
+                "profile": None} | SHAPE | ENGINE),
+    (estimate, {"pattern": BLOCKS, "ranks": 2, "profile": "gtx1080"} | SHAPE | ENGINE),
+    (ringlab.longest, {"pattern": PATTERN, "memory_bytes": 1 << 20, "heads": 4, "head_dim": 8, "ranks": 1}),
+    (ringlab.advise, {"profile": "gtx1080", "ranks": 2, "causal": False, "passes": "fwd", "layers": 1,
+                      "pattern": "dense", "dtype": None, "layout": None, "memory_bytes": None, "seconds": None,
+                      "estimates": False, "rows": ()} | SHAPE),
+    (MultiheadAttention, {"embed_dim": 32, "num_heads": 4, "pattern": PATTERN, "num_kv_heads": 2, "bias": True,
+                          "causal": False, "group": None, "use_gradient_checkpointing": False, "config": None,
+                          "device": None, "dtype": None} | ENGINE),
+    (MultiheadAttention(32, 4, PATTERN), {"x": X}),
+    (kernels.choose, {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False, "backward": False,
+                      "backend": "auto"}),
+    (kernels.table, {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False, "backward": True}),
+    (ring.contiguous, {"n": 32, "ranks": 2}), (ring.zigzag, {"n": 32, "ranks": 2}), (ring.uneven, {"sizes": [16, 16]}),
+    (ring.striped, {"n": 32, "ranks": 2}), (ring.hilbert, {"height": 4, "width": 8, "ranks": 2}),
+    (ring.group_size, {"group": Simulated(2)}),
+    (memory.MemoryPool, {"max_bytes": 64, "threshold_bytes": 0, "waste": 2.0}),
+    (memory.MemoryPool().lend, {"shape": (2,), "dtype": torch.float32, "device": "cpu"}),
+    (cache.PatternCache, {"max_bytes": 64, "max_entries": 8}),
+    (ringlab.DilatedAttention, PUBLISHED), (ringlab.RingDilatedAttentionV2Flash, PUBLISHED),
+    (ringlab.RingDilatedAttentionHilbertGPUOptimized, PUBLISHED),
+    (ringlab.DilatedAttention([8, 16], [1, 2]), TENSORS | {"is_causal": False}),
+    (ringlab.BlockSparseOptimized, PUBLISHED | {"block_size": 8}),
+    (ringlab.BlockSparseOptimized, {"density": 0.5, "block_size": 8}),
+    (ringlab.BlockSparseOptimized, {"pattern": BLOCKS}),
+    (ringlab.BlockSparseOptimized(density=0.5, block_size=8).pattern_for, {"n": 32, "causal": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, fitting", FITTING, ids=[str(i) for i in range(len(FITTING))])
+def test_a_wrong_value_of_an_argument_is_taken_or_refused_in_one_line_of_the_librarys_own(call, fitting):
+    call(**fitting)
+    found = []
+    for name, value in ((name, value) for name in fitting for value in WRONG):
+        try:
+            call(**fitting | {name: value})
+        except Exception as error:  # noqa: BLE001  whichever comes is judged
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            own = PACKAGE in Path(last.filename).parents and last.line.startswith("raise ")
+            if not own or "\n" in str(error):
+                found.append(f"{name}={checks.shown(value)}: {type(error).__name__}: {error}")
+    assert found == []
+
+
+def test_what_is_tried_with_wrong_values_is_all_that_takes_arguments():
+    results = {"Advice", "Estimate", "Evidence"}  # what calls return, and rows of the report
+    no_arguments = {"Dense", "Pattern"}
+    modules = {name for name in ringlab.__all__ if inspect.ismodule(getattr(ringlab, name))}
+    tried = {call for call, _ in FITTING}
+    alike = {name for name in ringlab.__all__ if name.startswith(("Ring", "Improved", "BlockSparse"))}
+    left = set(ringlab.__all__) - results - no_arguments - modules - alike
+    assert [name for name in left if getattr(ringlab, name) not in tried] == []
+
+
+@pytest.mark.parametrize(
+    "call, error, why",
+    [
+        (lambda: memory.MemoryPool().lend((2,), "float"), TypeError, "dtype must be a torch.dtype, .* got 'float'"),
+        (lambda: memory.MemoryPool().lend(2.5), TypeError, "a shape must be a sequence of integers, got 2.5"),
+        (lambda: Dilated([4], [1], mixing=np.array(["lse", "a"])), ValueError, "unknown mixing array.*; known: lse, h"),
+        (lambda: patterns.from_dict({"kind": "dilated"}), ValueError,
+         "pattern 'dilated' lacks segment_lengths, dilation_rates"),
+        (lambda: patterns.from_dict({"kind": "block_sparse"}), ValueError, "pattern 'block_sparse' lacks parts"),
+        (lambda: ring.contiguous(8, 10**9), ValueError, "ranks must be a positive integer up to 2..20, got 1000000000"),
+        (lambda: ringlab.longest(Dense(), 10**30), ValueError, "positive number of bytes up to 2..50, got 10000"),
+        (lambda: estimate(Dense(), seq_len=64, heads=10**30), ValueError, "heads . head_dim must be .* up to 2..58"),
+        (lambda: ringlab.attention(Q, Q, Q, PATTERN, layout=np.array([1, 2])), ValueError, "are for several ranks"),
+    ],
+)  # fmt: skip
+def test_what_python_or_torch_refused_is_refused_for_what_it_is(call, error, why):
+    with pytest.raises(error, match=why) as failure:
+        call()
+    assert "\n" not in str(failure.value)
+
+
+def test_what_stands_for_such_a_value_elsewhere_is_taken():
+    assert ring.uneven(x for x in [3, 4]) == ring.uneven([3, 4]) == ring.uneven(dict(a=3, b=4).values())
+    assert cache.PatternCache(max_bytes=np.int64(64), max_entries=float("inf")).max_bytes == 64
+    assert memory.MemoryPool(np.int64(64), waste=np.float32(2)).waste == 2
+    for names in (["auto"], ("auto",)):
+        assert kernels.choose("cpu", torch.float32, np.int64(8), backend=names).kernel is not None
+        assert estimate(Dense(), seq_len=64, heads=1, head_dim=8, backend=names).peak_bytes > 0
+        assert ringlab.attention(Q, Q, Q, PATTERN, backend=names, scale=np.float32(0.5)).shape == Q.shape
+    assert ringlab.Adaptive(8, 2).count(np.int64(64)) == 8
+    assert ringlab.Ladder(range(512, 0, -256)).tiles == (512, 256)
+    assert ringlab.BlockSparseOptimized(range(16, 33, 16), range(1, 3), block_size=8).pattern.block_size == 8
+    assert MultiheadAttention(32, 4, PATTERN, bias=0).q_proj.bias is None
+    assert patterns.show(PATTERN, 32, head=2).count("\n") == 31
+
+
+def test_a_layout_of_another_length_and_a_number_too_long_to_show_are_one_line():
+    zigzag = ring.zigzag(64, 2)
+    for call in (ringlab.advise, estimate):
+        more = {"profile": "gtx1080"} if call is ringlab.advise else {"pattern": Dense()}
+        said = one_line(call, seq_len=4096, ranks=2, layout=zigzag, **more)
+        assert said == "the layout is for 64 positions, the sequence has 4096"
+    assert "a int too long to show" in one_line(Dilated, [10**5000], [1]).replace("an int", "a int")

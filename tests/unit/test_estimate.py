@@ -1,0 +1,181 @@
+"""What a call will cost, told without running it: equal to what the tracker sees when it runs."""
+
+import pytest
+import torch
+from ringlab import Execution, attention, block_patterns, hardware, kernels, longest, memory, meta_run
+from ringlab.cache import PatternCache
+from ringlab.estimate import MARGIN, Rates, estimate
+from ringlab.measure import timing
+from ringlab.patterns import Dense, Dilated
+from ringlab.ring import Problem
+from ringlab.ring.layout import layout_named
+from ringlab.ring.volume import sent_bytes
+from ringlab.tracking import LiveStorageTracker
+
+LADDER = Dilated([256, 512], [1, 2])
+WIDE = Dilated([256, 1024], [1, 4], mixing="head_groups", offsets="branch")
+BLOCKS = block_patterns.bigbird(1, 1, 1, block_size=64)
+SHAPE = {"heads": 4, "head_dim": 16}
+
+
+def tracked(pattern, n, dtype, passes, causal, backend, execution, kv_heads=4) -> int:
+    """The peak of a first call with data."""
+    shapes = [(1, n, h, 16) for h in (4, kv_heads, kv_heads, 4)]
+    q, k, v, dout = (torch.randn(shape).to(dtype) for shape in shapes)
+    back = passes != "fwd"
+    kernels.choose("cpu", dtype, 16, causal=causal, backward=back, backend=backend)
+    q, k, v = (t.requires_grad_(back) for t in (q, k, v))
+    with LiveStorageTracker() as tracker:
+        tracker.register(q, k, v, *([dout] if back else []))
+        out, lse = attention(q, k, v, pattern, causal=causal, backend=backend, execution=execution, return_lse=True)
+        if back:
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+            assert len(grads) == 3 and lse is not None
+    return tracker.peak_bytes
+
+
+EXECUTIONS = {
+    "plain": {}, "no cache": {"cache": False}, "gather": {"gather": True}, "tile": {"tile": 128},
+    "views": {"blocks": "views"}, "batched": {"blocks": "batched"}, "rows": {"blocks": "rows"},
+    "pool": {"pool": 0}, "gather pool": {"gather": True, "pool": 1 << 16}, "results": {"results": 0},
+    "results views": {"results": 0, "blocks": "views"},
+}  # fmt: skip
+CASES = [
+    (LADDER, torch.float32, "fwd+bwd", True, "auto", "plain", 4),
+    (LADDER, torch.bfloat16, "fwd+bwd", False, "auto", "pool", 2),
+    (WIDE, torch.float32, "fwd", False, "auto", "no cache", 4),
+    (WIDE, torch.float32, "fwd+bwd", False, "eager", "tile", 4),
+    (LADDER, torch.float32, "fwd+bwd", True, "auto", "gather", 4),
+    (LADDER, torch.float32, "fwd", False, "eager", "gather pool", 4),
+    (Dense(), torch.float32, "fwd+bwd", True, "auto", "plain", 1),
+    (BLOCKS, torch.float32, "fwd+bwd", True, "auto", "views", 4),
+    (BLOCKS, torch.float32, "fwd", False, "auto", "batched", 2),
+    (BLOCKS, torch.bfloat16, "fwd", False, "auto", "rows", 4),
+    (LADDER, torch.float32, "fwd+bwd", False, "auto", "results", 4),
+    (BLOCKS, torch.float32, "fwd+bwd", False, "auto", "results views", 4),
+    (BLOCKS, torch.bfloat16, "fwd+bwd", False, "auto", "results views", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].to_dict()['kind']}-{c[2]}-{c[4]}-{c[5]}")
+def test_the_peak_is_the_one_that_the_tracker_sees(case):
+    pattern, dtype, passes, causal, backend, how, kv_heads = case
+    pools = {name: size for name, size in EXECUTIONS[how].items() if name in ("pool", "results")}
+
+    def execution():
+        own = {name: memory.MemoryPool(threshold_bytes=size) for name, size in pools.items()}
+        return Execution(**{"cache": PatternCache()} | EXECUTIONS[how] | own)
+
+    n = 1000
+    found = estimate(pattern, seq_len=n, dtype=dtype, passes=passes, causal=causal, backend=backend,
+                     execution=execution(), kv_heads=kv_heads, **SHAPE)  # fmt: skip
+    real = tracked(pattern, n, dtype, passes, causal, backend, execution(), kv_heads)
+    assert real <= found.peak_bytes <= 1.01 * real
+    assert sum(found.parts.values()) == found.peak_bytes and min(found.parts.values()) >= 0
+    assert found.parts["q"] == n * 4 * 16 * dtype.itemsize and set(found.parts) == set(meta_run.PARTS)
+
+
+@pytest.mark.parametrize("passes", ["fwd", "fwd+bwd"])
+@pytest.mark.parametrize("scheme", ["plan", "ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize(
+    "ranks, layout, pattern", [(4, "contiguous", WIDE), (3, "zigzag", WIDE), (2, "striped", Dense())]
+)
+def test_bytes_between_ranks_are_those_of_the_plan(ranks, layout, pattern, scheme, passes):
+    across = {"ranks": ranks, "layout": layout, "scheme": scheme}
+    found = estimate(pattern, seq_len=1200, passes=passes, causal=True, **across, **SHAPE)
+    problem = Problem(pattern, layout_named(layout, 1200, ranks), True, 4, 4)
+    how = {"batch": 1, "head_dim": 16, "dtype": torch.float32, "passes": passes}
+    for rank in range(ranks):
+        sent = sum(size for (source, _), size in found.sent.items() if source == rank)
+        assert sent == sent_bytes(problem, rank, scheme, **how)
+    assert found.scheme == scheme and (passes == "fwd") == (found.parts["gradients"] == 0)
+    assert found.parts["received"] > 0
+
+
+def test_block_sparse_ranks_and_bsr():
+    found = estimate(BLOCKS, seq_len=1024, ranks=2, **SHAPE)
+    assert found.scheme == "plan" and found.sent and not found.at_least
+    bsr = estimate(BLOCKS, seq_len=1024, execution=Execution(blocks="bsr"), **SHAPE)
+    real = tracked(BLOCKS, 1024, torch.float32, "fwd", False, "auto", Execution(blocks="bsr", cache=PatternCache()))
+    assert "bsr" in bsr.at_least and bsr.peak_bytes <= real
+    flex = estimate(BLOCKS, seq_len=1024, execution=Execution(blocks="flex"), **SHAPE)
+    assert "flex" in flex.at_least and flex.peak_bytes < bsr.peak_bytes
+    with pytest.raises(ValueError, match="does not serve block-sparse"):
+        estimate(BLOCKS, seq_len=1024, ranks=2, scheme="ring", **SHAPE)
+
+
+def test_bounds_are_the_profiles_rates_and_say_which_binds():
+    card = hardware.get_profile("gtx1080")
+    found = estimate(Dense(), seq_len=8192, ranks=2, scheme="ring", profile=card)
+    flops, moved = 4 * 64 * 8 * 8192**2, 4 * 8192 * 8 * 64 * 4
+    assert found.bounds["compute"] == pytest.approx(flops / 2 / 8.873e12)
+    assert found.bounds["memory"] == pytest.approx(moved / 2 / 320e9)
+    assert found.bounds["network"] == pytest.approx(moved / 4 / 15.75e9)
+    assert (found.binds, found.bound_s) == ("compute", found.bounds["compute"])
+    assert found.bounded(Rates(link_bytes_per_s=1.0)).binds == "network"
+    assert estimate(Dense(), seq_len=64).bounds == {} and estimate(Dense(), seq_len=64).binds is None
+    assert estimate(Dense(), seq_len=64, ranks=2, profile="generic").bounds == {}
+    assert MARGIN == timing.MARGIN
+
+
+def test_a_gpus_kernel_is_told_by_rule():
+    def kernel(*args, **more):
+        return meta_run.kernel_for("cuda", *args, **more).name
+
+    assert kernel((6, 1), torch.float32, 64) == "fused" == kernel((8, 0), torch.bfloat16, 64)
+    assert kernel((6, 1), torch.bfloat16, 64) == "eager" == kernel((9, 0), torch.float64, 64)
+    assert kernel((9, 0), torch.float32, 3) == "eager" == kernel((9, 0), torch.float32, 64, backend="eager")
+    with pytest.raises(ValueError, match="unknown backend 'flsh'"):
+        kernel((9, 0), torch.float32, 64, backend="flsh")
+    eager, fused = (estimate(Dense(), seq_len=2048, profile="h100", backend=b).peak_bytes for b in ("eager", "auto"))
+    assert eager > 2048**2 * 8 * 4 * 2 > fused
+
+
+@pytest.mark.parametrize("pattern, more", [
+    (LADDER, {}), (WIDE, {"ranks": 3, "scheme": "ring", "passes": "fwd+bwd"}), (Dense(), {"profile": "gtx1080"}),
+    (BLOCKS, {"passes": "fwd+bwd"}),
+])  # fmt: skip
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
+    budget = 4 << 20
+    n = longest(pattern, budget, **SHAPE, **more)
+    step = max(128 * more.get("ranks", 1), n // 128)
+    assert n % 128 == 0 and estimate(pattern, seq_len=n, **SHAPE, **more).peak_bytes <= budget
+    assert estimate(pattern, seq_len=n + step, **SHAPE, **more).peak_bytes > budget
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"ranks": 0}, "ranks must be a positive integer, got 0"), ({"seq_len": -5}, "seq_len must be a positive"),
+    ({"profile": "gtx180"}, "unknown profile 'gtx180'"), ({"scheme": "ring"}, "for several ranks"),
+    ({"kv_heads": 0}, "kv_heads must be a positive integer, got 0"),
+    ({"ranks": 2, "scheme": "rng"}, "unknown scheme 'rng'"), ({"ranks": 16, "scheme": "ulysses"}, "more than 8 heads"),
+    ({"passes": "bwd"}, "unknown passes 'bwd'"), ({"kv_heads": 3}, "multiple of K/V heads"),
+    ({"dtype": torch.int32}, "dtype must be float64"), ({"ranks": 2, "layout": "zagzig"}, "unknown layout"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(given, said):
+    with pytest.raises(ValueError, match=said) as error:
+        estimate(Dense(), **{"seq_len": 1024} | given)
+    assert "\n" not in str(error.value)
+
+
+def test_what_attention_refuses_is_refused():
+    for way, dtype in (("flex", torch.float64), ("bsr", torch.float16)):
+        with pytest.raises(NotImplementedError, match=f"blocks='{way}' takes float32"):
+            estimate(BLOCKS, seq_len=1024, execution=Execution(blocks=way), dtype=dtype)
+    for name in ("flash", "flash_attn_2", "triton"):
+        with pytest.raises(NotImplementedError, match=f"{name}: needs compute capability 8.0 or newer, this is 6.1"):
+            estimate(Dense(), seq_len=1024, profile="gtx1080", backend=name)
+    for wrong in ({"execution": "auto"}, {"profile": 3}):
+        with pytest.raises(TypeError, match="must be a"):
+            estimate(Dense(), seq_len=1024, **wrong)
+
+
+def test_no_length_is_promised_where_the_peak_is_a_lower_bound():
+    with pytest.raises(ValueError, match="does not run without data, so no length is sure to fit"):
+        longest(BLOCKS, 8 << 20, execution=Execution(blocks="bsr"), **SHAPE)
+
+
+def test_a_budget_smaller_than_the_inputs_is_refused():
+    with pytest.raises(ValueError, match="more than the 1,000 there are"):
+        longest(LADDER, 1000)
+    with pytest.raises(ValueError, match="positive number of bytes"):
+        longest(LADDER, 0)

@@ -1,0 +1,539 @@
+"""Hardware: profile figures and their sources, dtype policy, detection with faked drivers, install lines, CPU peaks."""
+
+import json
+import re
+import stat
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ringlab import hardware
+from ringlab.hardware import Gpu, Machine, Probe
+from ringlab.hardware import torch_builds as install_module
+from ringlab.hardware.profiles import load
+
+GIB = 2**30
+CU126 = "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
+CU130_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
+CU130_BUILD = ("2.13.0+cu130", "13.0", CU130_ARCHS)
+CU126_ARCHS = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+GPUS = [name for name in hardware.profiles() if name not in ("cpu", "generic")]
+
+GTX1080 = Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8113 * 2**20, "GPU-1234-aa", "580.65.06", 180.0, 1.911e9, 5.005e9)
+
+
+def machine(*gpus, device="cuda", **fields):
+    fields = {"torch": "2.13.0+cu130", "torch_cuda": "13.0", "arch_list": CU130_ARCHS, "cpu_model": "a CPU"} | fields
+    return Machine(device=device, gpus=gpus, **fields)
+
+
+class FakeProbe(Probe):
+    """A machine on paper: smi is the text per field or None, opened what torch opens, files a path -> text dict."""
+
+    def __init__(self, smi=None, opened=(), build=CU130_BUILD, files=None, error=None, env=None):
+        self.smi, self.opened, self.build = smi, list(opened), build
+        self.files, self.error, self.env = files or {}, error, env or {}
+
+    def nvidia_smi(self, fields):
+        if self.smi is None:
+            return None
+        if any(f not in self.smi for f in fields):
+            return ""
+        return ", ".join(self.smi[f] for f in fields) + "\n"
+
+    def torch_gpus(self):
+        return self.opened, self.error
+
+    def torch_build(self):
+        return self.build
+
+    def read(self, path):
+        return self.files.get(path)
+
+    def affinity(self):
+        return {0, 1, 2, 3}
+
+    def environ(self, name):
+        return self.env.get(name)
+
+
+SMI_1080 = {
+    "name": "NVIDIA GeForce GTX 1080", "compute_cap": "6.1", "memory.total": "8192", "uuid": "GPU-1234-aa",
+    "driver_version": "580.65.06", "power.limit": "180.00", "clocks.max.sm": "1911", "clocks.max.memory": "5005",
+}  # fmt: skip
+
+
+# ---- profiles
+
+
+EXPECTED = {  # name: capability, GiB, GB/s, fp32, fp16, bf16 in TFLOP/s
+    "gtx1080": ((6, 1), 8, 320, 8.873, 0.1386, None),
+    "v100": ((7, 0), 16, 900, 15.7, 125, None),
+    "t4": ((7, 5), 16, 320, 8.141, 65.13, None),
+    "rtx3090": ((8, 6), 24, 936, 35.58, 71.2, 71.2),
+    "rtx4090": ((8, 9), 24, 1008, 82.58, 165.15, 165.15),
+    "a100": ((8, 0), 80, 2039, 19.5, 312, 312),
+    "h100": ((9, 0), 80, 3350, 66.9, 989.4, 989.4),
+    "h200": ((9, 0), 141, 4800, 66.9, 989.4, 989.4),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_profile_figures(name):
+    p = hardware.get_profile(name)
+    capability, gib, gbs, *rates = EXPECTED[name]
+    assert (p.capability, p.memory_bytes, p.bandwidth_bytes_per_s) == (capability, gib * GIB, gbs * 1e9)
+    got = [p.flops[d] for d in ("float32", "float16", "bfloat16")]
+    assert got == [None if r is None else pytest.approx(r * 1e12) for r in rates]
+
+
+@pytest.mark.parametrize("name", list(hardware.profiles()))
+def test_every_number_has_a_source(name):
+    p = hardware.get_profile(name)
+    for variant in (p, *p.variants):
+        for key in ("capability", "memory_bytes", "bandwidth_bytes_per_s", "l2_bytes", "clock_hz"):
+            assert (getattr(variant, key) is None) == (key not in variant.sources), key
+        for group in ("flops", "links"):
+            for key in getattr(variant, group):
+                assert f"{group}.{key}" in variant.sources
+        for text in variant.sources.values():
+            assert "http" in text or "vendor data sheet, not re-read" in text, text
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_profile_is_consistent(name):
+    p = hardware.get_profile(name)
+    fp32, half = p.flops["float32"], p.flops["float16"]
+    assert 4 < fp32 / p.bandwidth_bytes_per_s < 100, "fp32 FLOP per byte of memory traffic"
+    assert 20 < p.peak(p.default_dtype()) / p.bandwidth_bytes_per_s < 350, "FLOP per byte at the default dtype"
+    # Dense tensor cores give at most 16 times the fp32 rate on any of these cards, 2 on GeForce; sparse figures double.
+    assert half / fp32 <= (2.01 if "GeForce" in p.title else 16.01)
+    assert not set(p.flops.values()) & {624e12, 1979e12, 1978.9e12, 284e12, 285e12, 330.3e12, 661e12}
+    assert (p.flops["bfloat16"] is None) == (p.capability < (8, 0))
+    assert ("tf32" in p.flops) == (p.capability >= (8, 0))
+    if p.flops["bfloat16"] is not None:
+        assert p.flops["bfloat16"] == half and fp32 <= p.flops["tf32"] <= half
+    if not hardware.has_tensor_cores(p.capability):
+        assert half == pytest.approx(fp32 * hardware.fp16_ratio(p.capability), rel=1e-3)
+    cores = {"gtx1080": 2560, "v100": 5120, "t4": 2560, "rtx3090": 10496, "rtx4090": 16384, "a100": 6912}.get(name)
+    if cores:
+        assert fp32 == pytest.approx(cores * 2 * p.clock_hz, rel=5e-3)
+    assert p.links["pcie"] in (15.75e9, 31.5e9, 63e9)
+    assert "nvlink" not in p.links or p.links["pcie"] < p.links["nvlink"] < p.bandwidth_bytes_per_s
+
+
+def test_profile_names_and_order():
+    assert list(hardware.profiles()) == ["cpu", *EXPECTED, "generic"]
+    assert hardware.profiles() is not hardware.profiles(), "a caller cannot change the registry"
+
+
+def test_unknown_profile_is_one_line_with_the_closest():
+    with pytest.raises(hardware.UnknownProfile) as e:
+        hardware.get_profile("gtx180")
+    text = str(e.value)
+    assert "\n" not in text and "did you mean 'gtx1080'?" in text
+    assert all(name in text for name in hardware.profiles())
+    with pytest.raises(ValueError, match=r"unknown profile 'zzz'; known: auto, cpu, gtx1080"):
+        hardware.get_profile("zzz")
+    with pytest.raises(hardware.UnknownProfile, match="did you mean 'rtx4090'"):
+        hardware.resolve("RTX 4091", machine())
+
+
+@pytest.mark.parametrize("name", ["GTX1080", "gtx-1080", "GTX 1080"])
+def test_profile_names_in_any_case(name):
+    assert hardware.resolve(name, machine()).name == "gtx1080"
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("[memory_bytes]\nvalue = 1", "memory_bytes needs a value and a source"),
+        ('[flops.float32]\nvalue = 1\nsource = " "', "flops.float32 needs a value and a source"),
+        ("bandwith = 3", "unknown key 'bandwith'"),
+    ],
+)
+def test_bad_profile_file(tmp_path, body, message):
+    path = tmp_path / "x.toml"
+    path.write_text('name = "x"\ntitle = "X"\nkind = "cuda"\n' + body)
+    with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+def test_peak_is_the_rate_of_the_arithmetic_that_runs():
+    p = hardware.get_profile("gtx1080")
+    assert p.peak("float16") == p.peak("bfloat16") == p.peak(torch.float32) == 8.873e12
+    assert "storage" in p.peak_reason("float16")
+    assert hardware.get_profile("v100").peak("bfloat16") == 15.7e12
+    assert hardware.get_profile("h100").peak(torch.bfloat16) == 989.4e12
+    for name in ("cpu", "generic"):
+        assert hardware.get_profile(name).peak("float16") is None
+    assert hardware.get_profile("cpu").peak_reason("float32") == "measured in the run, not tabled"
+    assert hardware.get_profile("h100").peak("float64") is None
+    assert "no figure for float64" in hardware.get_profile("h100").peak_reason("float64")
+
+
+def test_peak_follows_a_clock_above_the_sheet():
+    p = hardware.get_profile("gtx1080")
+    assert p.peak("float32", machine(GTX1080)) == pytest.approx(8.873e12 * 1.911 / 1.733)
+    slow = Gpu(GTX1080.name, (6, 1), 8 * GIB, clock_max_hz=1.2e9)
+    assert p.peak("float32", machine(slow)) == p.peak("float32", machine()) == 8.873e12
+
+
+def test_no_bandwidth_bound_inside_l2():
+    p = hardware.get_profile("rtx4090")
+    assert p.bandwidth(64 * 2**20) is None and p.bandwidth(80 * 2**20) == p.bandwidth() == 1008e9
+
+
+# ---- dtype policy
+
+
+@pytest.mark.parametrize(
+    "capability, dtype",
+    [
+        (None, torch.float32), ((3, 5), torch.float32), ((5, 0), torch.float32), ((5, 2), torch.float32),
+        ((5, 3), torch.float16), ((6, 0), torch.float16), ((6, 1), torch.float32), ((6, 2), torch.float16),
+        ((7, 0), torch.float16), ((7, 2), torch.float16), ((7, 5), torch.float16),
+        ((8, 0), torch.bfloat16), ((8, 6), torch.bfloat16), ((8, 9), torch.bfloat16), ((8, 10), torch.bfloat16),
+        ((9, 0), torch.bfloat16), ((10, 0), torch.bfloat16), ((12, 1), torch.bfloat16), ((99, 0), torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_default_dtype(capability, dtype):
+    assert hardware.default_dtype(capability) is dtype
+    reason = hardware.dtype_reason(capability)
+    assert reason.startswith(str(dtype).removeprefix("torch.") + ":") and "\n" not in reason
+
+
+def test_fp16_ratio():
+    none = [(5, 0), (5, 2), (3, 7), (99, 0), None]
+    assert [hardware.fp16_ratio(c) for c in none] == [None] * 5
+    assert [hardware.fp16_ratio(c) for c in [(5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 5)]] == [2, 2, 1 / 64, 2, 2, 2]
+
+
+def test_capabilities_are_integer_pairs():
+    # 6.10 and 6.1 are one float but two capabilities
+    assert hardware.fp16_ratio((6, 10)) is None and "storage" not in hardware.dtype_reason((6, 10))
+    assert hardware.sm((8, 10)) == "sm_810"
+    for bad in (6.1, "6.1", (6,), (6.0, 1), (True, 0), (-1, 0)):
+        with pytest.raises(TypeError, match="pair of integers or None"):
+            hardware.default_dtype(bad)
+
+
+# ---- matching
+
+
+@pytest.mark.parametrize(
+    "name, capability, gib, expected",
+    [
+        ("NVIDIA GeForce GTX 1080", (6, 1), 7.92, "gtx1080"),
+        ("GeForce GTX 1080", (6, 1), 8, "gtx1080"),
+        ("NVIDIA GeForce GTX 1080 Ti", (6, 1), 10.9, "generic"),
+        ("NVIDIA GeForce GTX 1080", (7, 5), 8, "generic"),
+        ("Tesla V100-SXM2-16GB", (7, 0), 15.8, "v100"),
+        ("Tesla V100-SXM2-32GB", (7, 0), 31.7, "v100"),
+        ("Tesla V100S-PCIE-32GB", (7, 0), 31.7, "generic"),
+        ("Tesla T4", (7, 5), 14.75, "t4"),
+        ("NVIDIA GeForce RTX 3090", (8, 6), 23.7, "rtx3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", (8, 6), 23.7, "generic"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), 23.6, "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", (8, 9), 23.6, "generic"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), 15.7, "generic"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 79.3, "a100"),
+        ("NVIDIA A100 80GB PCIe", (8, 0), 79.3, "a100"),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), 39.5, "a100"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 4.75, "generic"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 79.1, "h100"),
+        ("NVIDIA H100 PCIe", (9, 0), 79.1, "generic"),
+        ("NVIDIA H100 NVL", (9, 0), 93.1, "generic"),
+        ("NVIDIA H200", (9, 0), 139.8, "h200"),
+        ("NVIDIA H200 NVL", (9, 0), 139.8, "generic"),
+        ("NVIDIA B200", (10, 0), 178, "generic"),
+        ("NVIDIA H200", None, None, "h200"),
+        ("", (6, 1), None, "generic"),
+    ],
+)
+def test_match(name, capability, gib, expected):
+    gpu = Gpu(name, capability, None if gib is None else int(gib * GIB))
+    assert hardware.match(machine(gpu)) == expected
+    assert hardware.resolve("auto", machine(gpu)).name == expected
+
+
+def test_no_gpu_is_cpu():
+    assert hardware.match(Machine()) == "cpu"
+    assert hardware.match(machine(GTX1080).without_gpu()) == "cpu"
+
+
+def test_profile_on_this_machine():
+    small = hardware.get_profile("a100").on(machine(Gpu("NVIDIA A100-SXM4-40GB", (8, 0), int(39.5 * GIB))))
+    assert (small.title, small.bandwidth_bytes_per_s) == ("NVIDIA A100 40 GB", 1555e9)
+    assert small.memory_bytes == int(39.5 * GIB) and small.flops["float16"] == 312e12
+    assert "1555" in small.sources["bandwidth_bytes_per_s"] and "driver" in small.sources["memory_bytes"]
+    large = hardware.get_profile("v100").on(machine(Gpu("Tesla V100-SXM2-32GB", (7, 0), 32 * GIB)))
+    assert large.memory_bytes == 32 * GIB
+    other = hardware.get_profile("generic").on(machine(Gpu("NVIDIA B200", (10, 0), 178 * GIB)))
+    assert (other.title, other.capability, other.memory_bytes) == ("NVIDIA B200", (10, 0), 178 * GIB)
+    assert other.default_dtype() is torch.bfloat16 and other.peak("bfloat16") is None
+    assert hardware.get_profile("h100").on(Machine()) is hardware.get_profile("h100"), "an absent card keeps its sheet"
+    assert hardware.get_profile("cpu").on(Machine(cpu_model="X", ram_bytes=7)).memory_bytes == 7
+
+
+def test_runnable_says_why_in_one_line():
+    here = machine(GTX1080, torch="2.13.0+cu126", torch_cuda="12.6", arch_list=CU126_ARCHS)
+    assert hardware.get_profile("gtx1080").runnable(here) == (True, "NVIDIA GeForce GTX 1080 is here")
+    assert hardware.get_profile("generic").runnable(here)[0] and hardware.get_profile("cpu").runnable(here)[0]
+    ok, why = hardware.get_profile("h100").runnable(here)
+    assert not ok and "here is NVIDIA GeForce GTX 1080 (profile gtx1080)" in why
+    ok, why = hardware.get_profile("gtx1080").runnable(machine(GTX1080, device="cpu"))
+    assert not ok and CU126 in why and "sm_61" in why and "\n" not in why
+    ok, why = hardware.get_profile("gtx1080").runnable(Machine(cpu_model="a CPU"))
+    assert (ok, why) == (False, "needs NVIDIA GeForce GTX 1080; no GPU here, only a CPU")
+
+
+def test_table():
+    rows = hardware.table(machine(GTX1080, device="cpu"))
+    assert [r["name"] for r in rows] == list(hardware.profiles())
+    by = {r["name"]: r for r in rows}
+    assert [r["name"] for r in rows if r["runnable"]] == ["cpu"]
+    assert by["gtx1080"]["matches"] and by["gtx1080"]["dtype"] == "float32" and by["gtx1080"]["sm"] == "sm_61"
+    assert by["h200"]["memory_bytes"] == 141 * GIB and by["cpu"]["sm"] == "-"
+    json.dumps(rows)
+
+
+# ---- torch builds
+
+
+@pytest.mark.parametrize("capability", [(5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 2)])
+def test_old_cards_get_the_cuda_126_build(capability):
+    assert hardware.install_line(capability) == CU126
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 10), (9, 0), (10, 0), (12, 0), (99, 0), None])
+def test_newer_cards_get_the_default_wheel(capability):
+    assert hardware.install_line(capability) == "pip install torch==2.13.0"
+
+
+def test_cards_without_any_wheel_are_told():
+    line = hardware.install_line((3, 5))
+    assert line.startswith("no torch 2.13.0 wheel has kernels for sm_35") and "pip" not in line
+
+
+def test_an_old_driver_asks_for_the_build_that_it_can_start():
+    assert hardware.install_line((8, 6), "550.54.14") == CU126
+    assert hardware.install_line((8, 6), "580.65.06") == "pip install torch==2.13.0"
+    assert hardware.torch_build((10, 0), "570.1") == "", "no CUDA 12.6 kernels beyond Hopper"
+
+
+def test_version_is_the_pin():
+    text = (Path(__file__).parents[2] / "lib" / "constraints.txt").read_text()
+    assert re.search(r"^torch==(.+)$", text, re.MULTILINE)[1] == install_module.TORCH
+
+
+@pytest.mark.parametrize(
+    "archs, capability, ok",
+    [
+        (["sm_60"], (6, 1), True), (["sm_60"], (6, 0), True), (["sm_61"], (6, 0), False), (["sm_50"], (6, 1), False),
+        (["sm_80"], (8, 9), True), (["sm_80"], (8, 10), True), (["sm_80"], (9, 0), False),
+        (["compute_120"], (13, 0), True), (["compute_120"], (10, 0), False), (["sm_100"], (10, 3), True),
+        (["sm_90a"], (9, 0), True), (["sm_100a"], (10, 3), False), (["sm_100f"], (10, 3), True),
+        (["sm_120"], (12, 1), True), ([], (8, 0), False), (["gfx90a"], (9, 0), False),
+    ],
+)  # fmt: skip
+def test_which_binaries_run(archs, capability, ok):
+    assert hardware.runs(archs, capability) is ok
+
+
+def test_the_wheels_cover_the_profiles():
+    for p in hardware.profiles().values():
+        if p.capability:
+            archs = CU126_ARCHS if hardware.torch_build(p.capability) == "cu126" else CU130_ARCHS
+            assert hardware.runs(archs, p.capability)
+    assert not hardware.runs(CU130_ARCHS, (6, 1)) and not hardware.runs(CU130_ARCHS, (7, 0))
+
+
+# ---- detection
+
+
+def test_this_machine():
+    m = hardware.detect()
+    assert m.cores >= 1 and m.threads == torch.get_num_threads() and m.torch == torch.__version__
+    assert m.device == ("cuda" if m.gpus and hardware.drivable(m) is None else "cpu")
+    assert m.name and m.memory_bytes > 0
+    json.dumps(m.to_dict())
+
+
+def test_pascal_with_the_default_wheel():
+    opened = [Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8113 * 2**20, "1234-aa")]
+    m = hardware.detect(FakeProbe(SMI_1080, opened))
+    assert m.device == "cpu" and m.gpus == (replace(GTX1080, uuid="1234-aa"),)
+    assert (m.name, m.capability, m.driver) == ("NVIDIA GeForce GTX 1080", (6, 1), "580.65.06")
+    assert (m.gpus[0].power_limit_w, m.gpus[0].clock_max_hz, m.memory_bytes) == (180.0, 1.911e9, 8113 * 2**20)
+    assert hardware.match(m) == "gtx1080"
+    screen = hardware.drivable(m)
+    assert screen.splitlines()[0] == (
+        "NVIDIA GeForce GTX 1080 is sm_61; this torch (2.13.0+cu130) has kernels only for " + " ".join(CU130_ARCHS)
+    )
+    assert f"install: {CU126}" in screen and "driver 580.65.06" in screen and "GPU=cpu" in screen
+    assert len(screen.splitlines()) <= 8
+
+
+def test_pascal_with_the_right_wheel():
+    opened = [Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8113 * 2**20, "1234-aa")]
+    m = hardware.detect(FakeProbe(SMI_1080, opened, ("2.13.0+cu126", "12.6", CU126_ARCHS)))
+    assert m.device == "cuda" and hardware.drivable(m) is None
+    assert hardware.default_dtype(m.capability) is torch.float32
+    assert hardware.get_profile(hardware.match(m)).runnable(m)[0]
+
+
+def test_a_driver_beside_a_cpu_build_of_torch():
+    m = hardware.detect(FakeProbe(SMI_1080, build=("2.13.0+cpu", None, ())))
+    assert m.device == "cpu" and m.capability == (6, 1) and hardware.match(m) == "gtx1080"
+    screen = hardware.drivable(m)
+    assert "is a CPU build and drives no GPU" in screen and CU126 in screen
+    assert hardware.drivable(m.without_gpu()) is None
+
+
+def test_a_driver_too_old_for_the_wheel():
+    smi = SMI_1080 | {"name": "NVIDIA GeForce RTX 3090", "compute_cap": "8.6", "driver_version": "550.54.14"}
+    m = hardware.detect(FakeProbe(smi, error="The NVIDIA driver on your system is too old"))
+    assert m.device == "cpu"
+    assert "has driver 550.54.14" in hardware.drivable(m) and CU126 in hardware.drivable(m)
+    smi |= {"name": "NVIDIA B200", "compute_cap": "10.0", "driver_version": "570.10"}
+    assert "install: an NVIDIA driver of version 580 or newer" in hardware.drivable(hardware.detect(FakeProbe(smi)))
+
+
+def test_a_gpu_that_will_not_start():
+    smi = SMI_1080 | {"name": "NVIDIA H200", "compute_cap": "9.0", "memory.total": "143771"}
+    m = hardware.detect(FakeProbe(smi, error="CUDA unknown error"))
+    assert hardware.match(m) == "h200" and "cannot start it: CUDA unknown error" in hardware.drivable(m)
+
+
+def test_a_card_older_than_every_wheel():
+    smi = SMI_1080 | {"name": "Tesla K80", "compute_cap": "3.7"}
+    screen = hardware.drivable(hardware.detect(FakeProbe(smi)))
+    assert "no torch 2.13.0 wheel has kernels for sm_37" in screen and "pip" not in screen
+
+
+def test_old_drivers_do_not_tell_the_capability():
+    smi = {k: v for k, v in SMI_1080.items() if k in ("name", "memory.total")}
+    m = hardware.detect(FakeProbe(smi, build=("2.13.0+cpu", None, ())))
+    assert (m.capability, m.memory_bytes) == ((6, 1), 8 * GIB), "taken from the profile of that name"
+    m = hardware.detect(FakeProbe({"name": "Quadro K1200", "memory.total": "4096"}, build=("2.13.0+cpu", None, ())))
+    assert m.capability is None and m.name == "Quadro K1200"
+    assert "compute capability unknown" in hardware.drivable(m) and CU126 in hardware.drivable(m)
+
+
+def test_fields_that_a_card_lacks_are_none():
+    smi = SMI_1080 | {"power.limit": "[N/A]", "clocks.max.sm": "[Not Supported]", "memory.total": "[N/A]"}
+    gpu = hardware.detect(FakeProbe(smi)).gpus[0]
+    assert (gpu.power_limit_w, gpu.clock_max_hz, gpu.memory_bytes) == (None, None, None)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "7", "GPU-ffff"])
+def test_hidden_gpus_are_not_there(hidden):
+    m = hardware.detect(FakeProbe(SMI_1080, env={"CUDA_VISIBLE_DEVICES": hidden}))
+    assert m.gpus == () and hardware.drivable(m) is None and hardware.match(m) == "cpu"
+    assert hardware.detect(FakeProbe(SMI_1080, env={"CUDA_VISIBLE_DEVICES": "0"})).gpus
+
+
+def test_cpu_and_control_group():
+    cache = "/sys/devices/system/cpu/cpu{}/cache/index{}/{}"
+    files = {
+        "/proc/cpuinfo": "processor : 0\nmodel name\t: AMD  EPYC 7B13\n",
+        "/proc/meminfo": "MemTotal:       16000000 kB\nMemFree: 1 kB\n",
+        "/proc/self/cgroup": "0::/a/b\n",
+        "/sys/fs/cgroup/a/memory.max": "4294967296\n",
+        "/sys/fs/cgroup/a/b/memory.max": "max\n",
+        "/sys/fs/cgroup/a/b/cpu.max": "150000 100000\n",
+    }
+    for core in range(4):
+        levels = [("32K", 1, core), ("512K", 2, core), ("32768K", 3, core // 2)]
+        for index, (size, level, shared) in enumerate(levels):
+            files[cache.format(core, index, "size")] = f"{size}\n"
+            files[cache.format(core, index, "level")] = f"{level}\n"
+            files[cache.format(core, index, "shared_cpu_list")] = f"{shared}\n"
+    m = hardware.detect(FakeProbe(files=files))
+    assert (m.cpu_model, m.cores, m.cpu_quota) == ("AMD EPYC 7B13", 4, 1.5)
+    assert (m.ram_bytes, m.cache_bytes) == (4 * GIB, 2 * 32 * 2**20)
+
+
+def test_control_group_version_1():
+    files = {
+        "/proc/meminfo": "MemTotal: 16000000 kB\n",
+        "/proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n0::/\n",
+        "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "2147483648\n",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n",
+        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "200000\n",
+        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    }
+    m = hardware.detect(FakeProbe(files=files))
+    assert (m.ram_bytes, m.cpu_quota) == (2 * GIB, 2.0)
+
+
+def test_a_machine_that_tells_nothing():
+    m = hardware.detect(FakeProbe())
+    assert (m.device, m.gpus, m.ram_bytes, m.cpu_quota, m.cache_bytes) == ("cpu", (), None, None, None)
+    assert m.name
+
+
+# ---- a faked nvidia-smi on PATH: nothing is injected
+
+
+def fake_smi(folder, monkeypatch, body):
+    path = folder / "nvidia-smi"
+    path.write_text("#!/bin/sh\n" + body)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is here")
+@pytest.mark.parametrize(
+    "body, match",
+    [
+        ("""case "$1" in *uuid*) echo 'Field "uuid" is not a valid field to query.'; exit 2;; esac
+            echo 'NVIDIA GeForce GTX 1080, 6.1, 8192'""", "gtx1080"),
+        ("echo 'NVIDIA GeForce GTX 1080, 6.1'", "gtx1080"),
+        ("echo 6.1", "generic"),
+        ("echo 'NVIDIA GeForce GTX 1080, 6.1, 8192 MiB, GPU-1, 580.65, 180.00 W, 1911 MHz, 5005 MHz'", "gtx1080"),
+    ],
+)  # fmt: skip
+def test_faked_driver_of_capability_61(tmp_path, monkeypatch, body, match):
+    fake_smi(tmp_path, monkeypatch, body)
+    m = hardware.detect()
+    assert m.device == "cpu" and m.capability == (6, 1) and hardware.match(m) == match
+    assert CU126 in hardware.drivable(m)
+    assert hardware.default_dtype(m.capability) is torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is here")
+@pytest.mark.parametrize("body", ["echo 'it has failed'; exit 9", "exit 0", "exec sleep 20", "echo hello, world"])
+def test_a_broken_nvidia_smi_is_no_gpu(tmp_path, monkeypatch, body):
+    # hardware.detect is the function; its module is reached by name
+    monkeypatch.setattr(sys.modules["ringlab.hardware.detect"], "SMI_TIMEOUT_S", 0.3)
+    fake_smi(tmp_path, monkeypatch, body)
+    m = hardware.detect()
+    assert m.gpus == () and m.device == "cpu" and hardware.drivable(m) is None
+
+
+# ---- peaks
+
+
+def test_cpu_peaks():
+    m = hardware.detect()
+    p = hardware.measure_cpu_peaks("float32", m)
+    assert p.flops_per_s > 1e8 and p.bytes_per_s_cache >= p.bytes_per_s_dram > 1e8
+    assert (p.cache_bytes, p.threads) == (m.cache_bytes, torch.get_num_threads())
+    for bad in ("int8", "float3", torch.int64, None):
+        with pytest.raises(ValueError, match="floating-point dtype"):
+            hardware.measure_cpu_peaks(bad, m)
+
+
+def test_bandwidth_by_working_set():
+    p = hardware.Peaks(1e11, 4e10, 1.2e11, cache_bytes=32 * 2**20)
+    assert p.bandwidth(2**20) == p.bandwidth(2**25) == pytest.approx(1.2e11)
+    assert 4e10 < p.bandwidth(2**26) < 1.2e11 and p.bandwidth(2**40) == pytest.approx(4e10, rel=1e-3)
+    assert hardware.Peaks(1e11, 4e10, 1.2e11).bandwidth(2**40) == pytest.approx(1.2e11), "unknown size: never too low"
+    best = p.best(hardware.Peaks(2e11, 3e10, 1e11))
+    assert (best.flops_per_s, best.bytes_per_s_dram, best.bytes_per_s_cache) == (2e11, 4e10, 1.2e11)

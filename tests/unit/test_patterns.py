@@ -1,0 +1,136 @@
+import numpy as np
+import pytest
+import torch
+from ringlab import Dense, Dilated
+from ringlab.engine.dilated import make_plan
+from ringlab.patterns import from_dict
+
+
+def matrix(pattern, n, head=0, heads=1, kv_heads=None):
+    x = torch.arange(n)
+    return pattern.multiplicity(x, x, head=head, heads=heads, kv_heads=kv_heads).tolist()
+
+
+def test_multiplicity_literal():
+    # branch 0: segments of 3, rate 1; branch 1: segments of 5, rate 2, rows 0, 2, 4 (head 0) or 1, 3 (head 1)
+    p = Dilated([3, 5], [1, 2])
+    assert matrix(p, 6, head=0, heads=2) == [
+        [2, 1, 2, 0, 1, 0],
+        [1, 1, 1, 0, 0, 0],
+        [2, 1, 2, 0, 1, 0],
+        [0, 0, 0, 1, 1, 1],
+        [1, 0, 1, 1, 2, 1],
+        [0, 0, 0, 1, 1, 2],
+    ]
+    assert matrix(p, 4, head=1, heads=2) == [[1, 1, 1, 0], [1, 2, 1, 1], [1, 1, 1, 0], [0, 1, 0, 2]]
+
+
+def test_offsets_name_four_different_functions():
+    offsets = {
+        rule: [Dilated([16], [4], offsets=rule).offset(0, h, 6, 3) for h in range(6)]
+        for rule in ("head", "block", "branch", "kv_head")
+    }
+    assert offsets == {
+        "head": [0, 1, 2, 3, 0, 1],
+        "block": [0, 0, 1, 1, 2, 2],
+        "branch": [0] * 6,
+        "kv_head": [0, 0, 1, 1, 2, 2],
+    }
+    two = Dilated([16, 16, 16], [1, 2, 2], offsets="branch")
+    assert [two.offset(i, 3, 6) for i in range(3)] == [0, 1, 0]
+    assert [Dilated([16], [8], offsets="block").offset(0, h, 3) for h in range(3)] == [0, 1, 2]  # r > heads
+
+
+@pytest.mark.parametrize("heads, sizes", [(12, [3, 3, 2, 2, 2]), (7, [2, 2, 1, 1, 1]), (3, [1, 1, 1, 0, 0])])
+def test_head_groups_cover_every_head_once(heads, sizes):
+    p = Dilated([8] * 5, [1] * 5, mixing="head_groups")
+    groups = [list(p.heads_of(i, heads)) for i in range(5)]
+    assert [len(g) for g in groups] == sizes
+    assert sum(groups, []) == list(range(heads))
+
+
+def test_branches_agree_with_multiplicity():
+    p = Dilated([7, 12], [2, 5], offsets="block")
+    n, heads = 30, 5
+    for head in range(heads):
+        total = torch.zeros(n, n, dtype=torch.int64)
+        for b in p.branches(n, heads):
+            o = b.offsets[b.heads.index(head)]
+            for start in range(0, n, b.length):
+                rows = torch.arange(start + o, min(start + b.length, n), b.rate)
+                total[rows[:, None], rows] += 1
+        assert total.tolist() == matrix(p, n, head, heads)
+
+
+def test_round_trip_and_labels():
+    for p in (Dense(), Dilated([4, 8], [1, 2]), Dilated([4], [2], "head_groups", "branch")):
+        assert from_dict(p.to_dict()) == p
+        assert hash(from_dict(p.to_dict())) == hash(p)
+    label = "dilated [4, 8] / [1, 2] head groups offsets by branch"
+    assert str(Dilated([4, 8], [1, 2], "head_groups", "branch")) == label
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([4, 8], [1]), "differ in length"),
+        (([], []), "empty"),
+        (([4], [5]), "rate 5 exceeds its segment length 4"),
+        (([0], [1]), "positive integers"),
+        (([4], [-1]), "positive integers"),
+        (([4.0], [1]), "positive integers"),
+        (([True], [1]), "positive integers"),
+        (([4], [1], "mean"), "unknown mixing 'mean'"),
+        (([4], [1], "lse", "heads"), "unknown offsets 'heads'"),
+    ],
+)
+def test_bad_values_are_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Dilated(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_integers_of_numpy_are_integers():
+    pattern = Dilated([np.int64(4), 8], [np.int32(1), 2])
+    assert pattern == Dilated([4, 8], [1, 2]) and type(pattern.segment_lengths[0]) is int
+    with pytest.raises(ValueError, match="positive integers"):
+        Dilated([np.float64(4)], [1])
+
+
+def test_from_dict_refuses_the_unknown():
+    with pytest.raises(ValueError, match="unknown pattern kind 'ring'"):
+        from_dict({"kind": "ring"})
+    with pytest.raises(ValueError, match="unknown fields"):
+        from_dict({"kind": "dense", "segment_lengths": [4]})
+
+
+def test_plan_needs_few_calls():
+    """At most min(r, heads / r) strided calls for a branch of whole segments: no gather, no index tensor."""
+    for rate, calls in ((1, 1), (2, 2), (4, 2), (8, 1), (16, 1)):
+        plan = make_plan(Dilated([64], [rate]), 256, 8, 8)
+        assert sum(len(c) for _, c in plan.blocks) == calls
+    assert make_plan(Dilated([64, 128], [1, 2]), 256, 8, 8).covered
+    assert not make_plan(Dilated([64, 128], [2, 2]), 256, 8, 8).covered
+
+
+def test_plan_selects_each_row_once():
+    """The views of a plan touch exactly the rows that the branches select, each once."""
+    for pattern, n, heads, kv_heads in (
+        (Dilated([7, 12], [2, 5], offsets="block"), 31, 6, 3),
+        (Dilated([9, 50], [3, 11], offsets="kv_head"), 43, 8, 2),
+        (Dilated([16, 32, 64], [1, 2, 4], "head_groups", "branch"), 100, 7, 7),
+    ):
+        want = torch.zeros(n, heads)
+        for b in pattern.branches(n, heads, kv_heads):
+            for head, o in zip(b.heads, b.offsets):
+                want[:, head] += (torch.arange(n) % b.length % b.rate == o).float()
+        for block in (None, 2 * heads // kv_heads):
+            for chunk in (range(n), range(0, 13), range(5, n), range(20, 22), range(9, n - 3)):
+                touched = torch.zeros(1, len(chunk), heads, 1)
+                plan = make_plan(pattern, n, heads, kv_heads, block, chunk)
+                for start, stop in plan.tiles():
+                    for _, calls in plan.blocks:
+                        for call in calls:
+                            if len(segments := call.within(start, stop)):
+                                call.view(touched, segments).add_(1)
+                assert torch.equal(touched[0, :, :, 0], want[chunk.start : chunk.stop])

@@ -1,0 +1,400 @@
+"""The house itself: dependencies agree, imports go down, the engine needs torch alone, the tree is tidy."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIB = ROOT / "lib"
+PACKAGE = LIB / "ringlab"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dependencies: pyproject says what, constraints says which, environment.yml points to both
+
+
+def project() -> dict:
+    return tomllib.loads((LIB / "pyproject.toml").read_text())["project"]
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[A-Za-z0-9._-]+", requirement)[0].lower().replace("_", "-")
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in (LIB / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    parsed = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][0-9A-Za-z.]*)", line) for line in lines]
+    bad = [line for line, match in zip(lines, parsed) if match is None]
+    assert not bad, f"not an exact pin without local label or address: {bad}"
+    return {name_of(match[1]): match[2] for match in parsed}
+
+
+def test_library_depends_on_torch_alone():
+    assert [name_of(r) for r in project()["dependencies"]] == ["torch"]
+
+
+@pytest.mark.parametrize("package", ["torch", "jupyterlab", "papermill", "nbconvert", "xformers", "seaborn", "pandas"])
+def test_named_package_is_required_once_and_pinned(package):
+    groups = [project()["dependencies"], *project()["optional-dependencies"].values()]
+    assert sum(package in map(name_of, group) for group in groups) == 1
+    assert package in pins()
+
+
+def test_every_requirement_is_pinned_and_only_in_constraints():
+    for extra, requirements in project()["optional-dependencies"].items():
+        for requirement in requirements:
+            assert name_of(requirement) in pins(), f"{requirement} of [{extra}] has no pin in constraints.txt"
+            assert "==" not in requirement.split(";")[0], f"{requirement}: versions are pinned in constraints.txt"
+    assert pins()["torch"] == "2.13.0"
+    cuda = [name for name in pins() if name.startswith(("nvidia", "cuda"))]
+    assert not cuda, f"torch pins its own CUDA packages: {cuda}"
+
+
+def test_environment_names_python_pip_and_the_library():
+    yaml = pytest.importorskip("yaml")
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python, pip, section = environment["dependencies"]
+    assert re.fullmatch(r"python=3\.\d+", python) and pip == "pip" and list(section) == ["pip"]
+    constraints, library = section["pip"]
+    assert constraints == "-c lib/constraints.txt"
+    extras = re.fullmatch(r"-e \./lib\[([a-z,]+)\]", library)[1].split(",")
+    assert sorted(extras) == sorted(project()["optional-dependencies"]), "one environment for everything"
+    assert f"./lib[{','.join(extras)}]" in (LIB / "setup.sh").read_text(), "conda and make install the same"
+
+
+def test_installed_versions_are_the_pinned_ones_where_set_up_made_the_environment():
+    """A .venv made by `make` holds exactly the pins (any local label, as +cpu, is fine)."""
+    if Path(sys.prefix).resolve() != ROOT / ".venv":
+        pytest.skip("not running in the .venv that make builds")
+    from importlib.metadata import distributions
+
+    # The path alone: the compiler's setuptools adds packages of its own to sys.path.
+    have = {name_of(d.name): d.version.split("+")[0] for d in distributions(path=[sysconfig.get_path("purelib")])}
+    free = ("ringlab", "pip")
+    wrong = {n: v for n, v in have.items() if pins().get(n) != v and not n.startswith((*free, "nvidia", "cuda"))}
+    assert not wrong, f"installed, but not as pinned: {wrong}"
+
+
+def test_pins_allow_the_oldest_python_that_the_library_allows():
+    """Distributions stay at an early patch release (Debian 12: 3.11.2); a pin that refuses it breaks set-up there."""
+    specifiers = pytest.importorskip("packaging.specifiers")
+    from importlib.metadata import distributions
+
+    oldest = re.fullmatch(r">=(3\.\d+)", project()["requires-python"])[1] + ".0"
+    for found in distributions():
+        if pins().get(name_of(found.name)) == found.version:
+            wants = found.metadata.get("Requires-Python", "")
+            assert specifiers.SpecifierSet(wants).contains(oldest), f"{found.name} {found.version} wants Python {wants}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# set-up: run lib/setup.sh with a stand-in for Python that writes down what it is asked
+
+STAND_IN = """#!/bin/sh
+case "$*" in
+  *"%d.%d.%d"*) echo {version} ;;
+  *version_info*) exit {old} ;;
+  *ensurepip*) exit {no_venv} ;;
+  "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  "-m pip"*) echo "$*" >>calls; echo "WARNING: noise"; echo "ERROR: the disk is full"; exit {pip_fails} ;;
+esac
+"""
+
+
+def set_up(folder: Path, capability=None, index="", version="3.12.1", old=0, no_venv=0, pip_fails=0):
+    (folder / "lib").mkdir(exist_ok=True)
+    for name in ("setup.sh", "constraints.txt"):
+        shutil.copy(LIB / name, folder / "lib" / name)
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    python, smi = tools / "python", tools / "nvidia-smi"
+    python.write_text(STAND_IN.format(version=version, old=old, no_venv=no_venv, pip_fails=pip_fails))
+    smi.write_text(f"#!/bin/sh\necho {capability}\n" if capability else "#!/bin/sh\nexit 9\n")
+    for tool in (python, smi):
+        tool.chmod(0o755)
+    env = {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(python), "TORCH_INDEX": index}
+    done = subprocess.run(["sh", "lib/setup.sh", ".venv/.ready-x"], cwd=folder, env=env, capture_output=True, text=True)
+    calls = (folder / "calls").read_text() if (folder / "calls").exists() else ""
+    return done, calls, (folder / ".venv" / ".ready-x").exists()
+
+
+@pytest.mark.parametrize("capability, old", [("6.1", 1), ("7.0", 1), ("7.5", 0), ("10.0", 0), (None, 0)])
+def test_old_gpus_get_the_torch_build_that_drives_them(tmp_path, capability, old):
+    done, calls, ready = set_up(tmp_path, capability)
+    assert done.returncode == 0 and ready, done.stderr
+    assert ("torch==2.13.0+cu126" in calls and "whl/cu126" in calls) == old
+    assert done.stdout.count("\n") == (2 if old else 1)
+    assert "-e ./lib[report,lab,gpu,test]" in calls
+
+
+def test_a_chosen_index_wins(tmp_path):
+    done, calls, _ = set_up(tmp_path, "6.1", index="cpu")
+    assert done.returncode == 0 and "torch==2.13.0+cpu" in calls and "cu126" not in calls
+
+
+@pytest.mark.parametrize(
+    "trouble, said",
+    [
+        (dict(version="3.9.2", old=1), "Python 3.11 or newer is needed"),
+        (dict(no_venv=1), "apt install python3-venv"),
+    ],
+)
+def test_unfit_python_is_refused_in_one_line(tmp_path, trouble, said):
+    done, calls, ready = set_up(tmp_path, **trouble)
+    assert done.returncode != 0 and not ready and not calls
+    assert said in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_failed_set_up_shows_the_log_and_is_not_done(tmp_path):
+    done, _, ready = set_up(tmp_path, pip_fails=1)
+    assert done.returncode != 0 and not ready
+    assert "ERROR: the disk is full" in done.stderr and "WARNING" not in done.stderr
+    done, _, ready = set_up(tmp_path)  # and the next try starts again
+    assert done.returncode == 0 and ready
+
+
+def test_a_build_of_torch_that_does_not_exist_leaves_what_is_there_in_use(tmp_path):
+    assert set_up(tmp_path, index="cpu")[2]
+    done, _, ready = set_up(tmp_path, index="cpuu", pip_fails=1)
+    assert done.returncode != 0 and "torch==2.13.0+cpuu is not to be had" in done.stderr
+    assert ready and (tmp_path / ".venv" / ".ready-x").read_text() == "cpu\n"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_help_lists_every_target():
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    listed = subprocess.run(["make", "help"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    for target in ("report", "compare", "check", "pdf", "test", "lab", "profiles", "env", "lint", "clean", "help"):
+        assert re.search(rf"^  {target} ", listed, re.M), f"make help does not list {target}"
+
+
+def make(*arguments: str, path: str = "/usr/bin:/bin"):
+    """make without anything installed: a plain interpreter, nothing set up."""
+    env = {"PATH": path, "LC_ALL": "C"}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+BARE = """#!/bin/sh
+exec {python} -S -E "$@"
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    "target, missing, extra",
+    [
+        ("report", "torch", "[report]"),
+        ("pdf", "torch", ""),
+        ("profiles", "torch", ""),
+        ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"),
+        ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
+        ("lint", "ruff", "[test]"),
+    ],
+)
+def test_an_interpreter_that_lacks_something_is_one_line(tmp_path, target, missing, extra):
+    bare = tmp_path / "python"
+    bare.write_text(BARE.format(python=sys.executable))  # this interpreter without its packages
+    bare.chmod(0o755)
+    done = make(target, "NOENV=1", f"PYTHON={bare}")
+    line, makes_own = done.stderr.splitlines()
+    assert done.returncode == 2 and done.stdout == "" and makes_own.startswith("make: ***")
+    assert line.startswith(f"ringlab: '{bare}' has no {missing}; run: {bare} -m pip install")
+    assert f"-e './lib{extra}'" in line
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_an_interpreter_that_is_none_or_too_old_is_one_line(tmp_path):
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\necho is Python 3.9.2, and 3.11 or newer is needed\n")
+    old.chmod(0o755)
+    for python, said in (("nowhere/python", "is not a working Python; name one"), (old, "is Python 3.9.2, and 3.11")):
+        done = make("env", "NOENV=1", f"PYTHON={python}")
+        assert done.returncode == 2 and f"ringlab: '{python}' {said}" in done.stderr and done.stderr.count("\n") == 2
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_gpu_names_the_profile_and_nothing_else_does():
+    for given, profile in ((), "auto"), (("GPU=",), "auto"), (("GPU= h100 ",), "h100"), (("GPU=a b",), "a b"):
+        shown = make("-n", "report", "pdf", "NOENV=1", *given).stdout
+        assert shown.count(f'--profile "{profile}"') == 2, shown
+    for given in ("gpu=h100", "PROFILE=h100"):
+        done = make("-n", "report", given)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "a profile is chosen by GPU=name" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# layers: a module imports its own layer and those below
+
+LAYERS = [
+    {"patterns", "block_patterns", "cost", "reference", "cache", "memory", "tracking", "checks", "hardware"},
+    {"kernels"},
+    {"engine"},
+    {"attention", "ring"},
+    {"estimate", "meta_run", "advise", "adaptive", "compat", "nn"},
+    {"measure"},
+    {"report", "cli", "__main__"},
+]
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+PROBED = {"xformers", "flash_attn", "flash_attn_interface", "triton"}  # in kernels/ and hardware/ only
+TORCH_ALONE = set().union(*LAYERS[:6])
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def top_name(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(path: Path):
+    """(dotted name, line, at module level) of every import in a file, relative ones resolved."""
+    tree = ast.parse(path.read_text(), str(path))
+    inner = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)}
+    here = ("ringlab", *path.relative_to(PACKAGE).with_suffix("").parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else ()
+            dotted = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{dotted}.{alias.name}" for alias in node.names] if dotted == "ringlab" else [dotted]
+        else:
+            continue
+        for name in names:
+            yield name, node.lineno, node not in inner
+
+
+def test_imports_go_down_only():
+    wrong = []
+    for path in modules():
+        here = LAYER.get(top_name(path))
+        for name, line, _ in imports(path):
+            parts = name.split(".")
+            if here is not None and parts[0] == "ringlab" and len(parts) > 1 and LAYER.get(parts[1], -1) > here:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
+    assert not wrong, wrong
+    assert {top_name(path) for path in modules()} <= {*LAYER, "__init__"}
+
+
+def test_engine_and_measuring_import_torch_and_the_standard_library_alone():
+    wrong = []
+    for path in modules():
+        room = top_name(path)
+        if room not in TORCH_ALONE | {"__init__"}:
+            continue
+        for name, line, _ in imports(path):
+            top = name.split(".")[0]
+            probe = top in PROBED and room in ("kernels", "hardware")
+            if not (top in {"torch", "ringlab"} or top in sys.stdlib_module_names or probe):
+                wrong.append(f"{path.relative_to(LIB)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+ONLY_TORCH = """
+import importlib.abc, sys
+allowed = {"ringlab", "torch", "torchgen", "functorch", "nvidia", "cuda", "setuptools", "pkg_resources",
+           # what torch itself requires
+           "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec"}
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top in allowed or top in sys.stdlib_module_names or top.startswith("_"):
+            return None
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+for name in ("numpy", "yaml", "pandas", "xformers", "triton"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise SystemExit(f"{name} was not blocked")
+for name in sys.argv[1:]:
+    __import__(name)
+print("imported")
+"""
+
+
+def test_library_imports_with_torch_alone():
+    present = {top_name(path) for path in modules()}
+    rooms = [f"ringlab.{room}" for room in sorted(TORCH_ALONE & present)]
+    env = {**os.environ, "PYTHONPATH": str(LIB)}
+    command = [sys.executable, "-W", "ignore", "-c", ONLY_TORCH, "ringlab", *rooms]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.endswith("imported\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the tree
+
+
+def tracked() -> list[str]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def test_top_level_holds_only_what_was_agreed():
+    allowed = {"environment.yml", "Makefile", "README.md", "LICENSE", "lib", "notebooks", "reports", "tests"}
+    allowed |= {".ci", ".gitattributes", ".gitignore", ".pytest.ini", ".ruff.toml"}
+    extra = {name.split("/")[0] for name in tracked()} - allowed
+    assert not extra, f"not in the agreed top level: {sorted(extra)}"
+
+
+def test_readme_names_files_and_targets_that_are_there():
+    text = (ROOT / "README.md").read_text()
+    paths = re.findall(r"`((?:lib|tests|notebooks)/[\w./-]*)`", text)
+    assert len(paths) > 5 and [p for p in paths if not (ROOT / p).exists()] == []
+    targets = set(re.findall(r"`make (?:[A-Z_]+=\S+ )*([a-z]+)", text))
+    known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"report", "pdf", "test"} <= targets <= known
+
+
+def test_readme_examples_run_as_written():
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
+    code += "\nassert out.shape == q.grad.shape and ringlab.reference.attention and ringlab.kernels.table"
+    env = {**os.environ, "PYTHONPATH": str(LIB)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tracked_files_hold_no_path_of_a_machine():
+    private = re.compile(rb"(?<![\w.~-])/(?:home|root|Users|work)/[\w.]|/tmp/ipykernel_")
+    here = os.fsencode(str(ROOT) + "/") if len(ROOT.parts) > 2 else None
+    wrong = []
+    for name in tracked():
+        data = (ROOT / name).read_bytes()
+        if b"\0" in data[:8000] or name == "tests/unit/test_project.py":
+            continue
+        for number, line in enumerate(data.splitlines(), 1):
+            if private.search(line) or (here and here in line):
+                wrong.append(f"{name}:{number}")
+    assert not wrong, f"a path of somebody's machine in {wrong[:10]}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook_is_committed_clean(path):
+    notebook = json.loads(path.read_text())
+    kernel = notebook["metadata"]["kernelspec"]
+    assert (kernel["name"], kernel.get("language", "python")) == ("python3", "python")
+    assert "papermill" not in notebook["metadata"]
+    cells = notebook["cells"]
+    tags = [cell["metadata"].get("tags", []) for cell in cells]
+    assert sum("parameters" in t for t in tags) == 1, "exactly one parameters cell"
+    assert not any("injected-parameters" in t for t in tags)
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    for cell in cells:
+        assert not {"papermill", "execution"} & set(cell["metadata"]), "run metadata"
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None, "clear the outputs before committing"
