@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from . import launch as started
 from .launch import End, checked, checked_numbers
+from .processes import death
 
 POLL_S = 0.1
 END_S = 2.0  # for the launcher to end by itself once its ranks are gone
@@ -69,14 +70,14 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
                 ends, counts = _ends(agent, folder, ranks), started.beats(folder, ranks)
                 raised = any(end.kind == "error" for end in ends.values())
                 if not raised and agent.returncode is not None and agent.returncode < 0:
-                    raise RuntimeError(f"torch's launcher {started.death(agent.returncode)}")
+                    raise RuntimeError(f"torch's launcher {death(agent.returncode)}")
             finally:
                 _stop(agent, folder, ranks)
         said = Path(folder, "stderr").read_text(errors="replace")
         codes = {int(rank): int(code) for rank, code in FAILURE.findall(said)}
         for rank, end in ends.items():
             if end.kind == "died":
-                end.value = started.death(codes.get(rank, 0), _last_line(folder, rank))
+                end.value = death(codes.get(rank, 0), _last_line(folder, rank))
     return started.results(ends, counts, timeout_s)
 
 
@@ -91,7 +92,7 @@ def write_job(folder: Path | str, function: Callable, *args, timeout_s: float = 
 def collect(folder: Path | str, ranks: int, timeout_s: float = 60.0) -> list:
     """What the ranks of a job returned, by rank; raises RankFailed with the culprit, or with one that left no word."""
     checked_numbers(ranks, timeout_s)
-    return started.results(started.read_ends(folder, ranks), started.beats(folder, ranks), timeout_s)
+    return started.results(_read_ends(folder, ranks), started.beats(folder, ranks), timeout_s)
 
 
 def _watch(agent: subprocess.Popen, folder: str, ranks: int, timeout_s: float) -> None:
@@ -100,17 +101,29 @@ def _watch(agent: subprocess.Popen, folder: str, ranks: int, timeout_s: float) -
     while agent.poll() is None and time.monotonic() < deadline:
         if joining and min(started.beats(folder, ranks)) >= 0:
             joining, deadline = False, time.monotonic() + timeout_s
-        if not failed and any(end.kind != "ok" for end in started.read_ends(folder, ranks).values()):
+        if not failed and any(end.kind != "ok" for end in _read_ends(folder, ranks).values()):
             joining, failed, deadline = False, True, min(deadline, time.monotonic() + started.GRACE_S)
         time.sleep(POLL_S / 2)
 
 
 def _ends(agent: subprocess.Popen, folder: str, ranks: int) -> dict[int, End]:
     """How the ranks ended, those that did so without a word among them."""
-    processes = [started.process_of(folder, rank) for rank in range(ranks)]
+    processes = [started.beat_of(folder, rank)[0] for rank in range(ranks)]
     gone = [pid is not None and not _alive(pid) for pid in processes]  # first, as they write their end before they go
-    found = started.read_ends(folder, ranks)
+    found = _read_ends(folder, ranks)
     return found | {rank: End("died") for rank in range(ranks) if gone[rank] and rank not in found}
+
+
+def _write_end(folder: Path | str, rank: int, end: End) -> None:
+    partial, whole = Path(folder, f"{rank}.end.partial"), Path(folder, f"{rank}.end")
+    partial.write_bytes(pickle.dumps(end))
+    partial.replace(whole)
+
+
+def _read_ends(folder: Path | str, ranks: int) -> dict[int, End]:
+    """What the ranks have left so far."""
+    paths = {rank: Path(folder, f"{rank}.end") for rank in range(ranks)}
+    return {rank: pickle.loads(path.read_bytes()) for rank, path in paths.items() if path.exists()}
 
 
 def _alive(pid: int) -> bool:
@@ -125,7 +138,7 @@ def _stop(agent: subprocess.Popen, folder: str, ranks: int) -> None:
     """Kill what still runs: ranks lead sessions of their own, so the launcher's group is not all."""
     if agent.poll() is None:
         for rank in range(ranks):
-            pid = started.process_of(folder, rank)
+            pid = started.beat_of(folder, rank)[0]
             if pid is not None and _alive(pid):
                 os.killpg(pid, signal.SIGKILL)
         try:
@@ -155,7 +168,7 @@ def main(folder: str) -> int:
     threading.Thread(target=_when_told, args=(folder, rank), daemon=True).start()
     threading.Thread(target=_when_orphaned, args=(folder, os.getppid()), daemon=True).start()
     end = _run(folder, rank, ranks, beat)
-    started.write_end(folder, rank, end)
+    _write_end(folder, rank, end)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stderr.write(end.trace)
@@ -168,7 +181,7 @@ def _run(folder: str, rank: int, ranks: int, beat: started.Beat) -> End:
         function, args = pickle.loads(Path(folder, "job").read_bytes())
         torch.set_num_threads(threads)
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=started.JOIN_S)))
-        started.meet(store, rank, ranks, timeout_s, beat)
+        started.join_group(store, rank, ranks, timeout_s, beat)
         result = function(*args)
         dist.barrier()  # none leaves while another still talks to it
         return End.ok(result)
@@ -180,7 +193,7 @@ def _when_told(folder: str, rank: int) -> None:
     """torch's launcher ends all ranks once one has failed: say so, or this one would seem to have died."""
     signal.sigwait({signal.SIGTERM})
     if not Path(folder, f"{rank}.end").exists():
-        started.write_end(folder, rank, End("stopped"))
+        _write_end(folder, rank, End("stopped"))
     os._exit(1)
 
 
