@@ -36,7 +36,8 @@ def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
 
 
 def parity(cases, device="cpu", staged=False):
-    """Each case's results on this rank, and the bytes that it sent; ``staged`` as a GPU's tensors go over gloo."""
+    """Each case's results on this rank, the bytes that it sent, and those of comparing before; ``staged`` as a GPU's
+    tensors go over gloo."""
     if staged:
         comm._through_cpu = lambda *_: True
     rank, results = dist.get_rank(), []
@@ -46,7 +47,7 @@ def parity(cases, device="cpu", staged=False):
         g = layout.shard(dlse, rank, 2) if with_lse else None
         with counting() as traffic:
             found = call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD)
-        results.append(([t.cpu() for t in found], traffic.total))
+        results.append(([t.cpu() for t in found], traffic.total, traffic.control))
     return results
 
 
@@ -206,6 +207,7 @@ def layer_gradients(scheme, group="world"):
 
 def peaks_of_a_shard(cases, n, heads, d):
     """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
+    from ringlab import kernels
     from ringlab.ring import Problem, contiguous
     from ringlab.ring.comm import drive
     from ringlab.ring.schemes import SCHEMES, rank_of
@@ -215,7 +217,8 @@ def peaks_of_a_shard(cases, n, heads, d):
     q, k, v = (torch.randn(1, layout.size(me), heads, d) for _ in range(3))
     for pattern, scheme in cases:
         # The algorithm itself: the operator around it is one step to a tracker, which sees nothing inside.
-        rank = rank_of(Problem(pattern, layout, False, heads, heads), me, q, 1.0, "auto", False, Execution())
+        kernel = kernels.choose(q.device, q.dtype, d).kernel
+        rank = rank_of(Problem(pattern, layout, False, heads, heads), me, kernel, 1.0, Execution())
         for _ in range(2):  # the first call makes the plan
             with LiveStorageTracker() as tracker:
                 tracker.register(q, k, v)
@@ -251,20 +254,6 @@ def content_disagreed(cases):
         except PlanMismatch as error:
             told.append(str(error))
     return told
-
-
-def raises_and_kills_the_launcher() -> None:
-    """Rank 1 of ``elastic.launch`` raises, and ends torch's launcher once it has said so."""
-    if dist.get_rank() == 1:
-        end, launcher = Path(sys.argv[1], "1.end"), os.getppid()
-
-        def kill():
-            while not end.exists():
-                time.sleep(0.01)
-            os.kill(launcher, signal.SIGKILL)
-
-        threading.Thread(target=kill).start()  # the process waits for it
-        raise OSError("on purpose")
 
 
 class TwoParts(Exception):

@@ -50,7 +50,7 @@ class RankFailed(RuntimeError):
 class End:
     """How a rank ended: "ok" with its pickled value, "error" or "network" with a message, "died" with an ``Ended``.
 
-    "stopped": it was told to end, because another rank had. ``culprit``: another rank that the error itself names.
+    ``culprit``: another rank that the error itself names.
     """
 
     kind: str
@@ -101,7 +101,7 @@ class Beat:
     [-2, -1]
     """
 
-    FORMAT = struct.Struct("=qq")  # process id, count
+    FORMAT = struct.Struct("=q")
 
     def __init__(self, folder: Path | str, rank: int):
         self.file = os.open(Path(folder, f"{rank}.beat"), os.O_CREAT | os.O_WRONLY, 0o600)
@@ -110,21 +110,14 @@ class Beat:
 
     def __call__(self) -> None:
         self.count += 1
-        os.pwrite(self.file, self.FORMAT.pack(os.getpid(), self.count), 0)
+        os.pwrite(self.file, self.FORMAT.pack(self.count), 0)
 
 
 def beats(folder: Path | str, ranks: int) -> list[int]:
     """The exchanges that each rank has begun; ABSENT where it has not started."""
-    return [beat_of(folder, rank)[1] for rank in range(ranks)]
-
-
-def beat_of(folder: Path | str, rank: int) -> tuple[int | None, int]:
-    """(process id, count) of a rank; (None, ABSENT) where it has written nothing."""
-    try:
-        data = Path(folder, f"{rank}.beat").read_bytes()
-    except FileNotFoundError:
-        return None, ABSENT
-    return Beat.FORMAT.unpack(data) if len(data) == Beat.FORMAT.size else (None, ABSENT)
+    files = [Path(folder, f"{rank}.beat") for rank in range(ranks)]
+    data = [file.read_bytes() if file.exists() else b"" for file in files]
+    return [Beat.FORMAT.unpack(each)[0] if each else ABSENT for each in data]
 
 
 def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
@@ -135,8 +128,7 @@ def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
     >>> culprit({}, [4, 5, 4])
     (1, 'silent')
     """
-    ends = {rank: end for rank, end in sorted(ends.items()) if end.kind != "stopped"}
-    first = {end.kind: rank for rank, end in reversed(ends.items())}
+    first = {ends[rank].kind: rank for rank in sorted(ends, reverse=True)}
     silent = [rank for rank in range(len(counts)) if rank not in ends]
     if "died" in first:
         return first["died"], "died"
@@ -176,7 +168,9 @@ def _failure(rank: int, kind: str, ends: dict[int, End], counts: list[int], time
     return failure
 
 
-def collect(processes: list[Process], timeout_s: float, joining: bool = False, read=lambda message: message) -> dict[int, End]:
+def collect(
+    processes: list[Process], timeout_s: float, joining: bool = False, read=lambda message: message
+) -> dict[int, End]:
     """How each process ended, by rank: until all have, the time is up, or one has failed and a grace is over.
 
     ``read`` makes an End of a process's message. ``joining``: each sends None when it has joined, and only when all
@@ -216,7 +210,7 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
     >>> launch(torch.distributed.get_rank, 2)
     [0, 1]
     """
-    checked(function, args, ranks, timeout_s, threads)
+    _check(function, args, ranks, timeout_s, threads)
     processes: list[Process] = []
     with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
         try:
@@ -234,9 +228,20 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
     return results(ends, counts, timeout_s)
 
 
-def checked(function: Callable, args: tuple, ranks: int, timeout_s: float, threads: int) -> None:
-    """Raise ValueError unless other processes can run a function that they import by its name."""
-    checked_numbers(ranks, timeout_s, threads)
+def most_ranks() -> int:
+    """The ranks that this machine could hold, by its memory and the files that a process may open."""
+    memory, (files, _) = ram_bytes(Probe().read), resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = (memory and memory // RANK_BYTES, files > 0 and files // RANK_FILES)  # none where not known
+    return min(filter(None, limits), default=LARGEST)
+
+
+def _check(function: Callable, args: tuple, ranks: int, timeout_s: float, threads: int) -> None:
+    check_int("ranks", ranks)
+    check_int("threads", threads)
+    if not is_real(timeout_s) or timeout_s > LONGEST_S:
+        raise ValueError(f"timeout_s must be a number of seconds up to {LONGEST_S:,}, got {short_repr(timeout_s)}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
     if ranks > (most := most_ranks()):
         raise ValueError(f"ranks is {short_repr(ranks)}: this machine has memory and open files for {most:,} at most")
     if not callable(function) or not hasattr(function, "__module__"):
@@ -247,23 +252,6 @@ def checked(function: Callable, args: tuple, ranks: int, timeout_s: float, threa
         raise ValueError(f"the arguments cannot be sent to other processes: {error}") from None
     if function.__module__ == "__main__" or "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"{function} cannot be imported by other processes: put it into a module, as a plain function")
-
-
-def most_ranks() -> int:
-    """The ranks that this machine could hold, by its memory and the files that a process may open."""
-    memory, (files, _) = ram_bytes(Probe().read), resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = (memory and memory // RANK_BYTES, files > 0 and files // RANK_FILES)  # none where not known
-    return min(filter(None, limits), default=LARGEST)
-
-
-def checked_numbers(ranks: int, timeout_s: float, threads: int = 1) -> None:
-    """Raise ValueError for counts that are none, and for a time that cannot be waited for."""
-    check_int("ranks", ranks)
-    check_int("threads", threads)
-    if not is_real(timeout_s) or timeout_s > LONGEST_S:
-        raise ValueError(f"timeout_s must be a number of seconds up to {LONGEST_S:,}, got {short_repr(timeout_s)}")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
 
 
 def _rank(channel: Connection, rank, ranks, folder, timeout_s, threads, function, args) -> None:
