@@ -400,7 +400,7 @@ def test_progress_in_a_pipe_says_at_times_what_is_at_work(tmp_path, capsys):
     measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True, workers=MadeUp(), clock=lambda: next(clock))
     lines = capsys.readouterr().err.splitlines()
     assert any(line.startswith("g: prepare ringlab") and line.endswith(" left)") for line in lines)
-    assert any(line.startswith("g: round ") and " of 10 (" in line and line.endswith(" left)") for line in lines)
+    assert any(line.startswith("g: round ") and " of 6 (" in line and line.endswith(" left)") for line in lines)
 
 
 def test_others_are_the_busy_time_that_is_not_ours(tmp_path, monkeypatch):
