@@ -89,6 +89,8 @@ class Workers:
             begun = max(counts[rank], 0)
             raise TimedOut(f"rank {rank} is behind, {begun} steps begun, others {max(0, *counts)}" if several else "")
         reply = ends[rank].value
+        if several:  # the rest is one rank's alone
+            reply = {name: reply[name] for name in ("status", "reason", "final") if name in reply}
         replies = {(end.value["status"], end.value["reason"]) for end in ends.values() if end.kind != "died"}
         if len(replies) > 1 or len(ends) < len(self.processes):
             reply["reason"] = f"rank {rank}: {reply['reason']}"
