@@ -16,7 +16,7 @@ import pytest
 import torch
 from hosts import MadeUp, OneProbe
 from ringlab import patterns
-from ringlab.measure import STATUSES, Busy, Group, Interrupted, Point, load, ratio, run, select, sgemm, workers
+from ringlab.measure import STATUSES, Busy, Group, Point, load, ratio, run, select, sgemm, workers
 from ringlab.ring import processes
 from test_launch import alive, gone
 
@@ -435,11 +435,6 @@ def test_others_are_the_busy_time_that_is_not_ours(tmp_path, monkeypatch):
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
     with store.Store(tmp_path), pytest.raises(Busy, match="in use by another measurement"):
         measure([ALONE], tmp_path)
-
-
-def test_interrupted_is_a_keyboard_interrupt():
-    with pytest.raises(KeyboardInterrupt):
-        raise Interrupted("is one")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -92,11 +92,7 @@ def machine_id() -> str:
 
     Its processor and GPUs are part of the name: machines started from one image share the rest.
     """
-    try:
-        name = Path("/etc/machine-id").read_text().strip()
-    except OSError:
-        name = ""
-    node = uuid.getnode()
+    name, node = (hardware.Probe().read("/etc/machine-id") or "").strip(), uuid.getnode()
     if not name:  # getnode() without a network card is random, and then has its lowest bit of the first octet set
         name = f"{node:x}" if not node >> 40 & 1 else platform.node()
     found = hardware.detect()
@@ -132,15 +128,9 @@ def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
 
 def threads() -> int:
     """The physical cores that this process may run on, at most what its control group grants: one thread each."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    siblings = set()
-    for core in cores:
-        try:
-            path = f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-            siblings.add(Path(path).read_text().strip())
-        except OSError:
-            siblings.add(str(core))
-    quota = hardware.detect().cpu_quota
+    probe, quota = hardware.Probe(), hardware.detect().cpu_quota
+    path = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    siblings = {(probe.read(path.format(core)) or str(core)).strip() for core in probe.affinity()}
     return max(1, min(len(siblings), int(quota) if quota else len(siblings)))
 
 
@@ -202,22 +192,13 @@ def device_state(device: str) -> dict:
     except (OSError, subprocess.SubprocessError):
         return {}
     values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
-    return {name: _number(value) for name, value in zip(GPU_STATE, values)}
-
-
-def _number(text: str):
-    try:
-        return float(text)
-    except ValueError:  # "[N/A]", a bit mask, "P0"
-        return text
+    number = re.compile(r"-?\d+(\.\d+)?")  # others are "[N/A]", a bit mask, "P0"
+    return {name: float(x) if number.fullmatch(x) else x for name, x in zip(GPU_STATE, values)}
 
 
 def _cpu_mhz() -> float | None:
     """Mean clock of the cores now, as the kernel tells it; None where it does not."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
+    lines = (hardware.Probe().read("/proc/cpuinfo") or "").splitlines()
     found = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
     return round(sum(found) / len(found)) if found else None
 

@@ -17,13 +17,13 @@ from uuid import uuid4
 
 import torch
 
-from .. import cost, hardware, patterns
+from .. import hardware
 from ..cost import Cost
 from . import provenance
 from .points import Group, Point, Result
 from .stats import summary
 from .store import Store, Unfinished, latest, read, result_row, unfinished, warn
-from .timing import Bounds, available_bytes, rounds_for, samples_for
+from .timing import Bounds, available_bytes, rounds_for
 from .workers import Died, TimedOut, Workers
 
 TIMEOUT_S = 120.0  # that one point may take, all its rounds included
@@ -54,10 +54,10 @@ class CpuContention:
 
     def _busy(self) -> float | None:
         """Seconds of CPU time that all processes of this machine have used since it started."""
-        try:
-            fields = self.stat.read_text().split("\n", 1)[0].split()[1:]
-        except OSError:
+        text = hardware.Probe().read(str(self.stat))
+        if text is None:
             return None
+        fields = text.split("\n", 1)[0].split()[1:]
         user, nice, system, _, _, irq, softirq, stolen = (int(x) for x in fields[:8])
         return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
 
@@ -81,50 +81,38 @@ class CpuContention:
         return (self.cores or 0.0) + self.threads - self.available > CONTENTION * self.threads
 
 
-RATE = {"cpu": 1e11, "cuda": 1e14}  # FLOP/s, a first guess that only weighs points against each other
 EVERY_S = 10.0
-PRIOR_S = 30.0  # of work at the pace that was guessed, or the first points alone would decide
-START_S = 0.7  # of a point, before its first sample
+PRIOR_POINTS, PRIOR_S = 6, 30.0  # what is assumed of the pace, or the first points alone would decide
+PREPARED = 0.2  # of a point is done when it was built and checked
 
 
 class Progress:
     """What a run shows on stderr: a line for each group and point, and the round at work with the time left.
 
-    On a terminal that is one line written over and over, in a file or a pipe a line every ten seconds. Time left = time
-    so far, scaled by the work still to do; each point's work is guessed, then known.
+    On a terminal that is one line written over and over, in a file or a pipe a line every ten seconds. The time left
+    takes all points for equally long, as their samples are chosen to be.
     """
 
-    def __init__(self, groups: list[tuple[Group, list[Point]]], device: str, show: bool, clock: Callable):
+    def __init__(self, total: int, show: bool, clock: Callable[[], float]):
         self.show, self.terminal, self.clock = show, show and sys.stderr.isatty(), clock
-        self.samples = {(g.name, p.id): g.timed * _expected_s(p, device) for g, points in groups for p in points}
-        self.total, self.count = len(self.samples), 0
-        self.left_s = sum(self.samples.values()) + START_S * self.total
-        self.done_s, self.start = 0.0, clock()
-        self.said = self.start
+        self.total, self.count, self.done = total, 0, 0.0
+        self.start = self.said = clock()
 
     def begin(self, group: Group, points: list[Point]) -> None:
         turns = ", taking turns" if group.interleave and len(points) > 1 else ""
         self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self._left()})")
 
-    def did(self, text: str, seconds: float) -> None:
-        """So much of the work is done, by the guess that was made for it."""
-        self.left_s, self.done_s = self.left_s - seconds, self.done_s + seconds
+    def did(self, text: str, share: float) -> None:
+        """This share of a point is done."""
+        self.done += share
         if self.terminal:
             print(f"\r\033[K{text} ({self._left()})", end="", file=sys.stderr, flush=True)
         elif self.clock() - self.said > EVERY_S:
             self._line(f"{text} ({self._left()})")
 
-    def expect(self, group: Group, point: Point, seconds: float) -> None:
-        """The samples of a point will take so long."""
-        self.left_s += seconds - self.samples.get((group.name, point.id), 0.0)
-        self.samples[group.name, point.id] = seconds
-
-    def drop(self, group: Group, point: Point) -> None:
-        """A point that failed takes no samples."""
-        self.expect(group, point, 0.0)
-
-    def result(self, result: Result) -> None:
-        self.count += 1
+    def result(self, result: Result, share: float) -> None:
+        """A point is done, and with it the rest of its ``share``."""
+        self.count, self.done = self.count + 1, self.done + share
         if result.median is not None:
             found = f"{result.median * 1e3:.4g} ms" + (" unstable" if result.unstable else "")
         else:
@@ -144,19 +132,9 @@ class Progress:
             warn(text)
 
     def _left(self) -> str:
-        pace = (self.clock() - self.start + PRIOR_S) / (self.done_s + PRIOR_S)
-        left = max(0.0, self.left_s) * pace
+        pace = (self.clock() - self.start + PRIOR_S) / (self.done + PRIOR_POINTS)  # seconds a point
+        left = max(0.0, self.total - self.done) * pace
         return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
-
-
-def _expected_s(point: Point, device: str) -> float:
-    """Seconds that the samples of a point may take, from its FLOPs."""
-    try:
-        work = cost.count(patterns.from_dict(point.pattern), dtype=getattr(torch, point.dtype), **point.shape)
-    except ValueError:  # a point that will be refused
-        return 0.0
-    seconds = work.flops / RATE[device]
-    return samples_for(seconds) * max(seconds, 0.02)
 
 
 @dataclass
@@ -171,6 +149,7 @@ class Member:
     wanted: int = 0
     spent: float = 0.0
     cpu_s: float = 0.0  # CPU time of its processes so far
+    done: float = 0.0  # as a part of the point
 
     @property
     def alive(self) -> bool:
@@ -253,7 +232,7 @@ class Session:
                 warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
             elif self.show and (why := _foreign(there, self.here, wanted)):
                 warn(why)
-            self.progress = Progress(todo, self.device, self.show, self.clock)
+            self.progress = Progress(sum(len(points) for _, points in todo), self.show, self.clock)
             try:
                 for number, (group, points) in enumerate(todo):
                     if number and self.clock() >= until:
@@ -314,7 +293,7 @@ class Session:
             if self.device in EARLY:
                 self._start_early(group, members)
             for member in members:
-                self._step(group, member, "prepare", START_S)
+                self._step(group, member, "prepare", PREPARED)
                 if member.row["status"] == "oom" and any(m.workers for m in members):
                     starved.append(member)
                 elif not group.timed or member.oversubscribed:
@@ -344,15 +323,14 @@ class Session:
         alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
             member.wanted = max(count, group.rounds)
-            self.progress.expect(group, member.point, member.left * max(member.estimate, 0.02))
         number = first
         while waiting := [m for m in members if m.left]:
             turn = number % len(waiting)  # or the same one would always come first, and another always after it
             for member in waiting[turn:] + waiting[:turn]:
-                done, work = number - first, max(member.estimate, 0.02)
+                done, share = number - first, (1 - PREPARED) / member.wanted
                 text = f"{group.name}: round {done + 1} of {done + max(m.left for m in waiting)}"
                 with others.watched(lambda member=member: time.process_time() + member.cpu_s):
-                    reply = self._step(group, member, "sample", work, text, last=member.left == 1)
+                    reply = self._step(group, member, "sample", share, text, last=member.left == 1)
                 if member.alive:
                     member.samples[number] = reply["seconds"]
                     sample = {"round": number, "seconds": reply["seconds"], "loops": member.row["loops"]}
@@ -363,7 +341,7 @@ class Session:
                 self._step(group, member, "verify", 0.0)
         return number
 
-    def _step(self, group: Group, member: Member, command: str, work_s: float, text: str = "", **arguments) -> dict:
+    def _step(self, group: Group, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
         """One command to a point's process; what goes wrong is that point's status and reason."""
         start, reply = self.clock(), {}
         if command == "prepare":
@@ -385,9 +363,9 @@ class Session:
             reply["ranks"] = member.row["ranks"] | reply["ranks"]
         member.row |= reply
         self.tolerances.setdefault(member.drawn, {}).update(known)
-        self.progress.did(text or f"{group.name}: {command} {member.point.label()}", work_s)
+        member.done += share
+        self.progress.did(text or f"{group.name}: {command} {member.point.label()}", share)
         if not member.alive:
-            self.progress.drop(group, member.point)
             member.close()
         return reply
 
@@ -467,7 +445,7 @@ class Session:
         )  # fmt: skip
         self.store.append(**result_row(result, member.spent))
         self.results.append(result)
-        self.progress.result(result)
+        self.progress.result(result, 1 - member.done)
 
     def _append(self, run: str, **row) -> None:
         self.store.append(run=run, rehearsal=self.rehearsal, **row)

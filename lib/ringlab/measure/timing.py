@@ -224,9 +224,6 @@ def limit_memory(extra_bytes: int | None) -> None:
 
 def available_bytes(ram_bytes: int | None) -> int | None:
     """Memory that a process may still take, by the system's estimate and at most ``ram_bytes``; None: unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
+    lines = (hardware.Probe().read("/proc/meminfo") or "").splitlines()
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*available, *([ram_bytes] if ram_bytes else [])], default=None)
+    return min([*available, *([ram_bytes] if available and ram_bytes else [])], default=None)
