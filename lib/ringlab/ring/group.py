@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import engine, patterns
 from ..checks import check_choice, check_int, short_repr
 from ..engine.autograd import IN_GRAPHS, local_attention, outside_graphs, positive_scale
-from ..kernels.base import wide
+from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
 from . import schemes
 from .comm import AllToAll, Post, Steps, Wait, drive, simulate
@@ -157,8 +157,12 @@ def _(q, k, v, group, causal, scale, backend, pattern, layout, scheme, execution
     elif scheme == "ulysses":
         share = schemes.shares(h, k.shape[2], problem.layout.ranks)[rank]
         size = 2 * (len(share.queries) + len(share.keys)) * b * n * d
-        kept = q.new_empty(size), q.new_empty(b, len(share.queries), n, dtype=wide(q.dtype))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(b, h, s, dtype=wide(q.dtype)), *kept
+        kept = q.new_empty(size), q.new_empty(b, len(share.queries), n, dtype=accumulation_dtype(q.dtype))
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        q.new_empty(b, h, s, dtype=accumulation_dtype(q.dtype)),
+        *kept,
+    )
 
 
 @torch.library.custom_op("ringlab::ranks_backward", mutates_args=())
