@@ -69,6 +69,16 @@ def check_bool(name: str, value) -> None:
         raise TypeError(f"{name} must be True or False, got {short_repr(value)}")
 
 
+def check_unknown(owner: str, arguments: dict, reasons: dict[str, str]) -> None:
+    """Raise TypeError for arguments that ``owner`` does not take, with the reason if there is one.
+
+    A dropout of 0 is accepted, since it changes nothing.
+    """
+    for name, value in arguments.items():
+        if "dropout" not in name or value != 0:
+            raise TypeError(f"{owner} cannot honour {name!r}: {reasons.get(name, 'unknown argument')}")
+
+
 def check_choice(name: str, value, names: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of the ``names``."""
     if not isinstance(value, str) or value not in names:

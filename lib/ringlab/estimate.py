@@ -113,7 +113,7 @@ def estimate(
     call = Call(pattern, **shape, dtype=dtype, causal=causal, passes=passes, ranks=ranks, scheme=scheme, layout=layout,
                  backend=backend, execution=execution, profile=profile)  # fmt: skip
     run, used, at_least = call.at(seq_len)
-    seq_len, shape = int(seq_len), {name: int(size) for name, size in shape.items()}
+    seq_len, ranks, shape = int(seq_len), call.ranks, {name: int(size) for name, size in shape.items()}
     counted = cost.count(pattern, seq_len=seq_len, dtype=dtype, causal=causal, passes=passes, **shape)
     sent = dict(run.traffic.sent)
     found = Estimate(counted, ranks, used, run.parts(), run.peak_bytes, sent, at_least=at_least)
