@@ -22,8 +22,7 @@ from . import cache as caches
 from . import checks, cost, hardware, kernels, memory
 from .block_patterns import BlockSparse
 from .checks import LARGEST, flag, float_dtype, known, one_device, positive, shown
-from .engine import Execution, fused, torch_sparse
-from .engine.autograd import _Attention, _Gradients
+from .engine import Execution, autograd, fused, torch_sparse
 from .kernels.base import HALF, Described, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
@@ -312,11 +311,11 @@ class Call:
             if isinstance(self.pattern, BlockSparse) and (way := self.execution.blocks) in ("bsr", "flex"):
                 self.outside(run, way, q, k, dout)
                 return run, None, f"blocks={way!r} does not run without data"
-            out, lse = _Attention.forward(q, k, v, *rest)
+            out, lse = autograd.forward(q, k, v, *rest)
             run.name("out", out)
             run.name("lse", lse)
             if dout is not None:
-                grads = _Gradients.forward(dout, None, q, k, v, out, lse, *rest)
+                grads = autograd.backward(dout, None, q, k, v, out, lse, *rest)
                 run.name("gradients", *grads)
         return run, None, ""
 
