@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from .. import cache as caches
 from .. import kernels, memory
-from ..checks import integer, known, shown, whole
+from ..checks import as_int, check_choice, is_int, short_repr
 from ..kernels.base import device_type_of
 from . import blocks
 from .chunked import ChunkedKernel, OOMBackoff
@@ -48,17 +48,17 @@ class Execution:
     results: bool | memory.MemoryPool = True
 
     def __post_init__(self):
-        object.__setattr__(self, "tile", integer(self.tile))
+        object.__setattr__(self, "tile", as_int(self.tile))
         pool = bool | memory.MemoryPool
         kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": pool, "results": pool}
         for name, kind in (kinds | {"tile": int | OOMBackoff | None}).items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"Execution: {name} cannot be {shown(getattr(self, name))}")
+                raise TypeError(f"Execution: {name} cannot be {short_repr(getattr(self, name))}")
         for name, names in (("blocks", blocks.WAYS), ("merge", MERGES)):
-            known(name, getattr(self, name), names)
+            check_choice(name, getattr(self, name), names)
         if self.gather and self.merge == "fused":
             raise ValueError("Execution: merge='fused' joins strided views, and gather=True makes copies")
-        if isinstance(self.tile, int) and not whole(self.tile):
+        if isinstance(self.tile, int) and not is_int(self.tile):
             raise ValueError(f"Execution: tile must be a positive number of rows, got {self.tile!r}")
 
     def cached(self, key, build):

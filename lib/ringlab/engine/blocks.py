@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .. import cache as caches
 from ..block_patterns import AT_ONCE, BlockSparse, Random
-from ..kernels.base import Kernel, takes_lower_right
+from ..kernels.base import Kernel, supports_lower_right_causal
 from . import execute, torch_sparse
 from .dilated import first_and_step
 from .execute import Call, Plan, View, head_block
@@ -90,7 +90,7 @@ def plan_for(
     if execution.blocks == "auto":
         way = choose(pattern, q.device)[0]
     (_, n, heads, _), kv_heads = q.shape, k.shape[2]
-    shape = pattern, n, heads, kv_heads, causal, way, takes_lower_right(kernel)
+    shape = pattern, n, heads, kv_heads, causal, way, supports_lower_right_causal(kernel)
     return in_blocks(lambda: make_plan(*shape), ("tiling", *shape), q, kv_heads, backward, execution.cached)
 
 

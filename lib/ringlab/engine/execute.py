@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..kernels.base import HALF, Kernel, device_type_of, wide
+from ..kernels.base import HALF, Kernel, accumulation_dtype, device_type_of
 from ..memory import MemoryPool
 
 
@@ -201,7 +201,7 @@ def forward(
             out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(b, n, heads)
         else:
             out = empty_like(q, results)
-            lse = torch.empty(b, n, heads, dtype=wide(q.dtype), device=q.device)
+            lse = torch.empty(b, n, heads, dtype=accumulation_dtype(q.dtype), device=q.device)
             for start, stop in plan.uncovered:
                 out[:, start:stop] = 0.0
                 lse[:, start:stop] = -torch.inf

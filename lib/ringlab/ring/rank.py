@@ -18,7 +18,7 @@ from .. import cache as caches
 from ..engine import Execution, dilated, execute
 from ..engine.dilated import first_and_step, progressions
 from ..engine.execute import Call, Plan, View, head_block
-from ..kernels.base import HALF, Kernel, takes_lower_right, wide
+from ..kernels.base import HALF, Kernel, accumulation_dtype, supports_lower_right_causal
 from ..patterns import Branch, Dense
 from . import exchange
 from .exchange import Block, Problem, RankPlan, plan_rank
@@ -266,7 +266,7 @@ class Rank:
         parts, tensors = self._chunks(), (dout, q, k, v, out, lse)
         if len(parts) == 1 and not self.calls(self.rank).calls:
             return self._chunk_backward(*parts[0], *tensors)
-        grads = tuple(torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (q, k, v))
+        grads = tuple(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v))
         for row, positions in parts:
             for total, part in zip(grads, self._chunk_backward(row, positions, *tensors)):
                 total[:, row : row + len(positions)] += part
@@ -324,14 +324,14 @@ class BlockRank(Rank):
     """A rank of a block-sparse pattern under the plan: dense calls on the parts of blocks that it has."""
 
     def _plan_key(self) -> tuple:
-        return "block calls", self.problem, self.rank, takes_lower_right(self.kernel)
+        return "block calls", self.problem, self.rank, supports_lower_right_causal(self.kernel)
 
     def _plan(self, source: int | None) -> Plan:
         problem, ranges = self.problem, None
         if source is None:  # every block that moves is a range of positions of all K/V heads
             ranges = [next(block.members())[1] for blocks in self.plan.receive for block in blocks]
         own = problem.pattern, problem.layout, problem.causal, self.rank
-        lower_right = takes_lower_right(self.kernel)
+        lower_right = supports_lower_right_causal(self.kernel)
         return exchange.block_calls(*own, ranges, problem.heads, problem.kv_heads, lower_right=lower_right)
 
     def heads_at_a_time(self, q: Tensor) -> int:
@@ -349,14 +349,14 @@ class BlockRank(Rank):
         return execute.forward(q, k, v, plan, self.problem.causal, self.scale, self.kernel, pool=pool)
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
-        grads = tuple(torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (q, k, v))
+        grads = tuple(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v))
         self.add_backward(self.rank, (dout, q, out, lse), (k, v), grads[0], grads[1:])
         return grads
 
 
 def empty(q: Tensor) -> tuple[Tensor, Tensor]:
     """out (b, s, h, d) of zeros and lse (b, h, s) of -inf: no keys so far."""
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
     return torch.zeros_like(q, memory_format=torch.contiguous_format), lse.transpose(1, 2)
 
 
@@ -367,4 +367,4 @@ def shard_of(rows: Tensor, first: int, count: int, heads: int) -> tuple[Tensor, 
 
 
 def widened(tensors) -> tuple[Tensor, ...]:
-    return tuple(t.to(wide(t.dtype)) for t in tensors)
+    return tuple(t.to(accumulation_dtype(t.dtype)) for t in tensors)
