@@ -22,8 +22,7 @@ from . import cache as caches
 from . import checks, cost, hardware, kernels, memory
 from .block_patterns import BlockSparse
 from .checks import LARGEST, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
-from .engine import Execution, fused, torch_sparse
-from .engine.autograd import _Attention, _Gradients
+from .engine import Execution, autograd, fused, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
@@ -270,7 +269,7 @@ class Call:
 
     def __post_init__(self):
         for name in ("batch", "heads", "kv_heads", "head_dim", "ranks"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+            check_int(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ValueError(f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}")
         check_float_dtype(self.dtype)
@@ -297,7 +296,7 @@ class Call:
 
     def at(self, n: int) -> tuple[DryRun, str | None, str]:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
-        n = check_int("seq_len", n, most=LARGEST)
+        check_int("seq_len", n, most=LARGEST)
         check_int("batch * seq_len * heads * head_dim", self.batch * n * self.heads * self.head_dim, most=MOST_ELEMENTS)
         if self.ranks > 1:
             one_by_one(self.execution, self.ranks)
@@ -312,11 +311,11 @@ class Call:
             if isinstance(self.pattern, BlockSparse) and (way := self.execution.blocks) in ("bsr", "flex"):
                 self.outside(run, way, q, k, dout)
                 return run, None, f"blocks={way!r} does not run without data"
-            out, lse = _Attention.forward(q, k, v, *rest)
+            out, lse = autograd.forward(q, k, v, *rest)
             run.name("out", out)
             run.name("lse", lse)
             if dout is not None:
-                grads = _Gradients.forward(dout, None, q, k, v, out, lse, *rest)
+                grads = autograd.backward(dout, None, q, k, v, out, lse, *rest)
                 run.name("gradients", *grads)
         return run, None, ""
 

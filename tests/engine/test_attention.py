@@ -7,7 +7,7 @@ import torch
 from helpers import engine_results, errors, oracle_results, random_case
 from ringlab import Dense, Dilated, Execution, Simulated, attention, block_patterns, memory, reference
 from ringlab.engine import execute
-from ringlab.engine.dilated import Call
+from ringlab.engine.execute import Call
 from ringlab.kernels.torch_kernels import CpuFlash
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,14 +18,12 @@ from ringlab import (
     Execution,
     attention,
     block_patterns,
-    kernels,
     patterns,
     reference,
 )
 from ringlab.block_patterns import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
 from ringlab.cost import count_pairs
-from ringlab.engine import block_passes, block_sparse, blocks, torch_sparse
-from ringlab.engine.block_calls import Run
+from ringlab.engine import blocks, torch_sparse
 from ringlab.engine.blocks import Cuts
 from ringlab.measure import Point, systems
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,11 +43,27 @@ PATTERNS = [
     block_patterns.sliding_window(1, block_size=SIZE) | BlockSparse([Random(1)], SIZE),
     block_patterns.from_mask(torch.rand(13, 13, generator=torch.Generator().manual_seed(0)) < 0.3, block_size=SIZE),
 ]
+FLEX = [BlockSparse(p.parts, 16) for p in PATTERNS[:-1]]  # torch's CPU kernel takes multiples of 16
 TILED = ["views", "batched", "rows"]  # ways that are calls of kernels
 WAYS = [*TILED, "bsr"]
 REFUSED = torch_sparse.refusal("cpu", torch.float32)
 needs_flex = pytest.mark.skipif(REFUSED is not None, reason=f"FlexAttention {REFUSED}")
 SHAPES = [(1, 2, 2, 101), (3, 4, 2, 97)]  # (batch, heads, K/V heads, n): odd lengths, a short last block
+
+
+def calls_of(pattern, n, causal=False, way="views", lower_right=False):
+    """The calls of a plan: those on strided rows as runs, those on gathered ones as picked."""
+    plan = blocks.make_plan(pattern, n, 1, 1, causal, way, lower_right)
+    strided = [c for c in plan.calls if c.k.index is None]
+    runs = [
+        SimpleNamespace(call=c, rows=c.q.rows, keys=c.k.rows, nodes=c.nodes, query=(c.q.first, c.q.node_step),
+                        key=(c.k.first, c.k.node_step), causal=c.causal, first=c.first,
+                        shared=c.nodes > 1 and c.q.node_step == 0) for c in strided]  # fmt: skip
+    picked = [
+        SimpleNamespace(rows=c.q.rows, queries=c.q.index[:, 0], keys=c.k.index)
+        for c in plan.calls if c.k.index is not None
+    ]  # fmt: skip
+    return SimpleNamespace(plan=plan, runs=runs, picked=picked, bare=plan.uncovered)
 
 
 def tensors(shape, dtype, seed=0):
@@ -96,7 +111,7 @@ def test_calls_show_each_pair_once():
     for pattern in PATTERNS:
         for way in TILED:
             for causal, lower_right in ((False, False), (True, False), (True, True)):
-                tiling = block_sparse.tiling_for(pattern, 101, causal, way, lower_right)
+                tiling = calls_of(pattern, 101, causal, way, lower_right)
                 seen, written = torch.zeros(101, 101, dtype=torch.long), torch.zeros(101, dtype=torch.bool)
                 bare = torch.zeros(101, dtype=torch.bool)
                 for start, stop in tiling.bare:
@@ -129,7 +144,7 @@ def test_plans_of_many_blocks_show_each_pair_once():
     ):
         for causal in (False, True):
             for way in ("views", "batched"):
-                tiling = block_sparse.tiling_for(pattern, n, causal, way, lower_right=way == "views")
+                tiling = calls_of(pattern, n, causal, way, lower_right=way == "views")
                 rows = torch.zeros(n, dtype=torch.long)
                 for r in tiling.runs:
                     at = r.query[0] + torch.arange(r.nodes)[:, None] * r.query[1] + torch.arange(r.rows)
@@ -146,7 +161,7 @@ def test_plans_of_many_blocks_show_each_pair_once():
 def test_squares_join_the_calls_before_them():
     """A causal window is one call for all blocks with as many keys, where kernels mask the lower right corner."""
     window = block_patterns.sliding_window(2, block_size=128)
-    joined, apart = (block_sparse.tiling_for(window, 16384, True, lower_right=here).runs for here in (True, False))
+    joined, apart = (calls_of(window, 16384, True, lower_right=here).runs for here in (True, False))
     assert [(r.rows, r.keys, r.nodes, r.causal) for r in joined] == [
         (128, 384, 126, True), (128, 128, 1, True), (128, 256, 1, True)]  # fmt: skip
     assert all(r.rows == r.keys for r in apart if r.causal) and len(apart) > 1
@@ -157,7 +172,7 @@ def test_squares_join_the_calls_before_them():
 def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
     """Its scores overflow: an additive mask alone would make NaN of infinite ones that it hides."""
     window = block_patterns.sliding_window(1, block_size=64)
-    assert any(r.causal and r.keys > r.rows for r in block_sparse.tiling_for(window, 256, True, lower_right=True).runs)
+    assert any(r.causal and r.keys > r.rows for r in calls_of(window, 256, True, lower_right=True).runs)
     q, k, v = (t.requires_grad_() for t in tensors((1, 2, 2, 256), dtype))
     dout = torch.ones(1, 160, 2, 16, dtype=dtype)
     spoiled = k.detach().clone()
@@ -184,16 +199,17 @@ def test_results_are_contiguous_whatever_the_inputs_are():
 
 def test_neighbours_that_see_the_same_keys_are_one_call():
     """The global rows of small blocks: eight of 64 queries by all keys are one of 512, by 1024 keys a node."""
-    runs = block_sparse.tiling_for(block_patterns.local_global(4, 8, block_size=64), 16384).runs
+    runs = calls_of(block_patterns.local_global(4, 8, block_size=64), 16384).runs
     assert [(r.nodes, r.rows, r.query[1]) for r in runs if r.keys == 1024] == [(15, 512, 0)]
 
 
 def test_many_queries_of_few_keys_are_nodes_of_about_a_thousand():
     """So that a thread writes pages of its own: the first call, which is the output, and the causal ones."""
     wide = block_patterns.local_global(2, 4)
-    first, *_ = block_sparse.tiling_for(wide, 16384).runs
-    assert (first.nodes, first.rows, first.key) == (16, 1024, (0, 0)) and first.whole(16384)
-    assert (15, 1024, 512) in [(r.nodes, r.rows, r.keys) for r in block_sparse.tiling_for(wide, 16384, True).runs]
+    found = calls_of(wide, 16384)
+    first = found.runs[0]
+    assert (first.nodes, first.rows, first.key) == (16, 1024, (0, 0)) and found.plan.whole(16384, 1)
+    assert (15, 1024, 512) in [(r.nodes, r.rows, r.keys) for r in calls_of(wide, 16384, True).runs]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -204,8 +220,10 @@ def test_nodes_that_share_queries_or_keys_are_the_oracle(monkeypatch, shape, cau
     monkeypatch.setattr(blocks, "SHORT", 24)
     torch.manual_seed(0)
     pattern, n = block_patterns.local_global(1, 2, block_size=SIZE), shape[3]
-    first, *others = block_sparse.tiling_for(pattern, n, causal).runs
-    assert causal or (first.nodes > 1 and first.whole(n) == (n == 512) and any(r.shared for r in others))
+    found = calls_of(pattern, n, causal)
+    first, *others = found.runs
+    whole = found.plan.whole(n, 1) is not None
+    assert causal or (first.nodes > 1 and whole == (n == 512) and any(r.shared for r in others))
     rows = BlockSparse([Global(2, columns=False)], SIZE)  # no other call writes these first
     for which, dtype in product((pattern, rows), (torch.float64, torch.float32)):
         one = case(which, shape, dtype, causal, "views")
@@ -216,15 +234,14 @@ def test_nodes_that_share_queries_or_keys_are_the_oracle(monkeypatch, shape, cau
 
 
 def test_causal_calls_in_strips_are_the_oracle_and_leave_out_what_is_hidden(monkeypatch):
-    monkeypatch.setattr(block_passes, "STRIP", 4)
-    monkeypatch.setattr(block_passes, "WIDE", 12)
+    monkeypatch.setattr(blocks, "STRIP", 4)
+    monkeypatch.setattr(blocks, "WIDE", 12)
     torch.manual_seed(0)
-    kernel = kernels.KERNELS["cpu_flash"]
     for pattern, shape, dtype in product(PATTERNS[:3], SHAPES, (torch.float64, torch.float32)):
-        runs = [r for r in block_sparse.tiling_for(pattern, shape[3], True, lower_right=True).runs if r.causal]
-        strips = [s for r in runs for s in block_passes._in_strips(r, kernel)]
-        hidden = [sum(r.nodes * r.rows * (r.rows - 1) // 2 for r in some) for some in (runs, strips)]
-        computed = [sum(r.nodes * r.rows * r.keys for r in some) for some in (runs, strips)]
+        ((_, strips, calls),) = blocks.make_plan(pattern, shape[3], causal=True, lower_right=True).blocks
+        both = [[c for c in some if c.causal] for some in (calls, strips)]
+        hidden = [sum(c.nodes * c.q.rows * (c.q.rows - 1) // 2 for c in some) for some in both]
+        computed = [sum(c.nodes * c.q.rows * c.k.rows for c in some) for some in both]
         assert hidden[1] < hidden[0] and computed[0] - hidden[0] == computed[1] - hidden[1]
         one = case(pattern, shape, dtype, True, "views")
         given = one.tensors()
@@ -233,10 +250,8 @@ def test_causal_calls_in_strips_are_the_oracle_and_leave_out_what_is_hidden(monk
 
 
 def test_a_window_is_few_calls_whatever_its_length():
-    few = [len(block_sparse.tiling_for(block_patterns.local_global(2, 4), n).runs) for n in (1 << 13, 1 << 15)]
-    assert (
-        few[0] <= 30 and few[1] <= 50 and not block_sparse.tiling_for(block_patterns.local_global(2, 4), 1 << 13).picked
-    )
+    few = [len(calls_of(block_patterns.local_global(2, 4), n).runs) for n in (1 << 13, 1 << 15)]
+    assert few[0] <= 30 and few[1] <= 50 and not calls_of(block_patterns.local_global(2, 4), 1 << 13).picked
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -286,7 +301,7 @@ def test_bsr_refuses_half_precision_in_one_line():
 @needs_flex
 def test_flex_is_the_oracle():
     """One shape and dtype, so one kernel is compiled, for every pattern, causal or not."""
-    for pattern, causal in product(PATTERNS, (False, True)):
+    for pattern, causal in product(FLEX, (False, True)):
         torch.manual_seed(0)
         one = case(pattern, (1, 4, 2, 101), torch.float32, causal, "flex")
         given = one.tensors()
@@ -298,12 +313,12 @@ def test_flex_is_the_oracle():
 def test_flex_is_compiled_whoever_looks_on(recwarn):
     """Under a dispatch mode, or called out of a graph, torch would form all scores, and warn once at most."""
     q, k, v = tensors((1, 4, 2, 101), torch.float32)
-    want, _ = reference.attention(q, k, v, PATTERNS[0])
+    want, _ = reference.attention(q, k, v, FLEX[0])
     with Products() as mode:
-        out, _ = torch_sparse.flex_forward(q, k, v, torch_sparse.flex_prepare(PATTERNS[0], 101), 0.25)
+        out, _ = torch_sparse.flex_forward(q, k, v, torch_sparse.flex_prepare(FLEX[0], 101), 0.25)
     assert reference.error(out, want, 1.0) <= 5e-6 and mode.largest <= q.numel() < 4 * 101**2
     how = {"execution": Execution(blocks="flex")}
-    outer = torch.compile(lambda x: attention(x, k, v, PATTERNS[0], **how), backend="eager")
+    outer = torch.compile(lambda x: attention(x, k, v, FLEX[0], **how), backend="eager")
     assert torch.equal(outer(q), out)
     assert not [w for w in recwarn if "flex_attention" in str(w.message)]
 
@@ -333,11 +348,15 @@ def test_the_mask_of_flex_is_the_pattern(causal):
 def test_flex_refuses_in_one_line(monkeypatch):
     how = {"execution": Execution(blocks="flex")}
     with pytest.raises(NotImplementedError, match="^blocks='flex' takes float32, float16, bfloat16, not float64$"):
-        attention(*tensors((1, 2, 2, 64), torch.float64), PATTERNS[0], **how)
+        attention(*tensors((1, 2, 2, 64), torch.float64), FLEX[0], **how)
+    with pytest.raises(
+        NotImplementedError, match="^blocks='flex' needs a block size that is a multiple of 16 on a CPU"
+    ):
+        attention(*tensors((1, 2, 2, 64), torch.float32), PATTERNS[0], **how)
     monkeypatch.setattr(torch_sparse.shutil, "which", lambda name: None)
     with pytest.raises(NotImplementedError, match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is"):
-        attention(*tensors((1, 2, 2, 64), torch.float32), PATTERNS[0], **how)
-    point = Point("flex", PATTERNS[0], seq_len=64)
+        attention(*tensors((1, 2, 2, 64), torch.float32), FLEX[0], **how)
+    point = Point("flex", FLEX[0], seq_len=64)
     with pytest.raises(NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"):
         systems.build(point, "cpu")
     assert torch_sparse.refusal("cuda", torch.float32, 8) == "needs a head_dim of 16 at least on a GPU, got 8"
@@ -404,9 +423,19 @@ def test_bsr_prints_no_warning():
         "q = torch.ones(1, 20, 2, 8, requires_grad=True); way = ringlab.Execution(blocks='bsr')\n"
         "ringlab.attention(q, q, q, window(1, block_size=8), execution=way).sum().backward()"
     )
-    env = {"PYTHONPATH": str(Path(block_sparse.__file__).parents[1])}
+    env = {"PYTHONPATH": str(Path(blocks.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_one_block_of_queries_that_sees_all_keys_in_half_precision():
+    """Its keys come some at a time, by nodes that share their queries: a single call, whose results are merged."""
+    mask = torch.zeros(16, 16, dtype=torch.bool)
+    mask[3] = True
+    pattern = block_patterns.from_mask(mask, block_size=128)
+    q, k, v = tensors((1, 2, 2, 2048), torch.bfloat16)
+    want, _ = reference.attention(q, k, v, pattern)
+    assert reference.error(attention(q, k, v, pattern), want, 1.0) <= 1e-2
 
 
 def test_density_is_solved_for():
@@ -601,5 +630,6 @@ def test_patterns_are_drawn():
 def test_cuts_and_runs_of_a_short_last_block():
     cuts = Cuts.of(20, 8)
     assert cuts.starts.tolist() == [0, 8, 16] and cuts.lengths.tolist() == [8, 8, 4]
-    runs = block_sparse.tiling_for(block_patterns.sliding_window(0, block_size=8), 20, True).runs
-    assert set(runs) == {Run(8, 8, 2, (0, 8), (0, 8), True, True), Run(4, 4, 1, (16, 0), (16, 0), True, True)}
+    runs = calls_of(block_patterns.sliding_window(0, block_size=8), 20, True).runs
+    assert {(r.rows, r.keys, r.nodes, r.query, r.key, r.causal, r.first) for r in runs} == {
+        (8, 8, 2, (0, 8), (0, 8), True, True), (4, 4, 1, (16, 0), (16, 0), True, True)}  # fmt: skip

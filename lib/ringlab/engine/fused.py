@@ -29,8 +29,8 @@ from ..kernels.external import missing
 from ..kernels.triton import interpreted, on_device
 from ..kernels.triton_config import padded
 from ..patterns import Pattern
-from .dilated import Call, Plan, make_plan
-from .execute import call_backward, fold, views_of
+from .dilated import make_plan
+from .execute import WHOLE, Call, Plan, views_of
 
 ELEMENTS = 2048  # of a program's tile, in 64 registers of four warps
 
@@ -68,7 +68,8 @@ def make_rows(calls: list[Call], heads: int, n: int, group: int, strides: tuple,
 
     An owner is a K/V head with its ``group`` of heads. ``over``: only rows that the calls hold are joined.
 
-    >>> calls = [Call(8, 2, 0, 1, 4, 1, (0, 1), (0, 1), (1, 0), False)]
+    >>> from ringlab.engine.execute import View
+    >>> calls = [Call(View(4, 1, 2, 8), View(4, 1, 2, 8))]
     >>> rows = make_rows(calls, 1, 8, 1, (((32, 8, 8), (4, 4, 1)),), True)
     >>> rows.step, rows.firsts.tolist(), rows.aligned, rows.table.flatten().tolist()
     (2, [1], 8, [1, 8, 1, 2, 4, 0, 32, 8, 0, 4, 1])
@@ -76,9 +77,9 @@ def make_rows(calls: list[Call], heads: int, n: int, group: int, strides: tuple,
     lines = [[[0] * 11 for _ in calls] for _ in range(heads)]
     for i, (call, ((o_b, o_n, o_h), (l_b, l_h, l_n))) in enumerate(zip(calls, strides)):
         for j in range(call.heads):
-            head, offset = (first + j * step for first, step in (call.head, call.offset))
-            place = call.base + offset, call.length, call.segments, call.rate, call.rows
-            lines[head][i] = [*place, j * o_h, o_b, o_n, j * l_h, l_b, l_n]
+            q = call.q
+            place = q.first + j * q.shift, q.node_step, call.nodes, q.step, q.rows
+            lines[q.head + j * q.head_step][i] = [*place, j * o_h, o_b, o_n, j * l_h, l_b, l_n]
     aligned = gcd(16, *(x for head in lines for line in head for x in line[5:8]))
     firsts, step = [0] * (heads // group), 1
     if over:
@@ -108,14 +109,15 @@ def join_bytes(plan: Plan, batch: int, n: int, heads: int, head_dim: int, dtype:
     >>> join_bytes(make_plan(Dilated([4, 8], [1, 2]), 16, 2, 2), 1, 16, 2, 8, torch.bfloat16)
     (640, 320)
     """
-    calls = [call for _, some in plan.blocks for call in some]
-    first = plan.whole(n)
+    calls = plan.calls
+    first = plan.whole(n, heads)
     held = torch.zeros(1, n, heads, 1, dtype=torch.bool)
     parts = 0
     for call in calls:
         if call is not first:
-            call.view(held, range(call.segments)).fill_(True)
-            parts += call.segments * call.rows * call.heads
+            ((view,),) = _views(call, (held,), ())
+            view.fill_(True)
+            parts += call.nodes * call.q.rows * call.heads
     written = n * heads if first is None else int(held.sum())
     row = batch * (head_dim * dtype.itemsize + 4)
     return (parts + (written if first is not None else 0)) * row, written * row
@@ -130,12 +132,12 @@ def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, kernel: Kerne
     if first is not None:
         o, l = kernel.forward(*views, causal, scale)  # (b', m, h, d), (b', h, m)
         out = o.reshape(q.shape).to(q.dtype)
-        lse = l.unflatten(0, (b, first.segments)).transpose(1, 2).reshape(b, heads, n).contiguous()
+        lse = l.unflatten(0, (b, first.nodes)).transpose(1, 2).reshape(b, heads, n).contiguous()
         del o, l
     else:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, heads, n, dtype=accumulation_dtype(q.dtype), device=q.device)
-    rest = [call for _, calls in plan.blocks for call in calls if call is not first]
+    rest = [call for call in plan.calls if call is not first]
     for some, calls in _entries(rest, reads, kv):
         found = [kernel.forward(*views, causal, scale) for views in calls]
         if found:
@@ -147,16 +149,16 @@ def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, kernel: Kerne
 def backward(dout, q, k, v, out, lse, pattern: Pattern, causal: bool, scale: float, kernel: Kernel, cached):
     """dq (b, n, h, d), dk, dv (b, n, h_kv, d): the kernel's backward per call, with the final out and lse (b, h, n)."""
     n, group = q.shape[1], q.shape[2] // k.shape[2]
-    reads, kv = (dout, q, k, v, out, lse.transpose(1, 2).unsqueeze(-1)), (2, 3)
+    reads, kv = (dout, q, k, v, out, lse.transpose(1, 2)), (2, 3)
     plan = _plan(q, k, pattern, cached)
     first, views = _first(plan, n, reads, kv) if group == 1 else (None, None)
     if first is not None:
-        grads = tuple(g.reshape(q.shape).to(q.dtype) for g in call_backward(kernel, views, causal, scale))
+        grads = tuple(g.reshape(q.shape).to(q.dtype) for g in kernel.backward(*views, causal, scale))
     else:
         grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    rest = [call for _, calls in plan.blocks for call in calls if call is not first]
+    rest = [call for call in plan.calls if call is not first]
     for some, calls in _entries(rest, reads, kv):
-        found = [call_backward(kernel, views, causal, scale) for views in calls]
+        found = [kernel.backward(*views, causal, scale) for views in calls]
         for grad, parts, members in zip(grads, zip(*found), (1, group, group)):
             _join(grad[some], None, rest, parts, parts, members, first is not None, pattern, cached)
         del found
@@ -170,9 +172,15 @@ def _plan(q: Tensor, k: Tensor, pattern: Pattern, cached) -> Plan:
 
 def _first(plan: Plan, n: int, reads, kv) -> tuple[Call | None, list[Tensor] | None]:
     """The call whose result becomes the output, with its views; none if it does not write every row in one go."""
-    call = plan.whole(n)
-    views = [] if call is None else fold(views_of(call, range(call.segments), reads, kv=kv))
+    call = plan.whole(n, reads[0].shape[2])
+    views = [] if call is None else _views(call, reads, kv)
     return (call, views[0]) if len(views) == 1 else (None, None)
+
+
+def _views(call: Call, tensors, kv: tuple[int, ...]) -> list[list[Tensor]]:
+    """The call's views of tensors, those in ``kv`` of key rows; one list where segments fold with the batch."""
+    entries = [(t, WHOLE, call.k if i in kv else call.q) for i, t in enumerate(tensors)]
+    return list(views_of(entries, range(call.nodes), call.heads))
 
 
 def _entries(calls: list[Call], reads, kv) -> list[tuple[slice, list[list[Tensor]]]]:
@@ -181,7 +189,7 @@ def _entries(calls: list[Call], reads, kv) -> list[tuple[slice, list[list[Tensor
     for size in (b, 1):
         found = []
         for some in (slice(i, i + size) for i in range(0, b, size)):
-            found.append((some, [fold(views_of(c, range(c.segments), [t[some] for t in reads], kv)) for c in calls]))
+            found.append((some, [_views(c, [t[some] for t in reads], kv) for c in calls]))
         if all(len(views) == 1 for _, each in found for views in each):
             break
     return [(some, [views for (views,) in each]) for some, each in found]

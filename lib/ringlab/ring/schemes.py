@@ -24,13 +24,14 @@ from torch.nn import functional as F
 from .. import cache as caches
 from .. import kernels, patterns
 from ..block_patterns import BlockSparse
-from ..engine import block_sparse, execute
+from ..engine import blocks as block_engine
+from ..engine import dilated, execute
 from ..engine.autograd import fold_lse_gradient
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
 from .comm import AllToAll, Exchange, Post, Steps, Wait
 from .exchange import Problem
-from .rank import BlockRank, Rank, local_rows, shard_of, widened
+from .rank import BlockRank, Rank, local_rows, rows_of, shard_of, widened
 
 # ---------------------------------------------------------------------------------------------------------------------
 # plan: the rows that are seen, each once, by one all-to-all
@@ -44,7 +45,7 @@ def plan_forward(rank: Rank, q, k, v) -> Steps:
     yield Wait(ticket)
     del ticket  # it holds the rows sent
     rank.received_forward(q, rows, out, lse)
-    return out, lse.squeeze(-1).transpose(1, 2), rows
+    return out, lse, rows
 
 
 def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
@@ -62,7 +63,7 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     yield Wait(ticket)
     for first, block, shard in _sent_blocks(rank):
         for total, part in zip(local[1:], shard_of(home, first, block.count, block.heads)):
-            shard.view(total, block.heads)[:, 0].add_(part)
+            rows_of(total, shard, block.heads).add_(part)
     return tuple(t[..., :d] for t in (dq, *local[1:]))
 
 
@@ -71,7 +72,7 @@ def _packed(rank: Rank, k: Tensor, v: Tensor) -> Tensor:
     rows = k.new_empty(sum(rank.plan.sent), 2, k.shape[0], k.shape[3])
     for first, block, shard in _sent_blocks(rank):
         for into, t in zip(shard_of(rows, first, block.count, block.heads), (k, v)):
-            into.copy_(shard.view(t, block.heads)[:, 0])
+            into.copy_(rows_of(t, shard, block.heads))
     return rows
 
 
@@ -121,11 +122,11 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
             out, lse = rank.local_forward(q, k, v)
             out = out.to(accumulation_dtype(out.dtype))
         elif current is not None:
-            rank.add_forward(rank.meetings((rank.rank - t) % p), q, current, out, lse)
+            rank.add_forward((rank.rank - t) % p, q, current, out, lse)
         yield Wait(ticket)
         del exchange, ticket  # both hold what was sent, and the next step receives
         current = coming
-    return out.to(q.dtype), lse.squeeze(-1).transpose(1, 2)
+    return out.to(q.dtype), lse
 
 
 def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
@@ -144,7 +145,7 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
             mine = None
         elif current is not None:
             mine = _shard(rank, source, k, dtype, zero=True)
-            rank.add_backward(rank.meetings(source), reads, current, total[0], mine)
+            rank.add_backward(source, reads, current, total[0], mine)
         if gradients is not None:
             yield Wait(gradients)
         if t and current is not None and travelling is not None:
@@ -185,8 +186,8 @@ def all_gather_forward(rank: Rank, q, k, v) -> Steps:
     out = out.to(accumulation_dtype(out.dtype))
     yield Wait(ticket)
     for source, shard in shards.items():
-        rank.add_forward(rank.meetings(source), q, shard, out, lse)
-    return out.to(q.dtype), lse.squeeze(-1).transpose(1, 2)
+        rank.add_forward(source, q, shard, out, lse)
+    return out.to(q.dtype), lse
 
 
 def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
@@ -200,7 +201,7 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     for t in range(1, p):  # a pair of ranks at a time, so that one foreign gradient is held and one is on its way
         to, source = (me + t) % p, (me - t) % p
         part, coming = _shard(rank, to, k, dtype, zero=True), _shard(rank, me, k, dtype)
-        rank.add_backward(rank.meetings(to), (dout, q, out, lse), shards.pop(to), total[0], part)
+        rank.add_backward(to, (dout, q, out, lse), shards.pop(to), total[0], part)
         yield Wait((yield Post(Exchange({to: part}, {source: coming}))))
         for a, b in zip(total[1:], coming):
             a += b
@@ -312,15 +313,25 @@ def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) 
     return found
 
 
-def _engine(rank: Rank, passes: str, share: Share, tensors):
+def _engine_forward(rank: Rank, share: Share, q, k, v) -> tuple[Tensor, Tensor]:
     """The one-device engine on whole sequences of this rank's heads."""
-    problem, run = rank.problem, (rank.problem.causal, rank.scale, rank.kernel)
+    problem, how = rank.problem, (rank.problem.causal, rank.scale, rank.kernel)
     if isinstance(problem.pattern, BlockSparse):  # all heads see the same blocks
-        return block_sparse.run(passes, tensors, problem.pattern, *run, rank.execution)
-    pattern = HeadRange(problem.pattern, share.queries.start, len(share.queries), problem.heads, problem.kv_heads)
-    q, k = tensors[:2] if passes == "forward" else tensors[1:3]
-    plan = execute.plan_for(q, k, pattern, rank.cached)
-    return getattr(execute, passes)(*tensors, plan, *run, rank.execution.scratch())
+        return block_engine.forward(q, k, v, problem.pattern, *how, rank.execution)
+    plan = dilated.plan_for(q, k, _pattern_of(problem, share), rank.cached)
+    return execute.forward(q, k, v, plan, *how, pool=rank.execution.scratch())
+
+
+def _engine_backward(rank: Rank, share: Share, dout, q, k, v, out, lse) -> tuple[Tensor, Tensor, Tensor]:
+    problem, how = rank.problem, (rank.problem.causal, rank.scale, rank.kernel)
+    if isinstance(problem.pattern, BlockSparse):
+        return block_engine.backward(dout, q, k, v, out, lse, problem.pattern, *how, rank.execution)
+    plan = dilated.plan_for(q, k, _pattern_of(problem, share), rank.cached, backward=True)
+    return execute.backward(dout, q, k, v, out, lse, plan, *how, pool=rank.execution.scratch())
+
+
+def _pattern_of(problem: Problem, share: Share) -> HeadRange:
+    return HeadRange(problem.pattern, share.queries.start, len(share.queries), problem.heads, problem.kv_heads)
 
 
 def _aligned(share: Share, group: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -337,7 +348,7 @@ def ulysses_forward(rank: Rank, q, k, v) -> Steps:
     exchange = _Exchange(rank, q.shape[2], k.shape[2])
     share, group = exchange.mine, q.shape[2] // k.shape[2]
     whole = yield from exchange.to_heads([q, k, v], ["queries", "keys", "keys"])
-    out, lse = _engine(rank, "forward", share, (whole[0], *_aligned(share, group, *whole[1:])[:2]))
+    out, lse = _engine_forward(rank, share, whole[0], *_aligned(share, group, *whole[1:])[:2])
     (mine,) = yield from exchange.to_rows([out], ["queries"], [q])
     (my_lse,) = yield from exchange.to_rows([lse.transpose(1, 2).unsqueeze(-1)], ["queries"], [q])
     kept = torch.cat([t.reshape(-1) for t in (*whole, out)])
@@ -356,7 +367,7 @@ def ulysses_backward(rank: Rank, dout, dlse, q, k, v, out, lse, kept, whole_lse)
     if dlse is not None:
         (g,) = yield from exchange.to_heads([dlse.transpose(1, 2).unsqueeze(-1)], ["queries"])
         tensors = fold_lse_gradient(*tensors, g.squeeze(-1).transpose(1, 2))
-    grads = [t[..., :d].to(accumulation_dtype(q.dtype)) for t in _engine(rank, "backward", share, tensors)]
+    grads = [t[..., :d].to(accumulation_dtype(q.dtype)) for t in _engine_backward(rank, share, *tensors)]
     if index is not None:
         grads[1:] = [t.new_zeros(whole_k.shape).index_add_(2, index, t) for t in grads[1:]]
     return tuple((yield from exchange.to_rows(grads, ["queries", "keys", "keys"], [q, k, v])))
