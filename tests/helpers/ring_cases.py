@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ringlab import attention
 from ringlab.engine import Execution
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.ring import comm, counting
@@ -49,6 +50,33 @@ def parity(cases, device="cpu", staged=False):
             found = call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD)
         results.append(([t.cpu() for t in found], traffic.total, traffic.control))
     return results
+
+
+def mismatch(calls, layout, order=None):
+    """What this rank is told when it makes its own of the ``calls`` by rank: pairs (pattern, causal).
+
+    ``order``: by rank, which of the first rank's calls are made again once all ranks have made them; -1, -2, ... are
+    the backward of the last of these, the one before, ...
+    """
+    from ringlab.ring import PlanMismatch
+
+    rank = dist.get_rank()
+    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
+    shards = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
+
+    def forward(pattern, causal):
+        return attention(*shards, pattern, causal=causal, group=dist.group.WORLD, scheme="plan", layout=layout)
+
+    try:
+        outs = [forward(*made) for made in calls[0 if order else rank]]
+        for i in order[rank] if order else ():
+            if i < 0:
+                torch.autograd.grad(outs[i], shards, layout.shard(dout, rank), retain_graph=True)
+            else:
+                forward(*calls[0][i])
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing"
 
 
 def fault(kind, pattern, layout):

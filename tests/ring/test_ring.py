@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ring_cases import call, compiled, parity, peaks_of_a_shard, tensors, two_meshes
+from ring_cases import call, compiled, mismatch, parity, peaks_of_a_shard, tensors, two_meshes
 from ringlab import reference
 from ringlab.engine import Execution
 from ringlab.engine.autograd import local_attention
@@ -301,6 +301,24 @@ def test_gloo_ranks_are_the_simulated_ones(ranks):
     assert all(same) and len(same) == 5 * ranks * len(cases)
     again, header = launch(parity, ranks, cases[:1] * 2), 24 * (ranks - 1)  # to each other rank, in each pass
     assert [[control for *_, control in each] for each in again] == [[2 * header + 8 * (ranks - 1), 2 * header]] * ranks
+
+
+ONE, OTHER = Dilated([12, 48], [1, 2]), Dilated([12, 48], [1, 2], offsets="block")
+
+
+@pytest.mark.parametrize(
+    "calls, order, what",
+    [
+        ([(ONE, False), (ONE, True)], ((0, 1), (1, 0)), "causal is False on rank 0, True on rank 1"),
+        ([(ONE, False), (OTHER, False)], ((0, 1), (1, 0)), f"pattern is {ONE} on rank 0, {OTHER} on rank 1"),
+        ([(ONE, False), (ONE, True)], ((1, -2), (-2, 1)), "pass is forward on rank 0, backward on rank 1"),
+        ([(ONE, False)] * 2, ((-2, -1), (-1, -2)), "forward call is number 1 on rank 0, number 2 on rank 1"),
+    ],
+)
+def test_calls_in_another_order_are_told_on_every_rank(calls, order, what):
+    """Calls that the ranks have made before in one order."""
+    told = launch(mismatch, 2, [calls], contiguous(48, 2), order, timeout_s=30.0)
+    assert told == [f"ranks disagree about what is computed: {what}"] * 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

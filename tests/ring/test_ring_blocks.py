@@ -11,7 +11,6 @@ from ringlab.block_patterns import BlockSparse, Coarse, Random, Strided, Window
 from ringlab.engine import block_passes
 from ringlab.engine.autograd import local_attention
 from ringlab.ring import (  # fmt: skip
-    PlanMismatch,
     Problem,
     Simulated,
     choose,
