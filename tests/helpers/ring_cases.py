@@ -79,6 +79,15 @@ def mismatch(calls, layout, order=None):
     return "nothing"
 
 
+def without_private_names(pattern, layout):
+    """The same step with torch's private table of process groups, and without."""
+    rank = dist.get_rank()
+    shards = [layout.shard(t, rank) for t in tensors(layout, 2, 2, 8, torch.float64, 0)[:4]]
+    found = [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
+    del dist.distributed_c10d._resolve_process_group
+    return found + [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
+
+
 def fault(kind, pattern, layout):
     """One rank misbehaves before, in or instead of the exchange."""
     rank = dist.get_rank()
@@ -107,6 +116,8 @@ def fault(kind, pattern, layout):
                 :-1
             ]
     found = call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+    if kind == "ahead" and rank != 1:
+        time.sleep(1000)
     return found if kind == "none" else call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
 
 

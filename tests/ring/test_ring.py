@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ring_cases import call, compiled, mismatch, parity, peaks_of_a_shard, tensors, two_meshes
-from ringlab import reference
+from ring_cases import call, compiled, mismatch, parity, peaks_of_a_shard, tensors, two_meshes, without_private_names
+from ringlab import attention, reference
 from ringlab.engine import Execution
 from ringlab.engine.autograd import local_attention
 from ringlab.patterns import Dense, Dilated
@@ -90,6 +90,25 @@ def test_half_precision_stays_within_twice_a_dense_call(scheme, pattern, ranks):
     for name in ("out", "dq", "dk", "dv"):
         assert worst[name] <= limit[name], (name, worst, limit)
     assert found[0].dtype == found[2].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "plan"])
+def test_half_precision_is_rounded_once(scheme):
+    """However many ranks add to a result: their parts are summed in fp32."""
+    q, k, v, *_ = tensors(contiguous(512, 16), 2, 2, 16, torch.bfloat16, 0)
+    exact = attention(q.double(), k.double(), v.double(), Dense())
+    rounding = (exact.bfloat16().double() - exact).norm()
+    out = attention(q, k, v, Dense(), group=Simulated(16), scheme=scheme)
+    assert (out.double() - exact).norm() <= 1.3 * rounding
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_autocast_changes_nothing(scheme):
+    given, layout = tensors(contiguous(40, 2), 2, 2, 8, torch.float32, 0), contiguous(40, 2)
+    want = call(*given, Dense(), layout, True, scheme, Simulated(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = call(*given, Dense(), layout, True, scheme, Simulated(2))
+    assert all(map(torch.equal, found, want))
 
 
 def test_one_rank_is_the_local_result_bit_for_bit():
@@ -333,6 +352,11 @@ def test_a_rank_holds_little_more_than_its_shard(ranks):
         plan = plan_rank(Problem(ladder, contiguous(n, ranks), False, heads, heads), rank)
         moved = 4 * 2 * d * (sum(plan.sent) + sum(plan.received)) / shard
         assert ring <= 2.1 and gathered <= 1.1 * (2 + 2 * ranks) / 4 and planned <= 1.3 + moved, (peaks, shard, moved)
+
+
+def test_process_groups_are_found_without_private_functions():
+    for one, other in launch(without_private_names, 2, Dilated([8, 24], [1, 2]), contiguous(24, 2)):
+        assert all(map(torch.equal, one, other))
 
 
 def test_a_mesh_of_two_sequences():
