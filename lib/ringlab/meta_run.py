@@ -28,10 +28,9 @@ from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
 from .ring.comm import Post, Steps, Traffic
-from .ring.group import one_by_one
+from .ring.group import check_merge
 from .ring.layout import layout_named
-from .ring.rank import BlockRank, Rank
-from .ring.schemes import SCHEMES, backward_of, forward_of
+from .ring.schemes import SCHEMES, rank_of
 from .tracking import LiveStorageTracker, storages
 
 PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
@@ -299,7 +298,7 @@ class Call:
         check_int("seq_len", n, most=LARGEST)
         check_int("batch * seq_len * heads * head_dim", self.batch * n * self.heads * self.head_dim, most=MOST_ELEMENTS)
         if self.ranks > 1:
-            one_by_one(self.execution, self.ranks)
+            check_merge(self.execution, self.ranks)
             return *self.shared(layout_named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
@@ -351,10 +350,10 @@ class Call:
         """One rank of several, alone."""
         run = DryRun()
         execution = Cold.of(self.execution, run)
-        kind = BlockRank if isinstance(self.pattern, BlockSparse) else Rank
+        forward, backward = SCHEMES[scheme]
         with torch.no_grad(), run.on(self.kernel, self.device_type):
             q, k, v, dout = self.inputs(run, problem.layout.size(number))
-            rank = kind(problem, number, execution.tiled(self.kernel), self.head_dim**-0.5, execution)
+            rank = rank_of(problem, number, self.kernel, self.head_dim**-0.5, execution)
 
             def drive(steps, parts=()):
                 found = run.drive(steps, number)
@@ -362,10 +361,11 @@ class Call:
                     run.name(part, t)
                 return found
 
-            names = "out", "lse", "received", "received"
-            out, lse, kept, more = forward_of(rank, scheme, q, k, v, lambda steps: drive(steps, names))
-            for part, t in (("out", out), ("lse", lse), ("received", kept), ("received", more)):
+            out, lse, *saved = drive(forward(rank, q, k, v), ("out", "lse", "received", "received"))
+            out, lse = out.contiguous(), lse.contiguous()
+            for part, t in (("out", out), ("lse", lse), *(("received", t) for t in saved)):
                 run.name(part, t)
             if dout is not None:
-                run.name("gradients", *backward_of(rank, scheme, dout, None, q, k, v, out, lse, kept, more, drive))
+                grads = drive(backward(rank, dout, None, q, k, v, out, lse, *saved))
+                run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
         return run

@@ -21,26 +21,8 @@ from ..engine.execute import Call, Plan, View, head_block
 from ..kernels.base import HALF, Kernel, accumulation_dtype, supports_lower_right_causal
 from ..patterns import Branch, Dense
 from . import exchange
-from .exchange import Block, Problem, RankPlan, plan_rank
+from .exchange import Problem, RankPlan, plan_rank
 from .layout import Layout
-
-
-def local_rows(layout: Layout, rank: int, block: Block) -> View:
-    """A block's rows in the shard of the rank that owns them."""
-    row = 0
-    for owned in layout.ranges(rank):
-        if block.first[0] in owned:
-            step, first, shift = owned.step, row + owned.index(block.first[0]), block.first[1] // owned.step
-            head, head_step = block.kv_head
-            return View(block.count, first, max(1, block.rate // step), 0, head, head_step, shift)
-        row += len(owned)
-    raise ValueError(f"rank {rank} does not own position {block.first[0]}")
-
-
-def rows_of(t: Tensor, view: View, heads: int) -> Tensor:
-    """These rows of t (b, s, h, d) as a view (b, rows, heads, d)."""
-    ((found,),) = execute.views_of([(t, execute.WHOLE, view)], range(1), heads)
-    return found
 
 
 def chunks(layout: Layout, rank: int) -> list[tuple[int, range]]:
@@ -127,7 +109,7 @@ def _on_blocks(plan: RankPlan) -> list[Call]:
         calls = cross_rank_calls(plan.problem, plan.rank, source) if blocks else []
         starts = [first for first, _ in chunks(plan.problem.layout, source)]
         for block in blocks:
-            begin, h = local_rows(plan.problem.layout, source, block).first, block.heads
+            begin, h = block.local(plan.problem.layout, source).first[0], block.heads
             for call in calls:
                 k = call.k
                 if max(s for s in starts if s <= k.first) == begin:
