@@ -22,9 +22,10 @@ from . import cache as caches
 from . import checks, cost, hardware, kernels, memory
 from .block_patterns import BlockSparse
 from .checks import LARGEST, flag, float_dtype, known, one_device, positive, shown
-from .engine import Execution, fused, torch_sparse
+from .engine import Execution, torch_sparse
 from .engine.autograd import _Attention, _Gradients
 from .kernels.base import HALF, DeviceSpec, wants_dtype
+from .kernels.experimental import fused_merge
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
@@ -304,7 +305,7 @@ class Call:
             return *self.shared(layout_named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
-            fused.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
+            fused_merge.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
         run = DryRun()
         rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", Cold.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from ringlab import Dense, attention, kernels, reference
-from ringlab.kernels import KERNELS, Eager, probe
+from ringlab.kernels import KERNELS, Eager, forget_probes, probe
 from ringlab.kernels.base import supports_lower_right_causal
 from ringlab.kernels.torch_kernels import CpuFlash
 
@@ -101,14 +101,14 @@ class Crashing(Eager):
 def test_probe_finds_wrong_and_failing_kernels(monkeypatch):
     for kernel in (Broken(), Crashing()):
         monkeypatch.setitem(KERNELS, kernel.name, kernel)
-    probe.cache_clear()
+    forget_probes()
     try:
         assert probe("broken", CPU, torch.float32, 16, False, False).startswith("wrong result: lse is off by 4")
         assert probe("crashing", CPU, torch.float32, 16, False, False) is None  # its forward is right
         why = probe("crashing", CPU, torch.float32, 16, False, True)
         assert why == "RuntimeError: no kernel image is available for execution on the device"
     finally:
-        probe.cache_clear()
+        forget_probes()
 
 
 def test_order_follows_the_hardware(monkeypatch):

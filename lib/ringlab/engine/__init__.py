@@ -16,8 +16,9 @@ from ..block_patterns import BlockSparse
 from ..checks import known, shown, whole
 from ..kernels.base import device_type_of
 from ..patterns import Pattern
-from . import block_sparse, execute, fused, gather
+from . import block_sparse, execute, gather
 from .chunked import Ladder, Tiled
+from .dilated import make_plan
 
 MERGES = ("auto", "eager", "fused")
 
@@ -32,7 +33,7 @@ class Execution:
     whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that forms none gains
     nothing by it. ``blocks``: how a block-sparse pattern runs, one of ``block_sparse.WAYS``; "bsr" and the forward of
     "flex" call no kernel of ours, so there is nothing to tile. ``merge``: how the calls of a dilated pattern are
-    joined, "eager" one after another in place, "fused" all at once by one Triton kernel (``fused``: CUDA, more memory,
+    joined, "eager" one after another in place, "fused" all at once by one Triton kernel (experimental: CUDA, more memory,
     no pool); "auto" is "eager", for the other was never timed. ``results``: on a CPU, large outputs have the memory of
     earlier ones that nobody holds any more, which saves its page faults (True: ``memory.RESULTS``, which keeps 512 MiB
     at most, False: fresh memory, or a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group "fused" is
@@ -119,10 +120,15 @@ def run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executio
     # Gradients gained nothing by it when timed: many of them begin as zeros, as fresh memory does by itself.
     lending = {"results": execution.results_of(q)} if passes == "forward" else {}
     if execution.merge == "fused":
+        from ..kernels.experimental import fused_merge
+
         if not q.is_meta:  # a run without data is of hardware that need not be here
-            fused.check(q.device, q.dtype, pattern)
+            fused_merge.check(q.device, q.dtype, pattern)
+        key = caches.key("plan", pattern, n, heads, kv_heads)
+        plan = execution.cached(key, lambda: make_plan(pattern, n, heads, kv_heads))
         with torch.autocast(device_type_of(q), enabled=False):
-            return getattr(fused, passes)(*tensors, pattern, causal, scale, kernel, execution.cached)
+            merged = getattr(fused_merge, passes)
+            return merged(*tensors, plan, pattern, causal, scale, kernel, execution.cached)
     if isinstance(pattern, BlockSparse):
         with torch.autocast(device_type_of(q), enabled=False):
             return block_sparse.run(passes, tensors, pattern, causal, scale, kernel, execution, **lending)

@@ -10,7 +10,7 @@ from ..kernels import triton
 from ..patterns import Pattern
 from . import Execution, pattern_kernel, plain, run
 
-IN_GRAPHS = torch.__version__ >= (2, 13)  # compilers before it take no pattern as a constant of a graph
+IN_GRAPHS = triton.IN_GRAPHS
 
 
 def local_attention(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
