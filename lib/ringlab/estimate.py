@@ -15,7 +15,7 @@ import torch
 from . import cost, hardware
 from .attention import DEFAULT
 from .block_patterns import BlockSparse, Given
-from .checks import shown, whole
+from .checks import is_int, short_repr
 from .engine import Execution
 from .meta_run import Call
 from .patterns import Pattern
@@ -152,8 +152,10 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
     1010304
     """
-    if not whole(memory_bytes) or memory_bytes > MOST_BYTES:
-        raise ValueError(f"the memory budget must be a positive number of bytes up to 2**50, got {shown(memory_bytes)}")
+    if not is_int(memory_bytes) or memory_bytes > MOST_BYTES:
+        raise ValueError(
+            f"the memory budget must be a positive number of bytes up to 2**50, got {short_repr(memory_bytes)}"
+        )
     peak, unit, low, fixed = _peaks(pattern, **call)
     if (at_low := peak(low)) > memory_bytes:
         raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from .. import cache as caches
 from .. import kernels, memory
 from ..block_patterns import BlockSparse
-from ..checks import known, shown, whole
+from ..checks import check_choice, is_int, short_repr
 from ..kernels.base import device_type_of
 from ..patterns import Pattern
 from . import block_sparse, execute, gather
@@ -56,12 +56,12 @@ class Execution:
         kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": pool, "results": pool}
         for name, kind in (kinds | {"tile": int | Ladder | None}).items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"Execution: {name} cannot be {shown(getattr(self, name))}")
+                raise TypeError(f"Execution: {name} cannot be {short_repr(getattr(self, name))}")
         for name, names in (("blocks", block_sparse.WAYS), ("merge", MERGES)):
-            known(name, getattr(self, name), names)
+            check_choice(name, getattr(self, name), names)
         if self.gather and self.merge == "fused":
             raise ValueError("Execution: merge='fused' joins strided views, and gather=True makes copies")
-        if isinstance(self.tile, int) and not whole(self.tile):
+        if isinstance(self.tile, int) and not is_int(self.tile):
             raise ValueError(f"Execution: tile must be a positive number of rows, got {self.tile!r}")
 
     def cached(self, key, build):
@@ -120,7 +120,7 @@ def run(passes: str, tensors, pattern: Pattern, causal, scale, backend, executio
     # Gradients gained nothing by it when timed: many of them begin as zeros, as fresh memory does by itself.
     lending = {"results": execution.results_of(q)} if passes == "forward" else {}
     if execution.merge == "fused":
-        from ..kernels.experimental import fused_merge
+        from ringlab.kernels.experimental import fused_merge
 
         if not q.is_meta:  # a run without data is of hardware that need not be here
             fused_merge.check(q.device, q.dtype, pattern)

@@ -147,7 +147,7 @@ class TritonKernel:
 
 def _experimental():
     """The other ways of reading, which are loaded when sizes ask for them."""
-    from . import experimental
+    from ringlab.kernels import experimental
 
     return experimental
 

@@ -133,7 +133,7 @@ def candidates(
     >>> candidates("backward_kv", 128, torch.float32, (8, 6))
     (Sizes(rows=32, cols=16, warps=8, stages=1, reads='pointers'),)
     """
-    from . import experimental
+    from ringlab.kernels import experimental
 
     default = sizes(name, head_dim, dtype, compute, joins)
     if dtype not in HALF:

@@ -205,8 +205,8 @@ def trial(use: Use, size: Sizes, device: torch.device) -> str | None:
 
 def prove(name: str, head_dim: int, dtype: str, causal: bool, group: int, size: dict, device: str) -> str | None:
     """What is wrong with a pass by these sizes on a GPU, compared with the defaults, or None."""
-    from .. import PROBE_ERROR
-    from ..triton_tune import Calls, differs
+    from ringlab.kernels import PROBE_ERROR
+    from ringlab.kernels.triton_tune import Calls, differs
 
     kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, TRIAL_LENGTH, heads, head_dim, generator=generator).to(device, kind)
