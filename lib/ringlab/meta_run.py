@@ -22,8 +22,9 @@ from . import cache as caches
 from . import checks, cost, hardware, kernels, memory
 from .block_patterns import BlockSparse
 from .checks import LARGEST, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
-from .engine import Execution, autograd, fused, torch_sparse
+from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
+from .kernels.experimental import fused_merge
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
@@ -302,7 +303,7 @@ class Call:
             return *self.shared(layout_named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
-            fused.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
+            fused_merge.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
         run = DryRun()
         rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", Cold.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):

@@ -29,7 +29,7 @@ class Execution:
     scores at a time (None: whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that
     stores no scores gains nothing. ``blocks``: how a block-sparse pattern runs, one of ``engine.blocks.WAYS``; "bsr"
     and the forward of "flex" are not tiled. ``merge``: how the calls of a dilated pattern are merged, "eager" one after
-    another in place, "fused" all at once by one Triton kernel (``fused``: CUDA, more memory, no pool); "auto" is
+    another in place, "fused" all at once by one Triton kernel (experimental: CUDA, more memory, no pool); "auto" is
     "eager", since the other was never timed. ``results``: on a CPU, large outputs reuse the memory of earlier outputs
     that were freed, which saves page faults (True: ``memory.RESULTS``, which keeps up to 512 MiB, False: new memory, or
     a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group "fused" raises, ``gather`` and ``results``

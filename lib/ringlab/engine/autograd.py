@@ -15,10 +15,10 @@ from ..block_patterns import BlockSparse
 from ..kernels import triton
 from ..kernels.base import device_type_of
 from ..patterns import Pattern
-from . import Execution, blocks, execute, fused, gather
-from .dilated import plan_for
+from . import Execution, blocks, execute, gather
+from .dilated import make_plan, plan_for
 
-IN_GRAPHS = torch.__version__ >= (2, 13)  # compilers before it take no pattern as a constant of a graph
+IN_GRAPHS = triton.IN_GRAPHS
 
 
 def local_attention(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
@@ -51,8 +51,8 @@ def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, backend, exec
             return kernel.attend(q, k, v, pattern, causal, scale, execution.cached)
         kernel = execution.tiled(kernel)
         if execution.merge == "fused":
-            _check_fused(q, pattern)
-            return fused.forward(q, k, v, pattern, causal, scale, kernel, execution.cached)
+            plan, fused_merge = _fused(q, k, pattern, execution)
+            return fused_merge.forward(q, k, v, plan, pattern, causal, scale, kernel, execution.cached)
         if isinstance(pattern, BlockSparse):
             return blocks.forward(q, k, v, pattern, causal, scale, kernel, execution, execution.results_of(q))
         if execution.gather:
@@ -78,8 +78,8 @@ def backward(dout, dlse, q, k, v, out, lse, pattern: Pattern, causal: bool, scal
         tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:5]] + [lse]
         _, q, k, *_ = tensors
         if execution.merge == "fused":
-            _check_fused(q, pattern)
-            grads = fused.backward(*tensors, pattern, causal, scale, kernel, execution.cached)
+            plan, fused_merge = _fused(q, k, pattern, execution)
+            grads = fused_merge.backward(*tensors, plan, pattern, causal, scale, kernel, execution.cached)
         elif isinstance(pattern, BlockSparse):
             grads = blocks.backward(*tensors, pattern, causal, scale, kernel, execution)
         elif execution.gather:
@@ -96,9 +96,14 @@ def _kernel_for(q: Tensor, causal: bool, needs_backward: bool, backend) -> kerne
     return kernels.choose(q.device, q.dtype, q.shape[3], causal=causal, backward=needs_backward, backend=backend).kernel
 
 
-def _check_fused(q: Tensor, pattern: Pattern) -> None:
+def _fused(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
+    """The plan, and the experimental kernel that merges its results; NotImplementedError where it cannot run."""
+    from ..kernels.experimental import fused_merge
+
     if not q.is_meta:  # a run without data is of hardware that need not be here
-        fused.check(q.device, q.dtype, pattern)
+        fused_merge.check(q.device, q.dtype, pattern)
+    given = pattern, q.shape[1], q.shape[2], k.shape[2]
+    return execution.cached(caches.key("plan", *given), lambda: make_plan(*given)), fused_merge
 
 
 def _gather_index(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):

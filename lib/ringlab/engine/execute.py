@@ -78,6 +78,11 @@ class Call:
         end = min(self.nodes, -((self.q.first - stop) // self.q.node_step))
         return range(begin, max(begin, end))
 
+    def views(self, tensors, kv: tuple[int, ...]) -> list[list[Tensor]]:
+        """Views of all nodes of tensors, the ones in ``kv`` of key rows; one list if nodes fold with the batch."""
+        entries = [(t, WHOLE, self.k if i in kv else self.q) for i, t in enumerate(tensors)]
+        return list(views_of(entries, range(self.nodes), self.heads))
+
     def part(self, start: int, stop: int) -> Call | None:
         """The call for those of its query heads that are among heads start .. stop - 1; None if there are none."""
         mine = [i for i in range(self.heads) if start <= self.q.head + i * self.q.head_step < stop]

@@ -157,7 +157,7 @@ def _probed(chain, dtype: str, head_dim: int, causal: bool, backward: bool) -> i
     """Bytes at the peak of probing a chain of kernels once."""
     how = {"causal": causal, "backward": backward, "backend": chain}
     kernels.choose("cpu", getattr(torch, dtype), head_dim, **how)  # what is loaded on the way is not counted
-    kernels.probe.cache_clear()
+    kernels.forget_probes()
     with tracking.LiveStorageTracker() as tracker:
         kernels.choose("cpu", getattr(torch, dtype), head_dim, **how)
     return tracker.peak_bytes

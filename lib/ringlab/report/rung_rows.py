@@ -10,8 +10,8 @@ import torch
 
 from .. import patterns
 from ..engine.dilated import make_plan
-from ..engine.fused import join_bytes
 from ..kernels import triton_config
+from ..kernels.experimental.fused_merge import join_bytes
 from ..kernels.tile_schedule import make_schedule, split
 from ..measure import suites as suite
 from ..measure.systems import parts_of

@@ -12,8 +12,8 @@ from ringlab.kernels.tile_schedule import (
     HEAD,
     STRIDE,
     TileSchedule,
+    interval_rows,
     make_schedule,
-    piece_rows,
     split,
 )
 from ringlab.patterns import MIXINGS, OFFSETS
@@ -118,7 +118,7 @@ def test_branches_fold_while_their_pieces_stay_long():
     ladder = [8, 16, 32]
     assert [len(s) for s in split(Dilated(ladder, [1, 2, 4]), 64, 2, 2, rows=16)] == [1, 1, 1]
     (fold,) = split(Dilated([64 * w for w in ladder], [1, 2, 4]), 4096, 2, 2, rows=16)
-    assert piece_rows(fold) == 128
+    assert interval_rows(fold) == 128
     (groups,) = split(Dilated(ladder, [1, 3, 5], "head_groups"), 64, 3, 3, rows=16)  # a branch a head: one launch
     lists = make_schedule(groups, 64, 3, 3, rows=16, cols=16)
     assert {(t[HEAD], t[STRIDE]) for t in lists.tiles.tolist()} == {(0, 1), (1, 3), (2, 5)}
