@@ -145,7 +145,7 @@ def test_a_point_too_large_for_this_machine_is_one_line(monkeypatch):
     monkeypatch.setattr(measure, "run", lambda *a, **k: pytest.fail("it ran"))
     with pytest.raises(ValueError, match="^too large for this machine: .* free are 8 GiB; take a shorter sequence$"):
         trial.run(Choice(seq_len="4M"), HERE)
-    monkeypatch.setattr(sys.modules["ringlab.estimate"], "_probed", lambda _: hardware.Peaks(1e11, 1e10, 1e10, None, 2))
+    monkeypatch.setattr(sys.modules["ringlab.estimate"], "_probed", lambda _: hardware.Peaks(1e11, 1e10, 1e10))
     with pytest.raises(ValueError, match="^too long for this machine: 5 calls of at least 320 s each, compute binds"):
         trial.run(Choice(kind="dense", seq_len="128K"), HERE)
 

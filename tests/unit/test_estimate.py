@@ -4,8 +4,8 @@ import pytest
 import torch
 from ringlab import Execution, attention, block_patterns, hardware, kernels, longest, memory, meta_run
 from ringlab.cache import PatternCache
-from ringlab.estimate import MARGIN, Rates, estimate
-from ringlab.measure import timing
+from ringlab.estimate import estimate
+from ringlab.hardware import Rates
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem
 from ringlab.ring.layout import layout_named
@@ -115,7 +115,6 @@ def test_bounds_are_the_profiles_rates_and_say_which_binds():
     assert found.bounded(Rates(link_bytes_per_s=1.0)).binds == "network"
     assert estimate(Dense(), seq_len=64).bounds == {} and estimate(Dense(), seq_len=64).binds is None
     assert estimate(Dense(), seq_len=64, ranks=2, profile="generic").bounds == {}
-    assert MARGIN == timing.MARGIN
 
 
 def test_a_gpus_kernel_is_told_by_rule():
