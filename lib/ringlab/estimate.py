@@ -102,12 +102,19 @@ def estimate(
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
     ('plan', 549, {}, 'compute')
     """
-    call = MetaCall(pattern, heads, head_dim, batch, kv_heads, dtype, causal, passes, ranks, scheme, layout, backend,
-                    execution, profile)  # fmt: skip
-    run, used, at_least = call.at(integer(seq_len))
-    counted = cost_of(call, seq_len)
-    found = Estimate(counted, ranks, used, run.parts(), run.peak_bytes, dict(run.traffic.sent), at_least=at_least)
-    return found.bounded(rates_of(call.profile, dtype, counted.floor_bytes // ranks)) if call.profile else found
+    call = MetaCall(
+        pattern, heads, head_dim, batch, kv_heads, dtype, causal, passes, ranks, scheme, layout, backend,
+        execution, profile,
+    )  # fmt: skip
+    return estimate_of(call, integer(seq_len))
+
+
+def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
+    """The Estimate of a checked call at a length."""
+    run, scheme, at_least = call.at(seq_len)
+    found = Estimate(cost_of(call, seq_len), call.ranks, scheme, run.parts(), run.peak_bytes, dict(run.traffic.sent),
+                     at_least=at_least)  # fmt: skip
+    return found.bounded(rates_of(call, found.cost)) if call.profile else found
 
 
 def cost_of(call: MetaCall, seq_len: int) -> cost.Cost:
@@ -116,14 +123,15 @@ def cost_of(call: MetaCall, seq_len: int) -> cost.Cost:
     return cost.count(call.pattern, seq_len=seq_len, **{name: getattr(call, name) for name in names})
 
 
-def rates_of(profile: hardware.Profile, dtype: torch.dtype, working_set: int) -> Rates:
-    """The rates that bound a call of this dtype whose tensors take ``working_set`` bytes of a rank.
+def rates_of(call: MetaCall, counted: cost.Cost) -> Rates:
+    """The rates of one rank of the call's profile, for tensors of its part of ``counted``.
 
     A GPU's are its profile's; a CPU's are measured here, and it has no link.
     """
-    if profile.kind == "cpu":
-        return hardware.measured_rates(map(_probed, {"float32", str(dtype).removeprefix("torch.")}), working_set)
-    return profile.rates(dtype, working_set, hardware.detect())
+    working_set = counted.floor_bytes // call.ranks
+    if call.profile.kind == "cpu":
+        return hardware.measured_rates(map(_probed, {"float32", str(call.dtype).removeprefix("torch.")}), working_set)
+    return call.profile.rates(call.dtype, working_set, hardware.detect())
 
 
 @lru_cache(maxsize=8)

@@ -302,12 +302,17 @@ class MetaCall:
         return kernel_for(self.device_type, capability, self.dtype, self.head_dim, causal=self.causal,
                           backward=self.passes != "fwd", backend=self.backend)  # fmt: skip
 
+    def check(self, n: int) -> None:
+        """Raise ValueError for a length that is none, and for what takes minutes to run without data."""
+        positive("seq_len", n, most=LARGEST)
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"every rank is run without data, so at most {MOST_RANKS} ranks, got {shown(self.ranks)}")
+        elements, most = self.batch * n * self.heads * self.head_dim, MOST_ELEMENTS[self.device_type]
+        positive("batch * seq_len * heads * head_dim", elements, most=most)
+
     def at(self, n: int) -> tuple[MetaRun, str | None, str]:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
-        positive("seq_len", n, most=LARGEST)
-        positive("ranks", self.ranks, most=MOST_RANKS)
-        elements = self.batch * n * self.heads * self.head_dim
-        positive("batch * seq_len * heads * head_dim", elements, most=MOST_ELEMENTS[self.device_type])
+        self.check(n)
         if self.ranks > 1:
             one_by_one(self.execution, self.ranks)
             return *self._on_ranks(layout_named(self.layout, n, self.ranks)), ""

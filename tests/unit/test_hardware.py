@@ -531,7 +531,7 @@ def test_bandwidth_by_working_set():
 
 
 def test_rates_for_a_roofline():
-    """One rule for estimates and for measured rows: the best of the probes with a margin, a GPU's figures as they are."""
+    """One rule for estimates and measured rows: the best of the probes with a margin, a GPU's figures as they are."""
     peaks = [hardware.Peaks(1e11, 4e10, 1.2e11, cache_bytes=2**20), hardware.Peaks(2e11, 3e10, 3e10)]
     rates = hardware.measured_rates(peaks, 2**40)
     assert rates.flops_per_s == pytest.approx(1.1 * 2e11) and rates.link_bytes_per_s is None
