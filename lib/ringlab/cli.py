@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "what a call needs, without running it, and the longest sequence that fits"
     add = command("estimate", _estimate, about, ValueError, NotImplementedError, TypeError)
     _add_pattern(add)
-    add("--seq-len", type=int, metavar="N", help="tokens; without it, only the longest sequence")
+    add("--seq-len", type=int, metavar="N", help="tokens (default: none, only the longest sequence)")
     _add_shape(add, batch=1, heads=8, kv_heads=None, head_dim=64)
     add("--dtype", metavar="T", help="as float16 (default: the profile's policy)")
     add("--causal", action="store_true", help="(default: no)")

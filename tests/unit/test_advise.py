@@ -287,7 +287,7 @@ def test_what_is_given_stays_and_an_advice_is_taken_as_it_is():
     "arguments, message",
     [
         (dict(ranks=0), "ranks must be a positive integer, got 0"),
-        (dict(seq_len=0), "seq_len must be a positive integer, got 0"),
+        (dict(seq_len=0), "seq_len must be a positive integer up to 2**40, got 0"),
         (dict(heads=1.5), "heads must be a positive integer, got 1.5"),
         (dict(kv_heads=3), "query heads must be a multiple of K/V heads: 8 and 3"),
         (dict(seq_len=2, ranks=4), "4 ranks are more than 2 tokens"),
