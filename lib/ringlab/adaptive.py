@@ -29,10 +29,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import check_tensors
-from .checks import FLOATS, LARGEST, backends, flag, float_dtype, integer, positive, real, shown
+from .checks import (
+    FLOATS,
+    LARGEST,
+    as_int,
+    check_backend,
+    check_bool,
+    check_float_dtype,
+    check_int,
+    is_real,
+    short_repr,
+)
 from .engine import topk
 from .kernels import device_of
-from .kernels.base import wide
+from .kernels.base import accumulation_dtype
 from .ring import topk_exchange
 from .ring.group import World
 
@@ -52,12 +62,12 @@ class Adaptive:
     top_k: int = 8
 
     def __post_init__(self):
-        positive("block_size", self.block_size, most=LARGEST)
-        positive("top_k", self.top_k, most=LARGEST)
+        check_int("block_size", self.block_size, most=LARGEST)
+        check_int("top_k", self.top_k, most=LARGEST)
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        if self.block_size > positive("the sequence length", integer(n), most=LARGEST):
+        if self.block_size > check_int("the sequence length", as_int(n), most=LARGEST):
             raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
         count = -(-n // self.block_size)
         if self.top_k > count:
@@ -71,7 +81,7 @@ class Adaptive:
         seen; else the most there can be, as rows that choose the short last block see fewer.
         """
         count, size = self.count(n), self.block_size
-        flag("causal", causal)
+        check_bool("causal", causal)
         if not causal:
             return n * min(n, self.top_k * size)
         lengths = [size] * (count - 1) + [n - (count - 1) * size]
@@ -111,9 +121,9 @@ def best_blocks(
 def block_means(t: Tensor, size: int) -> Tensor:
     """Means of t (b, n, h, d) over blocks of ``size`` positions, the last over those it has: (b, h, blocks, d)."""
     whole = t.shape[1] // size * size
-    means = t[:, :whole].unflatten(1, (-1, size)).mean(2, dtype=wide(t.dtype))  # (b, n // size, h, d)
+    means = t[:, :whole].unflatten(1, (-1, size)).mean(2, dtype=accumulation_dtype(t.dtype))  # (b, n // size, h, d)
     if whole < t.shape[1]:
-        means = torch.cat([means, t[:, whole:].mean(1, keepdim=True, dtype=wide(t.dtype))], 1)
+        means = torch.cat([means, t[:, whole:].mean(1, keepdim=True, dtype=accumulation_dtype(t.dtype))], 1)
     return means.transpose(1, 2).contiguous()  # one layout, so that products round alike on one device and on many
 
 
@@ -207,12 +217,12 @@ def adaptive_attention(
     check_tensors(q, k, v)
     if not isinstance(pattern, Adaptive):
         raise TypeError(f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}")
-    flag("causal", causal)
-    flag("return_lse", return_lse)
-    if scale is not None and not (real(scale) and abs(scale) < float("inf")):
-        raise ValueError(f"scale must be a finite number, got {shown(scale)}")
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    if scale is not None and not (is_real(scale) and abs(scale) < float("inf")):
+        raise ValueError(f"scale must be a finite number, got {short_repr(scale)}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    backend = backends(backend)
+    backend = check_backend(backend)
     (b, _, heads, _), (count, rows, first), log_m = q.shape, rows_of_blocks(q, pattern, world), None
     if z is None:
         picks = best_blocks(q, k, pattern, scale, causal, world, first)
@@ -222,8 +232,8 @@ def adaptive_attention(
             got = f"{tuple(z.shape)}, {z.dtype} on {z.device}" if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}")
         picks = choose(z.detach(), pattern.top_k, causal, first)
-        z = z.to(torch.promote_types(z.dtype, wide(q.dtype)))
-        log_m = log_multiplicity(z, picks, causal, first).to(wide(q.dtype))
+        z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
+        log_m = log_multiplicity(z, picks, causal, first).to(accumulation_dtype(q.dtype))
     if world is None:
         out, lse = topk.attend(q, k, v, log_m, picks, pattern.block_size, causal, float(scale), backend)
     else:
@@ -260,10 +270,10 @@ class AdaptiveBlockSparse(nn.Module):
     ):
         super().__init__()
         World.of(group)  # raises what is wrong with it now, not at the first call
-        positive("head_dim", head_dim, most=LARGEST)
-        backend = backends(backend)
+        check_int("head_dim", head_dim, most=LARGEST)
+        backend = check_backend(backend)
         if dtype is not None:
-            float_dtype(dtype)
+            check_float_dtype(dtype)
         device = device if device is None else device_of(device)
         self.pattern, self.backend, self.group = Adaptive(block_size, top_k), backend, group
         self.q_score, self.k_score = (nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype)) for _ in range(2))
@@ -271,7 +281,7 @@ class AdaptiveBlockSparse(nn.Module):
     def logits(self, q: Tensor, k: Tensor, causal: bool = False) -> Tensor:
         """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b, n, h_kv, d); a rank's rows."""
         check_tensors(q, k, k)
-        flag("causal", causal)
+        check_bool("causal", causal)
         weights = self.q_score, self.k_score
 
         def score(*means: Tensor) -> Tensor:

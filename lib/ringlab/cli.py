@@ -256,7 +256,7 @@ def _real(text: str) -> float:
 def _report(given) -> int:
     if lacking := [name for name in REPORT_PACKAGES if not _installed(name)]:
         return _refuse(f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'")
-    from .report import driver
+    from ringlab.report import driver
 
     return _show(driver.run(given.profile, strict=_strict(given), reports=given.reports, force=given.force,
                             remeasure=given.remeasure))  # fmt: skip
@@ -280,7 +280,7 @@ def _show(paths: Sequence[Path]) -> int:
 
 
 def _pdf(given) -> int:
-    from .report import pdf
+    from ringlab.report import pdf
 
     return _show(pdf.run(given.profile, reports=given.reports))
 
@@ -296,9 +296,9 @@ def _check(given) -> int:
 
 def _side_by_side(given, first: str, second: str, tolerance: float | None = None) -> int:
     """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED where one is worse."""
-    from .report import compare_table
-    from .report.compare import check, compare
-    from .report.compare_sides import read_side
+    from ringlab.report import compare_table
+    from ringlab.report.compare import check, compare
+    from ringlab.report.compare_sides import read_side
 
     reports = given.reports or reports_folder()
     sides = read_side(first, reports), read_side(second, reports)
@@ -332,9 +332,9 @@ def _profiles(given) -> None:
 
 
 def _measure(given) -> int:
-    from . import measure
-    from .measure import suites
-    from .report.plan import plan
+    from ringlab import measure
+    from ringlab.measure import suites
+    from ringlab.report.plan import plan
 
     if given.suite not in ("all", *suites.SUITES):
         raise ValueError(f"unknown suite {given.suite!r}; known: all, {', '.join(suites.SUITES)}")
@@ -469,8 +469,8 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 
 
 def _advise(given) -> None:
-    from .advise import advise
-    from .report.evidence import stored
+    from ringlab.advise import advise
+    from ringlab.report.evidence import stored
 
     profile, _ = _hardware(given)
     asked = ("ranks", "batch", "heads", "kv_heads", "head_dim", "layers", "causal", "passes", "pattern", "seconds")
@@ -484,7 +484,7 @@ def _advise(given) -> None:
 
 
 def _tune(given) -> None:
-    from .kernels.triton_tune import tune
+    from ringlab.kernels.triton_tune import tune
 
     profile, machine = _hardware(given)
     here, why = profile.runnable(machine)
@@ -511,7 +511,7 @@ def _tune(given) -> None:
 
 def record(found: list, shape: dict, data: Path, device: torch.device) -> Path:
     """Write what ``tune`` timed beside the rows of a report, over what an earlier tuning wrote; returns the file."""
-    from .measure import provenance
+    from ringlab.measure import provenance
 
     commit, dirty = provenance.git_state()
     stamp = dict(triton_config.stamp(device))

@@ -15,7 +15,7 @@ import torch
 from . import cost, hardware
 from .attention import DEFAULT
 from .block_patterns import BlockSparse, Given
-from .checks import integer, shown, whole
+from .checks import as_int, is_int, short_repr
 from .engine import Execution
 from .hardware import Rates
 from .meta_run import MetaCall
@@ -106,7 +106,7 @@ def estimate(
         pattern, heads, head_dim, batch, kv_heads, dtype, causal, passes, ranks, scheme, layout, backend,
         execution, profile,
     )  # fmt: skip
-    return estimate_of(call, integer(seq_len))
+    return estimate_of(call, as_int(seq_len))
 
 
 def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
@@ -150,9 +150,11 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
     1010304
     """
-    memory_bytes = integer(memory_bytes)
-    if not whole(memory_bytes) or memory_bytes > MOST_BYTES:
-        raise ValueError(f"the memory budget must be a positive number of bytes up to 2**50, got {shown(memory_bytes)}")
+    memory_bytes = as_int(memory_bytes)
+    if not is_int(memory_bytes) or memory_bytes > MOST_BYTES:
+        raise ValueError(
+            f"the memory budget must be a positive number of bytes up to 2**50, got {short_repr(memory_bytes)}"
+        )
     peak, unit, low, fixed = _peaks(MetaCall(pattern, **call))
     if (at_low := peak(low)) > memory_bytes:
         raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")

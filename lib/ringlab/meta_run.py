@@ -21,10 +21,19 @@ from . import cache as caches
 from . import checks, cost, hardware, kernels, memory
 from .attention import DEFAULT
 from .block_patterns import BlockSparse
-from .checks import LARGEST, flag, float_dtype, integer, known, one_device, positive, shown
+from .checks import (
+    LARGEST,
+    as_int,
+    check_bool,
+    check_choice,
+    check_float_dtype,
+    check_int,
+    check_one_device,
+    short_repr,
+)
 from .engine import Execution, fused, torch_sparse
 from .engine.autograd import _Attention, _Gradients
-from .kernels.base import HALF, Described, wants_dtype
+from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
@@ -89,7 +98,7 @@ class MetaRun(LiveStorageTracker):
     @contextmanager
     def on(self, kernel, device_type: str = "cpu") -> Iterator[None]:
         """Inside, operators on the run's tensors only count, and every choice takes ``kernel`` on ``device_type``."""
-        with kernels.settled(kernel, device_type), self:
+        with kernels.override_kernel(kernel, device_type), self:
             yield
 
     def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
@@ -226,12 +235,12 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     """
     if device_type == "cpu":
         return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
-    backend = checks.backends(backend)
+    backend = checks.check_backend(backend)
     names = (backend,) if isinstance(backend, str) else backend
     for name in names:
-        checks.known("backend", name, ("auto", "sdpa", *kernels.KERNELS))
+        checks.check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
     if capability is not None:
-        device = Described(device_type, capability)
+        device = DeviceSpec(device_type, capability)
         known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
         # What is not installed here may be where that hardware is.
         if len(known) == len(names) and all(why and NOT_INSTALLED not in why for why in known.values()):
@@ -275,22 +284,22 @@ class MetaCall:
         if isinstance(self.profile, str):
             given["profile"] = hardware.resolve(self.profile)
         for name in ("batch", "heads", "kv_heads", "head_dim", "ranks"):
-            given[name] = positive(name, integer(given.get(name, getattr(self, name))))
+            given[name] = check_int(name, as_int(given.get(name, getattr(self, name))))
         for name, value in given.items():
             object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
             raise ValueError(f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}")
-        float_dtype(self.dtype)
+        check_float_dtype(self.dtype)
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern must be a ringlab pattern, got {type(self.pattern).__name__}")
         if not isinstance(self.execution, Execution):
-            raise TypeError(f"execution must be a ringlab.Execution, got {shown(self.execution)}")
+            raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(self.execution)}")
         if not isinstance(self.profile, hardware.Profile | None):
-            raise TypeError(f"profile must be a hardware profile or its name, got {shown(self.profile)}")
-        known("passes", self.passes, cost.PASSES)
-        flag("causal", self.causal)
+            raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(self.profile)}")
+        check_choice("passes", self.passes, cost.PASSES)
+        check_bool("causal", self.causal)
         if self.ranks == 1:
-            one_device(self.scheme, self.layout)
+            check_one_device(self.scheme, self.layout)
 
     @property
     def device_type(self) -> str:
@@ -304,11 +313,13 @@ class MetaCall:
 
     def check(self, n: int) -> None:
         """Raise ValueError for a length that is none, and for what takes minutes to run without data."""
-        positive("seq_len", n, most=LARGEST)
+        check_int("seq_len", n, most=LARGEST)
         if self.ranks > MOST_RANKS:
-            raise ValueError(f"every rank is run without data, so at most {MOST_RANKS} ranks, got {shown(self.ranks)}")
+            raise ValueError(
+                f"every rank is run without data, so at most {MOST_RANKS} ranks, got {short_repr(self.ranks)}"
+            )
         elements, most = self.batch * n * self.heads * self.head_dim, MOST_ELEMENTS[self.device_type]
-        positive("batch * seq_len * heads * head_dim", elements, most=most)
+        check_int("batch * seq_len * heads * head_dim", elements, most=most)
 
     def at(self, n: int) -> tuple[MetaRun, str | None, str]:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
@@ -318,7 +329,7 @@ class MetaCall:
             return *self._on_ranks(layout_named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
-            fused.check(Described(self.device_type, have or (8, 0)), self.dtype, self.pattern)
+            fused.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
         run = MetaRun()
         rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", FirstCall.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):
@@ -354,7 +365,7 @@ class MetaCall:
     def _on_ranks(self, layout) -> tuple[MetaRun, str]:
         """(run of the rank that holds most, scheme)."""
         problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
-        known("scheme", self.scheme, ("auto", *SCHEMES))
+        check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
         runs = [self._on_rank(problem, scheme, rank) for rank in range(layout.ranks)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import hardware, kernels
 from ..block_patterns import BlockSparse, local_global, sliding_window
-from ..checks import LARGEST, flag, float_dtype, integer, positive, real, shown
+from ..checks import LARGEST, as_int, check_bool, check_float_dtype, check_int, is_real, short_repr
 from ..cost import Cost, format_bytes, format_seconds
 from ..engine import Execution
 from ..engine.chunked import Ladder
@@ -103,29 +103,29 @@ def advise(
     (torch.float32, 'plan', (2048, 4096, 8192), True)
     """
     if not isinstance(profile, str | hardware.Profile):
-        raise TypeError(f"profile must be a hardware profile or its name, got {shown(profile)}")
+        raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(profile)}")
     if isinstance(profile, str):
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
     if not isinstance(pattern, Pattern) and not (isinstance(pattern, str) and pattern in KINDS):
-        raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {shown(pattern)}")
-    seq_len = positive("seq_len", integer(seq_len), most=LARGEST)
-    layers = positive("layers", integer(layers), most=LARGEST)
+        raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {short_repr(pattern)}")
+    seq_len = check_int("seq_len", as_int(seq_len), most=LARGEST)
+    layers = check_int("layers", as_int(layers), most=LARGEST)
     call = MetaCall(Dense(), heads, head_dim, batch, kv_heads, causal=causal, passes=passes, ranks=ranks,
                     profile=profile)  # fmt: skip
     if call.ranks > seq_len:
-        raise ValueError(f"{shown(call.ranks)} ranks are more than {seq_len} tokens")
+        raise ValueError(f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens")
     if dtype is not None:
-        float_dtype(dtype)
+        check_float_dtype(dtype)
     for name, value in (("memory_bytes", memory_bytes), ("seconds", seconds)):
-        if value is not None and not (real(value) and 0 < value < math.inf):
-            raise ValueError(f"{name} must be a positive number, got {shown(value)}")
-    flag("estimates", estimates)
+        if value is not None and not (is_real(value) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a positive number, got {short_repr(value)}")
+    check_bool("estimates", estimates)
     if layout is not None:
         layout_named(layout, seq_len, call.ranks)  # raises what is wrong with it
     rows = tuple(rows) if isinstance(rows, Iterable) else (rows,)
     if not all(isinstance(row, Evidence) for row in rows):
-        raise TypeError(f"rows must be ringlab.Evidence, got {shown(rows)}")
+        raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
     return _Advising(call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds).advice(pattern)
 
@@ -493,7 +493,7 @@ class Auto:
     def __init__(self, config: str | Advice):
         given = isinstance(config, Advice)
         if not given and not (isinstance(config, str) and config == "auto"):
-            raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {shown(config)}')
+            raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {short_repr(config)}')
         self.asks, self.advice, self.found = not given, config if given else None, {}
 
     def __repr__(self) -> str:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import shown, whole
-from ..kernels.base import Kernel, wide
+from ..checks import is_int, short_repr
+from ..kernels.base import Kernel, accumulation_dtype
 from ..tracking import is_out_of_memory
 from .execute import merge_
 
@@ -32,8 +32,8 @@ class Ladder:
     """
 
     def __init__(self, tiles: tuple[int, ...] = TILES):
-        if not isinstance(tiles, Sequence) or not tiles or not all(map(whole, tiles)):
-            raise ValueError(f"Ladder: tiles must be positive integers, got {shown(tiles)}")
+        if not isinstance(tiles, Sequence) or not tiles or not all(map(is_int, tiles)):
+            raise ValueError(f"Ladder: tiles must be positive integers, got {short_repr(tiles)}")
         if list(tiles) != sorted(set(tiles), reverse=True):
             raise ValueError(f"Ladder: each tile must be smaller than the one before, got {tiles!r}")
         self.tiles, self.level = tuple(tiles), 0
@@ -106,7 +106,7 @@ def _forward(kernel: Kernel, tile: int | None, q, k, v, causal, scale):
     if _fits(q, k, tile):
         return kernel.forward(q, k, v, causal, scale)
     b, m, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device)
+    out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     lse = torch.empty(b, heads, m, dtype=out.dtype, device=q.device)
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
         mine, theirs = (batch, rows, head), (batch, cols, head)

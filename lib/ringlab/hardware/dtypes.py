@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..checks import integer, shown, whole
+from ..checks import as_int, is_int, short_repr
 
 Capability = tuple[int, int]
 # Native fp16 arithmetic at twice the fp32 rate; on 6.1 it runs at 1/64. CUDA C Programming Guide, throughput of native
@@ -25,9 +25,11 @@ def check_capability(capability: Capability | None) -> Capability | None:
     """
     if capability is None:
         return None
-    pair = tuple(map(integer, capability)) if isinstance(capability, (tuple, list)) else ()
-    if len(pair) != 2 or not all(whole(x, 0) for x in pair):
-        raise TypeError(f"a compute capability is a (major, minor) pair of integers or None, not {shown(capability)}")
+    pair = tuple(map(as_int, capability)) if isinstance(capability, (tuple, list)) else ()
+    if len(pair) != 2 or not all(is_int(x, 0) for x in pair):
+        raise TypeError(
+            f"a compute capability is a (major, minor) pair of integers or None, not {short_repr(capability)}"
+        )
     return pair
 
 

@@ -8,8 +8,16 @@ from functools import lru_cache
 import torch
 
 from .. import checks
-from ..checks import LARGEST, flag, integer, known, positive, shown
-from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel, takes_lower_right
+from ..checks import LARGEST, as_int, check_bool, check_choice, check_int, short_repr
+from .base import (
+    DeviceSpec,
+    Kernel,
+    PatternKernel,
+    capability,
+    overridden_kernel,
+    override_kernel,
+    supports_lower_right_causal,
+)
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
 from .triton import TritonLists
@@ -53,18 +61,18 @@ def choose(
     >>> choose("cpu", torch.float32, 64).name
     'cpu_flash'
     """
-    if (kernel := settled_kernel()) is not None:
+    if (kernel := overridden_kernel()) is not None:
         return Choice(kernel, {})
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
-    head_dim = positive("head_dim", integer(head_dim), most=LARGEST)
-    flag("causal", causal)
-    flag("backward", backward)
+        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}")
+    head_dim = check_int("head_dim", as_int(head_dim), most=LARGEST)
+    check_bool("causal", causal)
+    check_bool("backward", backward)
     device = _with_index(device)
     names = ()
-    backend = checks.backends(backend)
+    backend = checks.check_backend(backend)
     for name in (backend,) if isinstance(backend, str) else backend:
-        known("backend", name, ("auto", "sdpa", *KERNELS))
+        check_choice("backend", name, ("auto", "sdpa", *KERNELS))
         names += order(device) if name == "auto" else SDPA if name == "sdpa" else (name,)
     refusals = {}
     for name in names:
@@ -87,13 +95,13 @@ def expected(kind: str, having: tuple[int, int] | None, dtype: torch.dtype, head
     """
     if kind == "cuda" and having is None:
         raise NotImplementedError("which kernel runs depends on the compute capability, and that is not known")
-    device = Described(kind, having)
+    device = DeviceSpec(kind, having)
     why = {name: KERNELS[name].refuses(device, dtype, head_dim) for name in order(device) if name in (*SDPA, "eager")}
     name = next(name for name in why if why[name] is None)  # eager refuses nothing
     return Choice(KERNELS[name], {tried: reason for tried, reason in why.items() if reason})
 
 
-def order(device: torch.device | Described) -> tuple[str, ...]:
+def order(device: torch.device | DeviceSpec) -> tuple[str, ...]:
     """The names of all kernels, the fastest expected on ``device`` first; what was never timed comes last."""
     if device.type != "cuda":
         timed = ("cpu_flash", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager")
@@ -126,7 +134,7 @@ def probe(
     why = kernel.refuses(device, dtype, head_dim)
     if why is not None:
         return why
-    lower_right = causal and takes_lower_right(kernel)
+    lower_right = causal and supports_lower_right_causal(kernel)
     wrong = (_wrong(kernel, first, device, dtype, head_dim, causal, backward) for first in (0, 70)[: 1 + lower_right])
     return next(filter(None, wrong), None)
 
@@ -159,7 +167,7 @@ def _wrong(kernel, first: int, device, dtype: torch.dtype, head_dim: int, causal
 
 def device_of(device: torch.device | str) -> torch.device:
     """``torch.device(device)``; ValueError in one line for what is none, or a GPU where torch finds none."""
-    found = checks.device_of(device)
+    found = checks.check_device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {str(found)!r}, but torch finds no GPU here")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import hardware, kernels
-from ..kernels.base import Described
+from ..kernels.base import DeviceSpec
 from .cells import PEAK, error, ms, peak
 from .computed import gpu_of
 from .rows import FULL, SHORT, document_rows, dtypes, is_optimised, shape, switches
@@ -90,7 +90,7 @@ def recorded(rows: list[list], stamp: str) -> Table:
 
 def by_rule(profile, stamp: str, head_dim: int = 64) -> Table:
     """What each kernel would say on the profile's compute capability: by its rules, not by a call."""
-    rows, device = [], Described("cuda", profile.capability)
+    rows, device = [], DeviceSpec("cuda", profile.capability)
     for name in kernels.order(device):
         kernel = kernels.KERNELS[name]
         reasons = {word: kernel.refuses(device, getattr(torch, dtype), head_dim) for dtype, word in WORDS.items()}

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import engine, patterns
-from ..checks import known, positive, shown
+from ..checks import check_choice, check_int, short_repr
 from ..engine.autograd import IN_GRAPHS, local_attention, outside_graphs, positive_scale
-from ..kernels.base import wide
+from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
 from . import schemes
 from .comm import AllToAll, Post, Steps, Wait, drive, simulate
@@ -157,8 +157,12 @@ def _(q, k, v, group, causal, scale, backend, pattern, layout, scheme, execution
     elif scheme == "ulysses":
         share = schemes.shares(h, k.shape[2], problem.layout.ranks)[rank]
         size = 2 * (len(share.queries) + len(share.keys)) * b * n * d
-        kept = q.new_empty(size), q.new_empty(b, len(share.queries), n, dtype=wide(q.dtype))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(b, h, s, dtype=wide(q.dtype)), *kept
+        kept = q.new_empty(size), q.new_empty(b, len(share.queries), n, dtype=accumulation_dtype(q.dtype))
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        q.new_empty(b, h, s, dtype=accumulation_dtype(q.dtype)),
+        *kept,
+    )
 
 
 @torch.library.custom_op("ringlab::ranks_backward", mutates_args=())
@@ -210,7 +214,7 @@ class Simulated:
     ranks: int
 
     def __post_init__(self):
-        positive("ranks", self.ranks)
+        check_int("ranks", self.ranks)
 
 
 class Simulation(torch.autograd.Function):
@@ -295,7 +299,7 @@ def _checked(pattern, layout: Layout, causal: bool, heads: int, kv_heads: int, w
 
 
 def _scheme(problem: Problem, scheme: str) -> str:
-    known("scheme", scheme, ("auto", *SCHEMES))
+    check_choice("scheme", scheme, ("auto", *SCHEMES))
     scheme = choose(problem).scheme if scheme == "auto" else scheme
     problem.check(scheme)
     return scheme
@@ -327,7 +331,7 @@ def process_group(group) -> dist.ProcessGroup:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of the group: new_group gave it no part")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated, got {shown(group)}")
+        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated, got {short_repr(group)}")
     return group
 
 

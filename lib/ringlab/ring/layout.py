@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..checks import LARGEST, positive, shown, whole
+from ..checks import LARGEST, check_int, is_int, short_repr
 
 KINDS = ("contiguous", "zigzag", "striped", "hilbert")
 MOST_RANKS = 2**20  # beyond any machine, and a layout lists them all
@@ -111,8 +111,8 @@ def contiguous(n: int, ranks: int) -> Layout:
 def uneven(sizes: Iterable[int]) -> Layout:
     """Shards side by side, of these sizes (0 is allowed)."""
     sizes = tuple(sizes) if isinstance(sizes, Iterable) else ()
-    if not all(whole(s, 0) for s in sizes) or not sum(sizes):
-        raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {shown(sizes)}")
+    if not all(is_int(s, 0) for s in sizes) or not sum(sizes):
+        raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {short_repr(sizes)}")
     return Layout("contiguous", tuple(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
 
@@ -123,7 +123,7 @@ def zigzag(n: int, ranks: int) -> Layout:
 
 def striped(n: int, ranks: int) -> Layout:
     """Rank k owns every p-th position from k on (Striped Attention, arXiv 2311.09431)."""
-    return Layout("striped", (positive("n", n, most=LARGEST), positive("ranks", ranks, most=MOST_RANKS)))
+    return Layout("striped", (check_int("n", n, most=LARGEST), check_int("ranks", ranks, most=MOST_RANKS)))
 
 
 def hilbert(height: int, width: int, ranks: int) -> Layout:
@@ -131,7 +131,7 @@ def hilbert(height: int, width: int, ranks: int) -> Layout:
 
     Any height and width: the generalised curve of J. Cerveny (github.com/jakubcerveny/gilbert).
     """
-    cells = positive("height", height) * positive("width", width)
+    cells = check_int("height", height) * check_int("width", width)
     return Layout("hilbert", _borders(cells, ranks), (height, width))
 
 
@@ -145,13 +145,13 @@ def layout_named(layout: str | Layout, n: int, ranks: int) -> Layout:
         return layout
     makers = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
     if not isinstance(layout, str) or layout not in makers:
-        raise ValueError(f"unknown layout {shown(layout)}; known: {', '.join(makers)}, or a ringlab.ring.Layout")
+        raise ValueError(f"unknown layout {short_repr(layout)}; known: {', '.join(makers)}, or a ringlab.ring.Layout")
     return makers[layout](n, ranks)
 
 
 def _borders(n: int, ranks: int, each: int = 1) -> tuple[int, ...]:
-    parts = each * positive("ranks", ranks, most=MOST_RANKS)
-    size, rest = divmod(positive("n", n, most=LARGEST), parts)
+    parts = each * check_int("ranks", ranks, most=MOST_RANKS)
+    size, rest = divmod(check_int("n", n, most=LARGEST), parts)
     return tuple(i * size + min(i, rest) for i in range(parts + 1))
 
 
