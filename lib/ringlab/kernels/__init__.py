@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from .. import checks
-from ..checks import LARGEST, as_int, check_bool, check_choice, check_int, short_repr
+from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
 from .base import (  # fmt: skip
     DeviceSpec,
     Kernel,

@@ -494,7 +494,7 @@ def run(
         settings = {"device": device, "threads": here["threads"], "memory_bytes": memory_bytes}
         session = Session(store, here | {"profile": name}, rehearsal, settings, timeout_s)
         session.progress = Progress(todo, device, progress)
-        session.bounds = Bounds(device, None if rehearsal else name, here["threads"], session.probe)
+        session.bounds = Bounds(device, None if rehearsal else name, session.probe)
         try:
             for number, (group, points) in enumerate(todo):
                 if number and time.monotonic() >= until:
