@@ -100,7 +100,7 @@ def estimate(
     >>> from ringlab.patterns import Dilated
     >>> e = estimate(Dilated([2048, 4096], [1, 2]), seq_len=131072, ranks=2, profile="gtx1080")
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
-    ('plan', 549, {}, 'compute')
+    ('plan', 547, {}, 'compute')
     """
     call = MetaCall(
         pattern, heads, head_dim, batch, kv_heads, dtype, causal, passes, ranks, scheme, layout, backend,

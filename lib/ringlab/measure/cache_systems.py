@@ -1,6 +1,6 @@
-"""What the pattern cache saves: building a plan, or gather's index tensors, against finding them in the cache.
+"""Systems that measure the pattern cache and the memory pool: plans built and looked up, scratch memory borrowed.
 
-What the cache and the pool are worth by themselves: many patterns looked up, scratch borrowed and given back.
+They have no FLOPs and no bound. Each checks what the cache or pool gave.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..cost import Cost
 from ..engine import blocks, gather
 from ..engine.dilated import make_plan
 from ..engine.execute import WHOLE, Plan, View, views_of
-from .contract import SAMPLED, Output, System, only
 from .points import Point
+from .systems import SAMPLED, Output, Refused, System, only
 
 
 class PlanBuild(System):
@@ -151,7 +151,7 @@ class CacheWorkload(System):
         options = only(point, "max_mb", "blocks")
         self.point, self.device, self.dtype = point, torch.device(device), getattr(torch, point.dtype)
         if point.pattern["kind"] != "block_sparse":
-            raise ValueError("cache_workload looks block-sparse patterns up, give one of the block size to use")
+            raise Refused("cache_workload looks block-sparse patterns up, give one of the block size to use")
         self.max_bytes, self.way = int(options.get("max_mb", 64) * 2**20), options.get("blocks", "views")
         self.lookups, self.cost = workload(point), Cost(0, 0, 0, 0, 0)
 

@@ -1,9 +1,4 @@
-"""Clocks, and how often to call: warm-up, loops per sample, samples per point. Units: seconds.
-
-Lower bounds on times: measured rates on a CPU, a profile's figures on a GPU; None where no figure is known.
-
-The memory of a first call, in a process that did nothing else before.
-"""
+"""Clocks and how often to call, in seconds; lower bounds on times; the memory of a first call."""
 
 from __future__ import annotations
 
@@ -19,9 +14,8 @@ import torch
 
 from .. import hardware, memory, tracking
 from ..cost import Cost
-from .contract import Output, System
 from .points import Point
-from .systems import build
+from .systems import Output, Refused, System, build
 
 MIN_SAMPLE_S = 0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
 SAMPLES = 10
@@ -44,31 +38,30 @@ class CpuClock:
 
 
 class CudaClock:
-    """Time between two events on the current stream, per call; the L2 cache is flushed before unless ``flush=False``.
+    """Time between two events on the current stream, per call; the L2 cache is flushed before each of them.
 
     The flush overwrites a buffer twice as large as L2, so that inputs come from memory as in a real network.
     """
 
-    def __init__(self, device: torch.device, flush: bool = True):
+    def __init__(self, device: torch.device):
         self.device = device
         size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
-        self.buffer = torch.empty(2 * size, dtype=torch.uint8, device=device) if flush else None
+        self.buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
 
     def sample(self, call: Callable[[], object], loops: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if self.buffer is not None:
-            self.buffer.zero_()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(loops)]
         torch.cuda.synchronize(self.device)
-        start.record()
-        for _ in range(loops):
+        for start, end in events:
+            self.buffer.zero_()
+            start.record()
             call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / loops
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return sum(start.elapsed_time(end) for start, end in events) / 1e3 / loops
 
 
-def clock_for(device: torch.device, flush: bool = True):
-    return CudaClock(device, flush) if device.type == "cuda" else CpuClock()
+def clock_for(device: torch.device) -> CpuClock | CudaClock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 def loops_for(seconds: float, sample_s: float = 0.0) -> int:
@@ -208,7 +201,7 @@ def warm(point: Point, device: torch.device) -> None:
         system = build(point.but(seq_len=WARM_TOKENS), device)
         with tracking.LiveStorageTracker():
             system.run(system.inputs())
-    except (ValueError, NotImplementedError):  # a length that this system refuses; the point itself comes next
+    except (Refused, NotImplementedError):  # this length alone, perhaps; the point itself comes next
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     memory.GLOBAL_POOL.clear()
