@@ -18,16 +18,15 @@ BOTH = pytest.mark.parametrize("causal", [False, True])
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [F64, F32], ids=str)
+@pytest.mark.parametrize("dtype, shape", [(F64, SHAPES[0]), (F32, SHAPES[1])], ids=["float64", "float32"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_every_path(pattern, dtype, causal):
+def test_every_path(pattern, dtype, shape, causal):
     """In exact dtypes; the last block and segment are short."""
-    assert not all_wrong(c for shape in SHAPES for c in paths(Case(pattern, dtype=dtype, causal=causal, **shape)))
+    assert not all_wrong(paths(Case(pattern, dtype=dtype, causal=causal, **shape)))
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("pattern", [Dense(), *DILATED[:4], *BLOCK_SPARSE[:2], BLOCK_SPARSE[9]], ids=str)
+@pytest.mark.parametrize("dtype, causal", [(BF16, False), (BF16, True), (F16, True)], ids=str)
+@pytest.mark.parametrize("pattern", [Dense(), *DILATED[:3], *BLOCK_SPARSE[:2], BLOCK_SPARSE[9]], ids=str)
 def test_every_path_in_half_precision(pattern, dtype, causal):
     """At most twice the error of one dense call."""
     if isinstance(pattern, BlockSparse):  # the last block is of 5 rows
@@ -65,7 +64,7 @@ def test_ranks(ranks, scheme, causal):
             more = {"batch": 1 + len(cases) % 2, "lse_cotangent": len(cases) % 5 > 0}
             cases.append(Case(pattern, layout.n, F64 if len(cases) % 3 else F32, causal, heads=heads, kv_heads=kv_heads,
                               d=8, layout=layout, scheme=scheme, **more))  # fmt: skip
-    assert not all_wrong(cases[:: 1 + len(cases) // 16])
+    assert not all_wrong(cases[:: 1 + len(cases) // 11])
 
 
 @BOTH
@@ -94,12 +93,12 @@ def test_ranks_in_half_precision(scheme, pattern):
 def test_random_cases(seed):
     """Every axis at random, with scales of either sign and zero."""
     rng, few = random.Random(seed), 0
-    for _ in range(30):
+    for _ in range(24):
         case = any_case(rng)
         if case.dtype in (BF16, F16) and int((judged(case)[3]["dq"] != 0).any(-1).sum()) < 64:
             case, few = replace(case, dtype=F32), few + 1  # twice a typical rounding needs a sample of rows
         assert not (missed := wrong(case)), (case, missed)
-    assert few <= 9
+    assert few <= 8
 
 
 @pytest.mark.parametrize("name", kernels.KERNELS)
