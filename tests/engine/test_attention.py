@@ -57,8 +57,8 @@ def test_inputs_of_any_layout_are_not_changed():
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_results_are_contiguous_whatever_the_inputs_are(dtype):
     q, k, v = (torch.randn(2, 4, 256, 16).transpose(1, 2).to(dtype) for _ in range(3))
-    dilated = [Dilated([64], [1]), Dilated([64, 128], [1, 2])]
-    for pattern in (blocks.local_global(1, 1, block_size=32), blocks.sliding_window(1, block_size=64), Dense(), *dilated):
+    sparse = [blocks.local_global(1, 1, block_size=32), blocks.sliding_window(1, block_size=64)]
+    for pattern in (*sparse, Dilated([64], [1]), Dilated([64, 128], [1, 2]), Dense()):
         for causal in (False, True):
             out = attention(q, k, v, pattern, causal=causal)
             assert out.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes, (str(pattern), causal)
@@ -180,7 +180,7 @@ def test_torch_func_derives_once_and_refuses_the_rest_in_one_line():
 
 @pytest.mark.parametrize("pattern", [Dense(), Dilated([32, 128], [1, 2]), blocks.local_global(1, 1, block_size=32)])
 def test_gradients_of_shared_keys_are_summed_before_they_are_rounded(pattern):
-    """What two query heads send to one K/V head nearly cancels: rounded one by one, only their rounding would be left."""
+    """What two query heads send to one K/V head nearly cancels: rounded one by one, their rounding would be left."""
     case = Case(pattern, 128, BF16, heads=16, kv_heads=1, lse_cotangent=False)
     (q, k, v), dout, dlse = drawn(case)
     q[:, :, 1::2] = q[:, :, ::2]
@@ -198,7 +198,7 @@ def test_gradients_of_shared_keys_are_summed_before_they_are_rounded(pattern):
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_a_cotangent_of_lse_is_not_rounded(dtype, ranks):
-    """Halfway between two numbers of the dtype, the same in every row: rounded, all gradients would be off by as much."""
+    """Halfway between two numbers of the dtype, the same in every row: rounded, all gradients would be off by it."""
     for pattern in (Dense(), Dilated([64, 128], [1, 2]), blocks.local_global(1, 1, block_size=32)):
         case = Case(pattern, 128, dtype)
         (q, k, v), _, dlse = drawn(case)

@@ -6,8 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import (
-    BF16, BLOCK_SPARSE, DILATED, F16, F32, F64, LADDER, PATTERNS, Case, all_wrong, any_case, fits, judged, layouts,
-    paths, wrong,
+    BF16,
+    BLOCK_SPARSE,
+    DILATED,
+    F16,
+    F32,
+    F64,
+    LADDER,
+    PATTERNS,
+    Case,
+    all_wrong,
+    any_case,
+    fits,
+    judged,
+    layouts,
+    paths,
+    wrong,
 )  # fmt: skip
 from ringlab import Adaptive, BlockSparse, Dense, Execution, blocks, kernels, reference
 from ringlab.ring import SCHEMES, contiguous

@@ -54,7 +54,7 @@ class Fails:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_whichever_call_runs_out_of_memory_the_step_is_the_same(monkeypatch, scheme):
-    """Each call of each rank and pass fails once (of some schemes, every third): values stay, and every message is sent once."""
+    """Each call of each rank and pass fails once, of most schemes every third: values and messages stay the same."""
     heads = (3, 3) if scheme == "ulysses" else (2, 1)
     q, k, v, dout, _ = tensors(contiguous(48, 3), *heads, 8, torch.float64, 2)
     with counting() as right:

@@ -8,9 +8,19 @@ from dataclasses import dataclass, replace
 
 import torch
 from helpers import NAMES, STAINED, errors
-from ringlab import Adaptive, BlockSparse, Dense, Dilated, Execution, Simulated, adaptive_attention, attention
+from ringlab import (
+    Adaptive,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Execution,
+    Simulated,
+    adaptive_attention,
+    attention,
+    kernels,
+    reference,
+)
 from ringlab import blocks as presets
-from ringlab import kernels, reference
 from ringlab.block_patterns import Coarse, Global, Random, Segment, Strided, Window
 from ringlab.patterns import MIXINGS, OFFSETS
 from ringlab.ring import Layout, contiguous, hilbert, striped, uneven, zigzag
@@ -242,7 +252,8 @@ def any_dilated(rng: random.Random, longest: int = 80) -> Dilated:
 def any_case(rng: random.Random) -> Case:
     """Every axis at random, as far as they go together."""
     n = rng.choice([rng.randint(1, 80), rng.randint(100, 300), rng.choice([97, 131, 257])])
-    pattern = rng.choices([any_dilated(rng, rng.choice([80, 400])), Dense(), rng.choice(BLOCK_SPARSE[:-1])], [7, 1, 2])[0]
+    kinds = any_dilated(rng, rng.choice([80, 400])), Dense(), rng.choice(BLOCK_SPARSE[:-1])
+    pattern = rng.choices(kinds, [7, 1, 2])[0]
     if isinstance(pattern, BlockSparse):
         pattern, n = replace(pattern, block_size=rng.choice([2, 5, 8])), max(n, 40)
     kv_heads = rng.randint(1, 4)
