@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import check_tensors
-from .checks import FLOATS, LARGEST, backends, flag, float_dtype, integer, positive, real, shown
+from .checks import FLOATS, LARGEST, check_backend, check_bool, check_float_dtype, check_int, is_real, short_repr
 from .engine import topk
 from .kernels import device_of
 from .kernels.base import wide
 from .ring import topk_exchange
-from .ring.group import World
+from .ring.group import Group
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class Adaptive:
     top_k: int = 8
 
     def __post_init__(self):
-        positive("block_size", self.block_size, most=LARGEST)
-        positive("top_k", self.top_k, most=LARGEST)
+        for name in ("block_size", "top_k"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), most=LARGEST))
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        if self.block_size > positive("the sequence length", integer(n), most=LARGEST):
+        n = check_int("the sequence length", n, most=LARGEST)
+        if self.block_size > n:
             raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
         count = -(-n // self.block_size)
         if self.top_k > count:
@@ -70,8 +71,8 @@ class Adaptive:
         Exact if causal (a short last block is only seen by itself), if block_size divides n, or if all blocks are
         seen; else the most there can be, as rows that choose the short last block see fewer.
         """
-        count, size = self.count(n), self.block_size
-        flag("causal", causal)
+        count, size, n = self.count(n), self.block_size, int(n)
+        check_bool("causal", causal)
         if not causal:
             return n * min(n, self.top_k * size)
         lengths = [size] * (count - 1) + [n - (count - 1) * size]
@@ -91,7 +92,7 @@ def best_blocks(
     pattern: Adaptive,
     scale: float | None = None,
     causal: bool = False,
-    world: World | None = None,
+    ranks: Group | None = None,
     first: int = 0,
 ) -> Tensor:
     """The blocks that ``adaptive_attention`` chooses without z, as indices (batch, heads, blocks, top_k).
@@ -104,7 +105,7 @@ def best_blocks(
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        z = logits(q, k, pattern.block_size, world, lambda *means: block_logits(*means, scale, causal))
+        z = logits(q, k, pattern.block_size, ranks, lambda *means: block_logits(*means, scale, causal))
         return choose(z, pattern.top_k, causal, first)
 
 
@@ -129,25 +130,25 @@ def block_logits(q: Tensor, k: Tensor, scale: float, causal: bool = False) -> Te
     return z.tril(-1) if causal else z
 
 
-def rows_of_blocks(q: Tensor, pattern: Adaptive, world: World | None) -> tuple[int, int, int]:
+def rows_of_blocks(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int, int]:
     """The numbers of all blocks, of the rows of blocks here, and of those before them; ValueError for a bad fit."""
-    if world is None:
+    if ranks is None:
         count = pattern.count(q.shape[1])
         return count, count, 0
-    count = pattern.count(world.positions(q.shape[1], pattern.block_size))
-    return count, count // world.ranks * len(world.here), count // world.ranks * world.here[0]
+    count = pattern.count(topk_exchange.sequence_length(ranks, q.shape[1], pattern.block_size))
+    return count, count // ranks.size * len(ranks.here), count // ranks.size * ranks.here[0]
 
 
-def logits(q: Tensor, k: Tensor, size: int, world: World | None, score: Callable[..., Tensor]) -> Tensor:
+def logits(q: Tensor, k: Tensor, size: int, ranks: Group | None, score: Callable[..., Tensor]) -> Tensor:
     """The rows here of z (b, h, blocks, blocks), which ``score`` makes of the means of all blocks of q and k.
 
     Every rank scores all rows and takes its own: a product of fewer rows may round otherwise, and choose otherwise.
     """
-    if world is None:
+    if ranks is None:
         return score(*(block_means(t, size) for t in (q, k)))
-    means = [torch.cat([block_means(part, size) for part in world.shards(t)], 2) for t in (q, k)]
-    each = zip(world.here, topk_exchange.gather(world, *means, size))
-    return torch.cat([score(*whole).chunk(world.ranks, 2)[rank] for rank, whole in each], 2)
+    means = [torch.cat([block_means(part, size) for part in ranks.split(t)], 2) for t in (q, k)]
+    each = zip(ranks.here, topk_exchange.gather(ranks, *means, size))
+    return torch.cat([score(*whole).chunk(ranks.size, 2)[rank] for rank, whole in each], 2)
 
 
 def choose(z: Tensor, top_k: int, causal: bool, first: int = 0) -> Tensor:
@@ -203,19 +204,19 @@ def adaptive_attention(
     >>> z.grad.shape
     torch.Size([1, 4, 7, 7])
     """
-    world = World.of(group)
+    ranks = Group.sharing(group)
     check_tensors(q, k, v)
     if not isinstance(pattern, Adaptive):
         raise TypeError(f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}")
-    flag("causal", causal)
-    flag("return_lse", return_lse)
-    if scale is not None and not (real(scale) and abs(scale) < float("inf")):
-        raise ValueError(f"scale must be a finite number, got {shown(scale)}")
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    if scale is not None and not (is_real(scale) and abs(scale) < float("inf")):
+        raise ValueError(f"scale must be a finite number, got {short_repr(scale)}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    backend = backends(backend)
-    (b, _, heads, _), (count, rows, first), log_m = q.shape, rows_of_blocks(q, pattern, world), None
+    backend = check_backend(backend)
+    (b, _, heads, _), (count, rows, first), log_m = q.shape, rows_of_blocks(q, pattern, ranks), None
     if z is None:
-        picks = best_blocks(q, k, pattern, scale, causal, world, first)
+        picks = best_blocks(q, k, pattern, scale, causal, ranks, first)
     else:
         wanted = (b, heads, rows, count)
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
@@ -224,10 +225,10 @@ def adaptive_attention(
         picks = choose(z.detach(), pattern.top_k, causal, first)
         z = z.to(torch.promote_types(z.dtype, wide(q.dtype)))
         log_m = log_multiplicity(z, picks, causal, first).to(wide(q.dtype))
-    if world is None:
+    if ranks is None:
         out, lse = topk.attend(q, k, v, log_m, picks, pattern.block_size, causal, float(scale), backend)
     else:
-        out, lse = topk_exchange.attend(world, q, k, v, log_m, picks, pattern, causal, float(scale), backend)
+        out, lse = topk_exchange.attend(ranks, q, k, v, log_m, picks, pattern, causal, float(scale), backend)
     return (out, lse) if return_lse else out
 
 
@@ -259,11 +260,11 @@ class AdaptiveBlockSparse(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        World.of(group)  # raises what is wrong with it now, not at the first call
-        positive("head_dim", head_dim, most=LARGEST)
-        backend = backends(backend)
+        Group.sharing(group)  # raises what is wrong with it now, not at the first call
+        check_int("head_dim", head_dim, most=LARGEST)
+        backend = check_backend(backend)
         if dtype is not None:
-            float_dtype(dtype)
+            check_float_dtype(dtype)
         device = device if device is None else device_of(device)
         self.pattern, self.backend, self.group = Adaptive(block_size, top_k), backend, group
         self.q_score, self.k_score = (nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype)) for _ in range(2))
@@ -271,7 +272,7 @@ class AdaptiveBlockSparse(nn.Module):
     def logits(self, q: Tensor, k: Tensor, causal: bool = False) -> Tensor:
         """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b, n, h_kv, d); a rank's rows."""
         check_tensors(q, k, k)
-        flag("causal", causal)
+        check_bool("causal", causal)
         weights = self.q_score, self.k_score
 
         def score(*means: Tensor) -> Tensor:
@@ -279,13 +280,13 @@ class AdaptiveBlockSparse(nn.Module):
             return block_logits(*scored, q.shape[3] ** -0.5, causal)
 
         with torch.autocast(q.device.type, enabled=False):
-            return logits(q, k, self.pattern.block_size, World.of(self.group), score)
+            return logits(q, k, self.pattern.block_size, Group.sharing(self.group), score)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         check_tensors(q, k, v)
         if q.shape[3] != len(self.q_score):
             raise ValueError(f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}")
-        rows_of_blocks(q, self.pattern, World.of(self.group))
+        rows_of_blocks(q, self.pattern, Group.sharing(self.group))
         z = self.logits(q, k, is_causal)
         options = {"causal": is_causal, "backend": self.backend, "group": self.group}
         return adaptive_attention(q, k, v, self.pattern, z, **options)

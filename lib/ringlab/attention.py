@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import ring
-from .checks import FLOATS, backends, flag, one_device, real, shown
+from .checks import FLOATS, check_backend, check_bool, check_one_device, is_real, short_repr
 from .engine import Execution
 from .engine.autograd import local_attention
 from .patterns import Pattern
@@ -73,19 +73,19 @@ def attention(
     check_tensors(q, k, v, shards=group is not None)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
-    flag("causal", causal)
-    flag("return_lse", return_lse)
-    if scale is not None and not real(scale):
-        raise TypeError(f"scale must be a number, got {shown(scale)}")
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    if scale is not None and not is_real(scale):
+        raise TypeError(f"scale must be a number, got {short_repr(scale)}")
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be finite, got {shown(scale)}")
+        raise ValueError(f"scale must be finite, got {short_repr(scale)}")
     if not isinstance(execution, Execution):
-        raise TypeError(f"execution must be a ringlab.Execution, got {shown(execution)}")
-    backend = backends(backend)
+        raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(execution)}")
+    backend = check_backend(backend)
     options = {"causal": causal, "scale": float(scale), "backend": backend, "execution": execution}
     if group is None:
-        one_device(scheme, layout)
+        check_one_device(scheme, layout)
         out, lse = local_attention(q, k, v, pattern, **options)
     else:
         out, lse = ring.attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)

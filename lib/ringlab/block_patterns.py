@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from .checks import LARGEST, flag, positive, real, shown
+from .checks import LARGEST, check_bool, check_int, is_real, short_repr
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Global:
     def __post_init__(self):
         flags = self.rows, self.columns
         if not all(isinstance(flag, bool) for flag in flags) or not any(flags):
-            raise ValueError(f"Global: rows, columns or both must be True, the other False, got {shown(flags)}")
+            raise ValueError(f"Global: rows, columns or both must be True, the other False, got {short_repr(flags)}")
 
     def seen(self, rows, cols, count):
         return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
@@ -96,7 +96,7 @@ class Random:
     seed: int = 0
 
     def __post_init__(self):
-        positive("Random seed", self.seed, 0, LARGEST)
+        check_int("Random seed", self.seed, 0, LARGEST)
 
     def seen(self, rows, cols, count):
         drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
@@ -183,27 +183,27 @@ def described(part: Part) -> str:
 def check(parts: list[Part] | tuple[Part, ...]) -> None:
     """Raise ValueError for no part, one that is none of ours (no dict restores a subclass) or has no proper counts."""
     if not isinstance(parts, list | tuple):
-        raise ValueError(f"parts must be a list of parts, as [Window(1)], got {shown(parts)}")
+        raise ValueError(f"parts must be a list of parts, as [Window(1)], got {short_repr(parts)}")
     if not parts:
         raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
     for part in parts:
         if type(part) not in PARTS.values():
             known = ", ".join(kind.__name__ for kind in PARTS.values())
-            raise ValueError(f"a part must be one of {known}, no subclass, got {shown(part)}")
+            raise ValueError(f"a part must be one of {known}, no subclass, got {short_repr(part)}")
         for name, value in vars(part).items():
             if name not in OWN and not (value is None and name in OPEN):
-                positive(f"{type(part).__name__} {name}", value, int(name not in NONE), LARGEST)
+                check_int(f"{type(part).__name__} {name}", value, int(name not in NONE), LARGEST)
 
 
 def restored(given: dict) -> Part:
     """The part that one of the dicts in a pattern's ``to_dict`` describes."""
     name = given.get("part") if isinstance(given, dict) else None
     if not isinstance(name, str) or name not in PARTS:
-        raise ValueError(f"unknown part of a block-sparse pattern: {shown(given)}; known: {', '.join(PARTS)}")
+        raise ValueError(f"unknown part of a block-sparse pattern: {short_repr(given)}; known: {', '.join(PARTS)}")
     try:
         return PARTS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "part"})
     except TypeError as error:  # for fields that are missing or unknown
-        raise ValueError(f"no part of a block-sparse pattern: {shown(given)}: {error}") from None
+        raise ValueError(f"no part of a block-sparse pattern: {short_repr(given)}: {error}") from None
 
 
 def of_mask(mask: Tensor) -> Given:
@@ -242,7 +242,7 @@ class BlockSparse:
 
     def __post_init__(self):
         check(self.parts)
-        positive("block_size", self.block_size, most=LARGEST)
+        check_int("block_size", self.block_size, most=LARGEST)
         object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
 
     def __or__(self, other: BlockSparse) -> BlockSparse:
@@ -254,7 +254,7 @@ class BlockSparse:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        positive("the sequence length", n, most=LARGEST)
+        check_int("the sequence length", n, most=LARGEST)
         count = -(-n // self.block_size)
         if self.block_size > n:
             raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
@@ -324,7 +324,7 @@ class BlockSparse:
         >>> BlockSparse([Window(0)], 4).pairs(10, causal=True)  # blocks of 4, 4 and 2 positions
         23
         """
-        flag("causal", causal)
+        check_bool("causal", causal)
         count = self.count(n)
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
@@ -353,8 +353,8 @@ class BlockSparse:
         >>> found.parts[0], round(found.density(16384), 3)
         (Window(before=2, after=None), 0.099)
         """
-        if not real(density) or not 0 < density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {shown(density)}")
+        if not is_real(density) or not 0 < density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {short_repr(density)}")
         kinds = (Window, Random)
         found = [i for kind in kinds for i, part in enumerate(self.parts) if isinstance(part, kind)]
         if not found:
@@ -387,7 +387,7 @@ class BlockSparse:
     def from_dict(cls, fields: dict) -> BlockSparse:
         """What ``to_dict`` wrote, without its kind."""
         if not isinstance(fields, dict) or fields.keys() - cls.__dataclass_fields__.keys():
-            raise ValueError(f"a block-sparse pattern has parts and block_size alone, got {shown(fields)}")
+            raise ValueError(f"a block-sparse pattern has parts and block_size alone, got {short_repr(fields)}")
         parts = fields.get("parts", ())
         return cls(**fields | {"parts": [restored(x) for x in parts] if isinstance(parts, list | tuple) else parts})
 
@@ -421,7 +421,7 @@ def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> Blo
     """
     pairs = isinstance(levels, list | tuple) and all(isinstance(x, list | tuple) and len(x) == 2 for x in levels)
     if not pairs:
-        raise ValueError(f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {shown(levels)}")
+        raise ValueError(f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {short_repr(levels)}")
     return BlockSparse([Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .checks import real, shown
+from .checks import is_real, short_repr
 from .tracking import not_counted, storages
 
 T = TypeVar("T")
@@ -116,8 +116,8 @@ class PatternCache:
     """
 
     def __init__(self, max_bytes: int = 64 << 20, max_entries: int = 4096) -> None:
-        if not (real(max_bytes) and real(max_entries)) or min(max_bytes, max_entries) < 0:
-            raise ValueError(f"max_bytes and max_entries must be >= 0, got {shown((max_bytes, max_entries))}")
+        if not (is_real(max_bytes) and is_real(max_entries)) or min(max_bytes, max_entries) < 0:
+            raise ValueError(f"max_bytes and max_entries must be >= 0, got {short_repr((max_bytes, max_entries))}")
         self._lock = threading.Lock()  # never held while building
         self._building: dict[Hashable, _Build] = {}
         self._waiting: dict[int, _Build] = {}  # thread -> the build it waits for

@@ -1,4 +1,4 @@
-"""Checks of arguments that many rooms make, each of them one clear line of ValueError or TypeError."""
+"""Argument checks that several modules share. Each raises ValueError or TypeError with a message of one line."""
 
 from __future__ import annotations
 
@@ -13,107 +13,117 @@ LARGEST = 2**40  # beyond any sequence, and strides still fit 64 bits
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def whole(value, least: int = 1) -> bool:
-    """Whether a value is an integer from ``least`` up; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def as_int(value) -> int | None:
+    """An integer of Python, NumPy or torch as Python's; None for anything else, booleans included."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
-def real(value) -> bool:
-    """Whether a value is a real number, NumPy's too; True and False are none."""
+def is_int(value, least: int = 1) -> bool:
+    """Whether ``value`` is an integer of at least ``least``; booleans are not."""
+    found = as_int(value)
+    return found is not None and found >= least
+
+
+def is_real(value) -> bool:
+    """Whether ``value`` is a real number of Python or NumPy; booleans are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def integer(value):
-    """NumPy's integer as Python's, anything else as it is."""
-    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+def check_int(name: str, value, least: int = 1, most: int | None = None) -> int:
+    """``value`` as a Python integer; ValueError if it is none, or outside [least, most].
 
+    ``least`` is 0 or 1, ``most`` a power of two.
 
-def positive(name: str, value, least: int = 1, most: int | None = None) -> int:
-    """``value``, where it is an integer from ``least``, 0 or 1, up to ``most``, a power of two; else ValueError."""
-    if not whole(value, least) or (most is not None and value > most):
+    >>> check_int("seed", 0, least=0)
+    0
+    """
+    found = as_int(value)
+    if found is None or found < least or (most is not None and found > most):
         wanted = "a positive integer" if least else "an integer of at least 0"
         limit = "" if most is None else f" up to 2**{most.bit_length() - 1}"
-        raise ValueError(f"{name} must be {wanted}{limit}, got {shown(value)}")
-    return value
+        raise ValueError(f"{name} must be {wanted}{limit}, got {short_repr(value)}")
+    return found
 
 
-def positive_ints(name: str, values) -> tuple[int, ...]:
-    """The integers of a list, NumPy's as Python's; ValueError for none, and for one that is not positive."""
+def check_ints(name: str, values) -> tuple[int, ...]:
+    """A list of positive integers as a tuple of Python's; ValueError if it is empty or holds anything else."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise ValueError(f"{name} must be a list of positive integers, got {shown(values)}")
+        raise ValueError(f"{name} must be a list of positive integers, got {short_repr(values)}")
     if not values:
         raise ValueError(f"{name} is empty")
-    found = []
-    for x in values:
-        try:
-            found.append(0 if isinstance(x, bool) else operator.index(x))  # numpy's integers too
-        except TypeError:
-            found.append(0)
-        if not 1 <= found[-1] <= LARGEST:
-            raise ValueError(f"{name} must hold positive integers up to 2**40, got {shown(x)}")
-    return tuple(found)
+    for value in values:
+        if not is_int(value) or value > LARGEST:
+            raise ValueError(f"{name} must hold positive integers up to 2**40, got {short_repr(value)}")
+    return tuple(map(operator.index, values))
 
 
-def flag(name: str, value) -> None:
-    """Raise TypeError for a switch that is neither True nor False."""
+def check_bool(name: str, value) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+        raise TypeError(f"{name} must be True or False, got {short_repr(value)}")
 
 
-def known(name: str, value, names: Iterable[str]) -> None:
-    """Raise ValueError for a value that is none of the ``names``."""
+def check_choice(name: str, value, names: Iterable[str]) -> None:
+    """Raise ValueError unless ``value`` is one of the ``names``."""
     if not isinstance(value, str) or value not in names:
-        raise ValueError(f"unknown {name} {shown(value)}; known: {', '.join(names)}")
+        raise ValueError(f"unknown {name} {short_repr(value)}; known: {', '.join(names)}")
 
 
-def float_dtype(value) -> None:
-    """Raise ValueError for what is no dtype that attention runs in."""
+def check_float_dtype(value) -> None:
+    """Raise ValueError unless ``value`` is a dtype that attention supports."""
     if not isinstance(value, torch.dtype) or value not in FLOATS:
-        raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {shown(value)}")
+        raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {short_repr(value)}")
 
 
-def one_device(scheme, layout) -> None:
-    """Raise ValueError for a scheme or a layout, which are for several ranks."""
+def check_one_device(scheme, layout) -> None:
+    """Raise ValueError for a scheme or layout other than the default: these need several ranks."""
     for given, usual in ((scheme, "auto"), (layout, "contiguous")):
         if not isinstance(given, str) or given != usual:
             raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
 
 
-def backends(value) -> str | tuple[str, ...]:
-    """The name of a kernel, or those to try in order; ValueError for what is no name and no tuple or list of them."""
+def check_backend(value) -> str | tuple[str, ...]:
+    """The name of a kernel, or a tuple of names to try in order; ValueError if it is neither a name nor a list of them."""
     if not isinstance(value, str | tuple | list) or not value or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"backend must be a name or a tuple of names, got {shown(value)}")
+        raise ValueError(f"backend must be a name or a tuple of names, got {short_repr(value)}")
     return value if isinstance(value, str) else tuple(value)
 
 
 def tensor_bytes(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Size, torch.device, int]:
-    """The shape and device of a tensor to make, as torch's own, and its bytes; ValueError for a negative size."""
+    """A tensor's shape as torch.Size, its device, and its bytes; ValueError for a negative size."""
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
+        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}")
     try:
         shape = torch.Size(shape)
     except (TypeError, OverflowError):
-        raise TypeError(f"a shape must be a sequence of integers, got {shown(shape)}") from None
+        raise TypeError(f"a shape must be a sequence of integers, got {short_repr(shape)}") from None
     if any(size < 0 for size in shape):
         raise ValueError(f"sizes of a tensor must be >= 0, got {tuple(shape)}")
-    return shape, device_of(device), math.prod(shape) * dtype.itemsize
+    return shape, check_device(device), math.prod(shape) * dtype.itemsize
 
 
-def device_of(device: torch.device | str) -> torch.device:
-    """``torch.device(device)``; ValueError in one line for what is none."""
+def check_device(device: torch.device | str) -> torch.device:
+    """``torch.device(device)``; ValueError with a message of one line if there is no such device."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         wanted = "device must be a torch.device or its name, as 'cpu' or 'cuda:0'"
-        raise ValueError(f"{wanted}, got {shown(device)}") from None
+        raise ValueError(f"{wanted}, got {short_repr(device)}") from None
 
 
-def shown(value) -> str:
-    """A value of any kind and size, as a message of one line shows it.
+def short_repr(value) -> str:
+    """``repr(value)`` on one line, cut to 100 characters, for error messages.
 
-    >>> shown(torch.eye(2)), len(shown(list(range(2000))))
+    >>> short_repr(torch.eye(2)), len(short_repr(list(range(2000))))
     ('tensor([[1., 0.], [0., 1.]])', 100)
     """
     try:

@@ -23,7 +23,7 @@ from . import hardware, kernels, memory, ring
 from .advise import Advice, Auto
 from .attention import attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
-from .checks import LARGEST, flag, float_dtype, positive, positive_ints, real, shown
+from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_ints, is_real, short_repr
 from .engine import Execution
 from .engine.chunked import Ladder
 from .patterns import Dilated
@@ -88,16 +88,16 @@ class PublishedAttention(nn.Module):
             if REFUSED.get(argument) is not NO_DROPOUT or value != 0:  # no dropout is what there is
                 raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
         if ring_size is not None:
-            positive("ring_size", ring_size)
+            check_int("ring_size", ring_size)
         if self.scheme is None and (group is not None or ring_size not in (None, 1)):
             raise NotImplementedError(f"{name} runs on one device: ring_size must be 1 and group None")
         if group is not None and ring_size not in (None, size := ring.group_size(group)):
             raise ValueError(f"ring_size is {ring_size}, the group has {size} ranks")
         mb = memory_pool_threshold_mb
-        if not real(mb) or not 0 <= mb < float("inf"):
-            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {shown(mb)}")
+        if not is_real(mb) or not 0 <= mb < float("inf"):
+            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {short_repr(mb)}")
         if dtype is not None:
-            float_dtype(dtype)
+            check_float_dtype(dtype)
         switches = {
             "use_pattern_cache": use_pattern_cache,
             "enable_memory_pool": enable_memory_pool,
@@ -105,7 +105,7 @@ class PublishedAttention(nn.Module):
             "use_gradient_checkpointing": use_gradient_checkpointing,
         }
         for argument, value in switches.items():
-            flag(argument, value)
+            check_bool(argument, value)
         self.pattern = self._made_pattern(segment_lengths, dilation_rates, block_size, density)
         self.device = None if device is None else kernels.device_of(device)
         self.auto = None if config is None else Auto(config)
@@ -139,7 +139,7 @@ class PublishedAttention(nn.Module):
         own = self.device or torch.device("cpu")
         made = [fn(torch.empty(0, dtype=dtype, device=own)) for dtype in (torch.float32, torch.float64)]
         if made[0].dtype == made[1].dtype:
-            float_dtype(made[0].dtype)
+            check_float_dtype(made[0].dtype)
             self.dtype = made[0].dtype
         if made[0].device.type != own.type or made[0].device.index != own.index is not None:
             self.device = made[0].device
@@ -151,7 +151,7 @@ class PublishedAttention(nn.Module):
         for argument in refused:
             raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
         check_tensors(q, k, v)
-        flag("is_causal", is_causal)
+        check_bool("is_causal", is_causal)
         own = self.device or q.device
         if own.type != q.device.type or (own.type == "cuda" and own.index not in (None, q.device.index)):
             raise ValueError(f"{name} is on {self.device}, the input on {q.device}")
@@ -338,10 +338,10 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         segments = segment_lengths is not None or dilation_rates is not None
         if segments + (density is not None) + (self.given is not None) != 1:
             raise ValueError(f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them")
-        self.density, size = density, positive("block_size", 128 if block_size is None else block_size, most=LARGEST)
+        self.density, size = density, check_int("block_size", 128 if block_size is None else block_size, most=LARGEST)
         if self.given is not None:
             if not isinstance(self.given, BlockSparse):
-                raise ValueError(f"{name}: pattern must be a BlockSparse, got {shown(self.given)}")
+                raise ValueError(f"{name}: pattern must be a BlockSparse, got {short_repr(self.given)}")
             if block_size is not None:
                 raise ValueError(f"{name}: the pattern has its own block size, {self.given.block_size}")
             return self.given
@@ -349,8 +349,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
             window = sliding_window(0, block_size=size)
             window.with_density(density, size)  # raises what is wrong with it now, not at the first call
             return window
-        lengths = positive_ints("segment_lengths", segment_lengths)
-        rates = positive_ints("dilation_rates", dilation_rates)
+        lengths = check_ints("segment_lengths", segment_lengths)
+        rates = check_ints("dilation_rates", dilation_rates)
         if len(lengths) != len(rates):
             raise ValueError(f"segment_lengths and dilation_rates differ in length: {len(lengths)} and {len(rates)}")
         for length in lengths:
@@ -360,8 +360,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
 
     def pattern_for(self, n: int, causal: bool = False) -> BlockSparse:
         """The pattern over ``n`` positions: the one given, or the window whose density is nearest to that asked for."""
-        positive("n", n, most=LARGEST)
-        flag("causal", causal)
+        check_int("n", n, most=LARGEST)
+        check_bool("causal", causal)
         return self.pattern if self.density is None else _solved(self.pattern, self.density, n, causal)
 
     def extra_repr(self) -> str:

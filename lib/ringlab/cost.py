@@ -13,7 +13,7 @@ from math import lcm
 import torch
 
 from .block_patterns import BlockSparse
-from .checks import known
+from .checks import check_choice
 from .patterns import Pattern
 
 PASSES = {"fwd": 4, "fwd+bwd": 14}  # FLOPs per pair and per head_dim
@@ -61,7 +61,7 @@ def count(
     >>> c.pairs, c.flops, c.floor_bytes
     (128, 2048, 1024)
     """
-    known("passes", passes, PASSES)
+    check_choice("passes", passes, PASSES)
     kv_heads = heads if kv_heads is None else kv_heads
     pairs, distinct = count_pairs(pattern, seq_len, heads, kv_heads, causal)
     pairs, distinct = batch * pairs, batch * distinct

@@ -15,7 +15,7 @@ import torch
 from . import cost, hardware
 from .attention import DEFAULT
 from .block_patterns import BlockSparse, Given
-from .checks import shown, whole
+from .checks import is_int, short_repr
 from .engine import Execution
 from .meta_run import Call
 from .patterns import Pattern
@@ -113,6 +113,7 @@ def estimate(
     call = Call(pattern, **shape, dtype=dtype, causal=causal, passes=passes, ranks=ranks, scheme=scheme, layout=layout,
                  backend=backend, execution=execution, profile=profile)  # fmt: skip
     run, used, at_least = call.at(seq_len)
+    seq_len, shape = int(seq_len), {name: int(size) for name, size in shape.items()}
     counted = cost.count(pattern, seq_len=seq_len, dtype=dtype, causal=causal, passes=passes, **shape)
     sent = dict(run.traffic.sent)
     found = Estimate(counted, ranks, used, run.parts(), run.peak_bytes, sent, at_least=at_least)
@@ -152,8 +153,10 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
     1010304
     """
-    if not whole(memory_bytes) or memory_bytes > MOST_BYTES:
-        raise ValueError(f"the memory budget must be a positive number of bytes up to 2**50, got {shown(memory_bytes)}")
+    if not is_int(memory_bytes) or memory_bytes > MOST_BYTES:
+        raise ValueError(
+            f"the memory budget must be a positive number of bytes up to 2**50, got {short_repr(memory_bytes)}"
+        )
     peak, unit, low, fixed = _peaks(pattern, **call)
     if (at_low := peak(low)) > memory_bytes:
         raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")

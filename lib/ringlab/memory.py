@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import real, shown, tensor_bytes
+from .checks import is_real, short_repr, tensor_bytes
 from .tracking import is_out_of_memory
 
 _HUGE_FROM, _MADV_HUGEPAGE = 4 << 20, 14  # a smaller buffer holds at most one huge page, and malloc recycles it
@@ -131,8 +131,10 @@ class MemoryPool:
 
     def __init__(self, max_bytes: int = 512 << 20, threshold_bytes: int = 16 << 20, waste: float = 2.0) -> None:
         given = max_bytes, threshold_bytes, waste
-        if not (all(map(real, given)) and max_bytes >= 0 and threshold_bytes >= 0 and waste >= 1):
-            raise ValueError(f"memory pool: max_bytes, threshold_bytes must be >= 0 and waste >= 1, got {shown(given)}")
+        if not (all(map(is_real, given)) and max_bytes >= 0 and threshold_bytes >= 0 and waste >= 1):
+            raise ValueError(
+                f"memory pool: max_bytes, threshold_bytes must be >= 0 and waste >= 1, got {short_repr(given)}"
+            )
         self.max_bytes, self.threshold_bytes, self.waste = max_bytes, threshold_bytes, waste
         # Reentrant, since garbage collection may end an abandoned scope while this very thread holds the lock.
         self._lock, self._closed = threading.RLock(), False

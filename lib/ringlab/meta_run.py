@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import cache as caches
 from . import checks, cost, hardware, kernels, memory
 from .block_patterns import BlockSparse
-from .checks import LARGEST, flag, float_dtype, known, one_device, positive, shown
+from .checks import LARGEST, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
 from .engine import Execution, fused, torch_sparse
 from .engine.autograd import _Attention, _Gradients
 from .kernels.base import HALF, Described, wants_dtype
@@ -29,10 +29,9 @@ from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
 from .ring.comm import Post, Steps, Traffic
-from .ring.group import one_by_one
+from .ring.group import check_merge
 from .ring.layout import layout_named
-from .ring.rank import BlockRank, Rank
-from .ring.schemes import SCHEMES, backward_of, forward_of
+from .ring.schemes import SCHEMES, rank_of
 from .tracking import LiveStorageTracker, storages
 
 PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
@@ -230,10 +229,10 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     """
     if device_type == "cpu":
         return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
-    backend = checks.backends(backend)
+    backend = checks.check_backend(backend)
     names = (backend,) if isinstance(backend, str) else backend
     for name in names:
-        checks.known("backend", name, ("auto", "sdpa", *kernels.KERNELS))
+        checks.check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
     if capability is not None:
         device = Described(device_type, capability)
         known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
@@ -270,20 +269,20 @@ class Call:
 
     def __post_init__(self):
         for name in ("batch", "heads", "kv_heads", "head_dim", "ranks"):
-            positive(name, getattr(self, name))
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
         if self.heads % self.kv_heads:
             raise ValueError(f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}")
-        float_dtype(self.dtype)
+        check_float_dtype(self.dtype)
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern must be a ringlab pattern, got {type(self.pattern).__name__}")
         if not isinstance(self.execution, Execution):
-            raise TypeError(f"execution must be a ringlab.Execution, got {shown(self.execution)}")
+            raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(self.execution)}")
         if not isinstance(self.profile, hardware.Profile | None):
-            raise TypeError(f"profile must be a hardware profile or its name, got {shown(self.profile)}")
-        known("passes", self.passes, cost.PASSES)
-        flag("causal", self.causal)
+            raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(self.profile)}")
+        check_choice("passes", self.passes, cost.PASSES)
+        check_bool("causal", self.causal)
         if self.ranks == 1:
-            one_device(self.scheme, self.layout)
+            check_one_device(self.scheme, self.layout)
 
     @property
     def device_type(self) -> str:
@@ -297,10 +296,10 @@ class Call:
 
     def at(self, n: int) -> tuple[DryRun, str | None, str]:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
-        positive("seq_len", n, most=LARGEST)
-        positive("batch * seq_len * heads * head_dim", self.batch * n * self.heads * self.head_dim, most=MOST_ELEMENTS)
+        n = check_int("seq_len", n, most=LARGEST)
+        check_int("batch * seq_len * heads * head_dim", self.batch * n * self.heads * self.head_dim, most=MOST_ELEMENTS)
         if self.ranks > 1:
-            one_by_one(self.execution, self.ranks)
+            check_merge(self.execution, self.ranks)
             return *self.shared(layout_named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
@@ -340,7 +339,7 @@ class Call:
     def shared(self, layout) -> tuple[DryRun, str]:
         """(run of the rank that holds most, scheme)."""
         problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
-        known("scheme", self.scheme, ("auto", *SCHEMES))
+        check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
         runs = [self.rank(problem, scheme, rank) for rank in range(layout.ranks)]
@@ -352,10 +351,10 @@ class Call:
         """One rank of several, alone."""
         run = DryRun()
         execution = Cold.of(self.execution, run)
-        kind = BlockRank if isinstance(self.pattern, BlockSparse) else Rank
+        forward, backward = SCHEMES[scheme]
         with torch.no_grad(), run.on(self.kernel, self.device_type):
             q, k, v, dout = self.inputs(run, problem.layout.size(number))
-            rank = kind(problem, number, execution.tiled(self.kernel), self.head_dim**-0.5, execution)
+            rank = rank_of(problem, number, self.kernel, self.head_dim**-0.5, execution)
 
             def drive(steps, parts=()):
                 found = run.drive(steps, number)
@@ -363,10 +362,11 @@ class Call:
                     run.name(part, t)
                 return found
 
-            names = "out", "lse", "received", "received"
-            out, lse, kept, more = forward_of(rank, scheme, q, k, v, lambda steps: drive(steps, names))
-            for part, t in (("out", out), ("lse", lse), ("received", kept), ("received", more)):
+            out, lse, *saved = drive(forward(rank, q, k, v), ("out", "lse", "received", "received"))
+            out, lse = out.contiguous(), lse.contiguous()
+            for part, t in (("out", out), ("lse", lse), *(("received", t) for t in saved)):
                 run.name(part, t)
             if dout is not None:
-                run.name("gradients", *backward_of(rank, scheme, dout, None, q, k, v, out, lse, kept, more, drive))
+                grads = drive(backward(rank, dout, None, q, k, v, out, lse, *saved))
+                run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
         return run

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from . import ring
 from .advise import Advice, Auto
 from .attention import DEFAULT, REFUSED, attention
-from .checks import LARGEST, flag, float_dtype, one_device, positive
+from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_one_device
 from .engine import Execution
 from .kernels import device_of
 from .patterns import Pattern
@@ -60,19 +60,19 @@ class MultiheadAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         for name, size in sizes.items():
-            positive(name, size, most=LARGEST)
+            check_int(name, size, most=LARGEST)
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
         if embed_dim % num_heads or num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim and num_kv_heads num_heads, got {', '.join(map(str, sizes.values()))}"
             )
-        flag("causal", causal)
+        check_bool("causal", causal)
         for name, value in (("bias", bias), ("use_gradient_checkpointing", use_gradient_checkpointing)):
             if not isinstance(value, int | None):  # 0, 1 and None, as torch's modules take them
-                flag(name, value)
+                check_bool(name, value)
         if dtype is not None:
-            float_dtype(dtype)
+            check_float_dtype(dtype)
         device = device if device is None else device_of(device)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.pattern, self.use_gradient_checkpointing = pattern, use_gradient_checkpointing
@@ -81,7 +81,7 @@ class MultiheadAttention(nn.Module):
         if group is not None:
             self.options |= {"scheme": scheme, "layout": layout}
         else:
-            one_device(scheme, layout)
+            check_one_device(scheme, layout)
         kv_dim, made = embed_dim // num_heads * num_kv_heads, {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.k_proj = nn.Linear(embed_dim, kv_dim, **made)

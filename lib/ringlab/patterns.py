@@ -13,7 +13,7 @@ from dataclasses import fields as dataclass_fields
 import torch
 
 from .block_patterns import BlockSparse
-from .checks import LARGEST, flag, known, positive, positive_ints
+from .checks import LARGEST, check_bool, check_choice, check_int, check_ints
 
 MIXINGS = ("lse", "head_groups")
 OFFSETS = ("head", "block", "branch", "kv_head")
@@ -93,15 +93,15 @@ class Dilated:
 
     def __post_init__(self):
         for name in ("segment_lengths", "dilation_rates"):
-            object.__setattr__(self, name, positive_ints(name, getattr(self, name)))
+            object.__setattr__(self, name, check_ints(name, getattr(self, name)))
         w, r = self.segment_lengths, self.dilation_rates
         if len(w) != len(r):
             raise ValueError(f"segment_lengths and dilation_rates differ in length: {len(w)} and {len(r)}")
         for length, rate in zip(w, r):
             if rate > length:
                 raise ValueError(f"dilation rate {rate} exceeds its segment length {length}")
-        known("mixing", self.mixing, MIXINGS)
-        known("offsets", self.offsets, OFFSETS)
+        check_choice("mixing", self.mixing, MIXINGS)
+        check_choice("offsets", self.offsets, OFFSETS)
 
     def offset(self, branch: int, head: int, heads: int, kv_heads: int | None = None) -> int:
         """First selected row of a segment for ``head`` in ``branch``, in [0, rate)."""
@@ -178,7 +178,7 @@ def from_dict(data: dict) -> Pattern:
         raise ValueError(f"a pattern is restored from a dict, got {type(data).__name__}")
     fields = dict(data)
     kind = fields.pop("kind", None)
-    known("pattern kind", kind, kinds)
+    check_choice("pattern kind", kind, kinds)
     unknown = fields.keys() - kinds[kind].__dataclass_fields__.keys()
     if unknown:
         raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(map(str, unknown)))}")
@@ -198,11 +198,11 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
     █ ██
       ██
     """
-    positive("n", n, most=LARGEST)
-    positive("width", width, most=LARGEST)
-    positive("head", head, 0)
-    positive("heads", heads)
-    flag("causal", causal)
+    check_int("n", n, most=LARGEST)
+    check_int("width", width, most=LARGEST)
+    check_int("head", head, 0)
+    check_int("heads", heads)
+    check_bool("causal", causal)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     cells = min(n, width)

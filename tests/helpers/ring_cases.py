@@ -35,7 +35,8 @@ def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
 
 
 def parity(cases, device="cpu", staged=False):
-    """Each case's results on this rank, and the bytes that it sent; ``staged`` as a GPU's tensors go over gloo."""
+    """Each case's results on this rank, the bytes that it sent, and those of comparing before; ``staged`` as a GPU's
+    tensors go over gloo."""
     if staged:
         comm._through_cpu = lambda *_: True
     rank, results = dist.get_rank(), []
@@ -45,8 +46,44 @@ def parity(cases, device="cpu", staged=False):
         g = layout.shard(dlse, rank, 2) if with_lse else None
         with counting() as traffic:
             found = call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD)
-        results.append(([t.cpu() for t in found], traffic.total))
+        results.append(([t.cpu() for t in found], traffic.total, traffic.control))
     return results
+
+
+def mismatch(calls, layout, order=None):
+    """What this rank is told when it makes its own of the ``calls`` by rank: pairs (pattern, causal).
+
+    ``order``: by rank, which of the first rank's calls are made again once all ranks have made them; -1, -2, ... are
+    the backward of the last of these, the one before, ...
+    """
+    from ringlab.ring import PlanMismatch
+
+    rank = dist.get_rank()
+    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
+    shards = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
+
+    def forward(pattern, causal):
+        return attention(*shards, pattern, causal=causal, group=dist.group.WORLD, scheme="plan", layout=layout)
+
+    try:
+        outs = [forward(*made) for made in calls[0 if order else rank]]
+        for i in order[rank] if order else ():
+            if i < 0:
+                torch.autograd.grad(outs[i], shards, layout.shard(dout, rank), retain_graph=True)
+            else:
+                forward(*calls[0][i])
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing"
+
+
+def without_private_names(pattern, layout):
+    """The same step with torch's private table of process groups, and without."""
+    rank = dist.get_rank()
+    shards = [layout.shard(t, rank) for t in tensors(layout, 2, 2, 8, torch.float64, 0)[:4]]
+    found = [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
+    del dist.distributed_c10d._resolve_process_group
+    return found + [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
 
 
 def fault(kind, pattern, layout):
@@ -77,6 +114,8 @@ def fault(kind, pattern, layout):
                 :-1
             ]
     found = call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+    if kind == "ahead" and rank != 1:
+        time.sleep(1000)
     return found if kind == "none" else call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
 
 
@@ -203,6 +242,7 @@ def layer_gradients(scheme, group="world"):
 
 def peaks_of_a_shard(cases, n, heads, d):
     """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
+    from ringlab import kernels
     from ringlab.ring import Problem, contiguous
     from ringlab.ring.comm import drive
     from ringlab.ring.schemes import SCHEMES, rank_of
@@ -212,7 +252,8 @@ def peaks_of_a_shard(cases, n, heads, d):
     q, k, v = (torch.randn(1, layout.size(me), heads, d) for _ in range(3))
     for pattern, scheme in cases:
         # The algorithm itself: the operator around it is one step to a tracker, which sees nothing inside.
-        rank = rank_of(Problem(pattern, layout, False, heads, heads), me, q, 1.0, "auto", False, Execution())
+        kernel = kernels.choose(q.device, q.dtype, d).kernel
+        rank = rank_of(Problem(pattern, layout, False, heads, heads), me, kernel, 1.0, Execution())
         for _ in range(2):  # the first call makes the plan
             with LiveStorageTracker() as tracker:
                 tracker.register(q, k, v)
@@ -248,20 +289,6 @@ def content_disagreed(cases):
         except PlanMismatch as error:
             told.append(str(error))
     return told
-
-
-def raises_and_kills_the_launcher() -> None:
-    """Rank 1 of ``elastic.launch`` raises, and ends torch's launcher once it has said so."""
-    if dist.get_rank() == 1:
-        end, launcher = Path(sys.argv[1], "1.end"), os.getppid()
-
-        def kill():
-            while not end.exists():
-                time.sleep(0.01)
-            os.kill(launcher, signal.SIGKILL)
-
-        threading.Thread(target=kill).start()  # the process waits for it
-        raise OSError("on purpose")
 
 
 class TwoParts(Exception):

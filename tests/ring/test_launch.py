@@ -1,11 +1,8 @@
 """Ranks as processes: a fault ends in time, the culprit is named in one line, and nothing is left running."""
 
 import os
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +13,11 @@ import torch.distributed as dist
 from ring_cases import (
     fault,
     late_rank,
-    raises_and_kills_the_launcher,
     returns_what_cannot_be_had,
-    sleeps,
     starts_a_child_and_raises,
 )
 from ringlab.patterns import Dilated
-from ringlab.ring import contiguous, elastic, launch
+from ringlab.ring import contiguous, launch
 from ringlab.ring import launch as forked
 from ringlab.ring.launch import RankFailed
 
@@ -32,6 +27,7 @@ FAULTS = {
     "kill": "rank 1 was ended by SIGKILL before it was done",
     "leave": "rank 1 left with exit code 0 before it was done",
     "hang": "rank 1 hangs: after 3 s it has begun 0 exchanges, others 1",
+    "ahead": "rank 1 hangs: after 3 s it has begun 6 exchanges, others 5",
     "other shapes": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
     "heads is 4 / 4 on rank 1, 2 / 2 on the others",
     "other scheme": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
@@ -59,7 +55,7 @@ def gone(pids, within_s: float) -> bool:
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
-    timeout_s = 3.0 if kind == "hang" else 60.0
+    timeout_s = 3.0 if kind in ("hang", "ahead") else 60.0
     forked.launch(dist.get_rank, 3)  # the forkserver is there
     start = time.monotonic()
     with pytest.raises(RankFailed) as failure:
@@ -68,20 +64,6 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
     assert str(failure.value) == FAULTS[kind] and failure.value.rank == 1
     shown = "".join(getattr(failure.value, "__notes__", [])) + capfd.readouterr().err
     assert shown.count("Traceback") == ("raise" in FAULTS[kind] or "differs" in FAULTS[kind]), "the culprit's alone"
-
-
-@pytest.mark.parametrize("kind", ["kill", "hang"])  # every one takes seconds to import torch
-def test_torchs_launcher_names_the_culprit_too(kind):
-    job = fault, 2, kind, PATTERN, contiguous(24, 2)
-    with pytest.raises(RankFailed) as failure:
-        elastic.launch(*job, timeout_s=3.0 if kind == "hang" else 60.0)
-    assert str(failure.value) == FAULTS[kind] + (": last words" if kind == "kill" else "") and failure.value.rank == 1
-
-
-def test_what_a_rank_raised_is_kept_where_the_launcher_is_killed_then():
-    with pytest.raises(RankFailed) as failure:
-        elastic.launch(raises_and_kills_the_launcher, 2)
-    assert str(failure.value) == "rank 1 raised OSError: on purpose"
 
 
 def clock_past_joining(monkeypatch, launcher, counts: list[int]) -> None:
@@ -143,62 +125,6 @@ def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
     assert process.wait(5) != 0
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
-    failures = []
-
-    def calls():
-        with pytest.raises(RuntimeError, match="^torch's launcher was ended by SIGKILL") as failure:
-            elastic.launch(sleeps, 2, str(tmp_path))
-        failures.append(failure.value)
-
-    caller = threading.Thread(target=calls)
-    caller.start()
-    launcher, ranks = sleeping(tmp_path)
-    os.kill(launcher, signal.SIGKILL)
-    assert gone([launcher, *ranks], 5.0)
-    caller.join(5)
-    assert failures and not caller.is_alive()
-
-
-LATE = "import os, time\nif os.environ.get('RANK') == '1': time.sleep(1000)\n"
-
-
-def test_two_nodes_meet_by_the_same_command_while_a_rank_is_missed(tmp_path, monkeypatch):
-    """One command on each of two nodes, here on loopback; meanwhile, as it takes its time, a rank that never joins."""
-    env = os.environ | {"GLOO_SOCKET_IFNAME": launch.loopback(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    (tmp_path / "late").mkdir()
-    (tmp_path / "late" / "sitecustomize.py").write_text(LATE)  # before torch is imported, which takes seconds
-    monkeypatch.syspath_prepend(str(tmp_path / "late"))
-    failures = []
-
-    def misses():
-        with pytest.raises(RankFailed) as failure:
-            elastic.launch(dist.get_rank, 2)
-        failures.append(failure.value)
-
-    same = forked.launch(fault, 2, "none", PATTERN, contiguous(24, 2))
-    clock_past_joining(monkeypatch, elastic, [launch.WAITING, launch.ABSENT])
-    missing = threading.Thread(target=misses)
-    missing.start()
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder = tmp_path / "job"
-    elastic.write_job(folder, fault, "none", PATTERN, contiguous(24, 2))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{port}", "--local-addr=127.0.0.1", "-m", "ringlab.ring.elastic", str(folder),
-    ]  # fmt: skip
-    nodes = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [node.communicate(timeout=90)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    missing.join(90)
-    assert str(failures[0]) == "rank 1 has not joined within 60 s"
-    found = elastic.collect(folder, 2)
-    assert all(a.equal(b) for one, other in zip(found, same) for a, b in zip(one, other))
-
-
 def test_as_many_ranks_as_memory_and_open_files_allow(monkeypatch):
     assert forked.most_ranks() > 2
     for memory, files, most in ((1 << 30, 1024, 128), (1 << 30, 64, 32), (None, 64, 32), (1 << 30, -1, 128)):
@@ -220,9 +146,8 @@ def test_a_script_without_its_guard_is_told_so_once(tmp_path):
 
 
 def test_a_function_of_a_cell_is_refused():
-    for launch in (forked.launch, elastic.launch):
-        with pytest.raises(ValueError, match="put it into a module"):
-            launch(lambda: 0, 2)
+    with pytest.raises(ValueError, match="put it into a module"):
+        forked.launch(lambda: 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -247,18 +172,9 @@ def test_a_function_of_a_cell_is_refused():
     ],
 )
 def test_what_cannot_be_launched_is_one_line(function, args, more, why):
-    for launch in (forked.launch, elastic.launch):
-        with pytest.raises(ValueError, match=why) as failure:
-            launch(function, *(more.get("ranks", 2), *args), **{k: v for k, v in more.items() if k != "ranks"})
-        assert "\n" not in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    "more, why", [({"ranks": 0}, "ranks must be a positive integer, got 0"), ({"timeout_s": None}, "timeout_s .* None")]
-)
-def test_what_cannot_be_collected_is_one_line(more, why, tmp_path):
-    with pytest.raises(ValueError, match=why):
-        elastic.collect(tmp_path, **{"ranks": 2} | more)
+    with pytest.raises(ValueError, match=why) as failure:
+        forked.launch(function, *(more.get("ranks", 2), *args), **{k: v for k, v in more.items() if k != "ranks"})
+    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +182,6 @@ def test_what_cannot_be_collected_is_one_line(more, why, tmp_path):
     [
         (forked.launch, "sent", "^rank 1 raised TypeError: its result, of type lock, cannot be sent back: "
          "TypeError: cannot pickle '_thread.lock' object"),
-        (elastic.launch, "sent", "^rank 1 raised TypeError: its result, of type lock, cannot be sent back: "),
         (forked.launch, "read", "^rank 1 returned what cannot be read back: TypeError: TwoParts"),
     ],
 )  # fmt: skip

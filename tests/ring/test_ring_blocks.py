@@ -1,20 +1,19 @@
 """Block-sparse patterns across ranks: the one-device answer, and no more rows moved than are seen."""
 
 import random
+import re
 
 import pytest
 import torch
-from ring_cases import call, parity, tensors
-from ringlab import Dilated, Execution, attention, block_patterns, kernels, reference
+from ring_cases import call, mismatch, parity, tensors
+from ringlab import Dilated, Execution, attention, block_patterns, reference
 from ringlab.block_patterns import BlockSparse, Coarse, Random, Strided, Window
 from ringlab.engine import block_passes
 from ringlab.engine.autograd import local_attention
 from ringlab.ring import (  # fmt: skip
-    PlanMismatch,
     Problem,
     Simulated,
     choose,
-    comm,
     contiguous,
     counting,
     exchange,
@@ -24,9 +23,7 @@ from ringlab.ring import (  # fmt: skip
     uneven,
     zigzag,
 )
-from ringlab.ring.group import agree
 from ringlab.ring.launch import launch
-from ringlab.ring.rank import Rank
 from ringlab.ring.volume import sent_bytes
 from test_ring import BOUND, comm_attend, errors
 
@@ -228,7 +225,7 @@ def test_refusals_are_one_line(pattern, layout, causal, scheme, said):
 
 def later_keys(monkeypatch):
     """Causality by blocks alone: the rest of a cut block is seen from its start."""
-    monkeypatch.setattr(exchange.Pieces, "before", lambda self, others: self.blocks[None] <= others.blocks[:, None])
+    monkeypatch.setattr(exchange.BlockParts, "before", lambda self, others: self.blocks[None] <= others.blocks[:, None])
 
 
 def unmerged(monkeypatch):
@@ -250,14 +247,13 @@ def test_mutants_are_caught(monkeypatch, mutant):
 
 def test_ranks_with_different_masks_are_told():
     """Masks that differ only within shards need the same rows; the patterns' names tell them apart."""
-    mask, kernel = torch.eye(8, dtype=torch.bool), kernels.KERNELS["eager"]
+    mask = torch.eye(8, dtype=torch.bool)
     other = mask.clone()
     other[0, 1] = True
-    patterns = [block_patterns.from_mask(m, block_size=SIZE) for m in (mask, other, mask)]
-    problems = [Problem(pattern, contiguous(64, 3), False, 2, 2) for pattern in patterns]
-    ranks = [Rank(problem, i, kernel, 1.0, Execution()) for i, problem in enumerate(problems)]
-    with pytest.raises(PlanMismatch, match="pattern is blocks of 8: a given mask .* on rank 1, .* on the others"):
-        comm.simulate([agree(rank.plan) for rank in ranks])
+    calls = [[(block_patterns.from_mask(m, block_size=SIZE), True)] for m in (mask, other, mask)]
+    said = "pattern is blocks of 8: a given mask .* on rank 1, blocks of 8: a given mask .* on the others"
+    for told in launch(mismatch, 3, calls, contiguous(64, 3)):
+        assert re.search(said, told)
 
 
 def test_gloo_ranks_are_the_simulated_ones():
@@ -275,4 +271,4 @@ def test_gloo_ranks_are_the_simulated_ones():
         for part in range(5):
             got = layout.unshard([each[i][0][part] for each in everyone], 2 if part == 1 else 1)
             assert torch.equal(got, want[part]), (str(pattern), layout, part)
-        assert [each[i][1] - 24 for each in everyone] == [traffic.from_rank(r) for r in range(2)]
+        assert [each[i][1] for each in everyone] == [traffic.from_rank(r) for r in range(2)]

@@ -26,23 +26,27 @@ def one_line(call, *arguments, **more) -> str:
     "value", [None, "x", "1", 1.0, -1, True, 2**41, [], np.array([1, 2]), torch.ones(3, 3), torch.float32, object()]
 )
 def test_what_is_no_such_value_is_one_line(value):
-    assert one_line(checks.positive, "n", value, most=checks.LARGEST).startswith(
+    assert one_line(checks.check_int, "n", value, most=checks.LARGEST).startswith(
         "n must be a positive integer up to 2**40, got "
     )
-    assert one_line(checks.known, "way", value, ("a", "b")).endswith("; known: a, b")
+    assert one_line(checks.check_choice, "way", value, ("a", "b")).endswith("; known: a, b")
     if value is not True:
-        assert one_line(checks.flag, "switch", value).startswith("switch must be True or False, got ")
+        assert one_line(checks.check_bool, "switch", value).startswith("switch must be True or False, got ")
     if value is not torch.float32:
-        assert one_line(checks.float_dtype, value).startswith("dtype must be float64, float32, bfloat16 or float16")
+        assert one_line(checks.check_float_dtype, value).startswith(
+            "dtype must be float64, float32, bfloat16 or float16"
+        )
 
 
 def test_what_fits_is_taken():
-    assert checks.positive("n", 3) == 3 and checks.positive("seed", 0, 0) == 0 and checks.positive("n", 2**41) == 2**41
-    assert checks.whole(1) and checks.whole(0, 0) and checks.real(-1.5) and not checks.real(True)
-    checks.known("way", "a", ("a", "b"))
-    checks.flag("switch", False)
+    assert (
+        checks.check_int("n", 3) == 3 and checks.check_int("seed", 0, 0) == 0 and checks.check_int("n", 2**41) == 2**41
+    )
+    assert checks.is_int(1) and checks.is_int(0, 0) and checks.is_real(-1.5) and not checks.is_real(True)
+    checks.check_choice("way", "a", ("a", "b"))
+    checks.check_bool("switch", False)
     for dtype in checks.FLOATS:
-        checks.float_dtype(dtype)
+        checks.check_float_dtype(dtype)
 
 
 def test_a_length_beyond_any_sequence_is_refused_for_what_it_is():
@@ -140,7 +144,7 @@ def test_a_wrong_value_of_an_argument_is_taken_or_refused_in_one_line_of_the_lib
             last = traceback.extract_tb(error.__traceback__)[-1]
             own = PACKAGE in Path(last.filename).parents and last.line.startswith("raise ")
             if not own or "\n" in str(error):
-                found.append(f"{name}={checks.shown(value)}: {type(error).__name__}: {error}")
+                found.append(f"{name}={checks.short_repr(value)}: {type(error).__name__}: {error}")
     assert found == []
 
 

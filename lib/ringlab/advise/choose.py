@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import cost, hardware, kernels
 from ..block_patterns import BlockSparse, local_global, sliding_window
-from ..checks import flag, float_dtype, known, positive, real, shown
+from ..checks import check_bool, check_choice, check_float_dtype, check_int, is_real, short_repr
 from ..cost import PASSES
 from ..engine import Execution
 from ..engine.chunked import Ladder
@@ -100,8 +100,8 @@ class Asked:
     estimates: bool
 
     def __post_init__(self):
-        flag("causal", self.causal)
-        flag("estimates", self.estimates)
+        check_bool("causal", self.causal)
+        check_bool("estimates", self.estimates)
         if self.layout is not None:
             layout_named(self.layout, self.seq_len, self.ranks)  # raises what is wrong with it
 
@@ -314,27 +314,26 @@ def advise(
     (torch.float32, 'plan', (2048, 4096, 8192), True)
     """
     if not isinstance(profile, str | hardware.Profile):
-        raise TypeError(f"profile must be a hardware profile or its name, got {shown(profile)}")
+        raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(profile)}")
     if isinstance(profile, str):
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
     kv_heads = heads if kv_heads is None else kv_heads
     numbers = {"seq_len": seq_len, "ranks": ranks, "batch": batch, "heads": heads, "kv_heads": kv_heads,
                "head_dim": head_dim, "layers": layers}  # fmt: skip
-    for name, value in numbers.items():
-        positive(name, value)
+    numbers = {name: check_int(name, value) for name, value in numbers.items()}
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads: {heads} and {kv_heads}")
     if ranks > seq_len:
         raise ValueError(f"{ranks} ranks are more than {seq_len} tokens")
-    known("passes", passes, PASSES)
+    check_choice("passes", passes, PASSES)
     if dtype is not None:
-        float_dtype(dtype)
+        check_float_dtype(dtype)
     for name, value in (("memory_bytes", memory_bytes), ("seconds", seconds)):
-        if value is not None and not (real(value) and 0 < value < math.inf):
-            raise ValueError(f"{name} must be a positive number, got {shown(value)}")
+        if value is not None and not (is_real(value) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a positive number, got {short_repr(value)}")
     if not isinstance(pattern, Pattern) and not (isinstance(pattern, str) and pattern in KINDS):
-        raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {shown(pattern)}")
+        raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {short_repr(pattern)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
     asked = Asked(profile, causal=causal, passes=passes, budget=budget, rows=evidence(rows), layout=layout,
                   given_dtype=dtype, estimates=estimates, **numbers)  # fmt: skip
@@ -522,7 +521,7 @@ class Auto:
     def __init__(self, config: str | Advice):
         given = isinstance(config, Advice)
         if not given and not (isinstance(config, str) and config == "auto"):
-            raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {shown(config)}')
+            raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {short_repr(config)}')
         self.asks, self.advice, self.found = not given, config if given else None, {}
 
     def __repr__(self) -> str:

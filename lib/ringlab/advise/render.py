@@ -14,7 +14,7 @@ from textwrap import wrap
 import torch
 
 from ..block_patterns import BlockSparse
-from ..checks import shown
+from ..checks import short_repr
 from ..engine import Execution
 from ..hardware import Profile
 from ..patterns import Pattern
@@ -138,7 +138,7 @@ def evidence(rows: Iterable[Evidence]) -> tuple[Evidence, ...]:
     """The rows given; TypeError for what are none."""
     found = tuple(rows) if isinstance(rows, Iterable) else (rows,)
     if not all(isinstance(row, Evidence) for row in found):
-        raise TypeError(f"rows must be ringlab.Evidence, got {shown(rows)}")
+        raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
     return found
 
 

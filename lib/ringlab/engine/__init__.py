@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from .. import cache as caches
 from .. import kernels, memory
 from ..block_patterns import BlockSparse
-from ..checks import known, shown, whole
+from ..checks import check_choice, is_int, short_repr
 from ..kernels.base import device_type_of
 from ..patterns import Pattern
 from . import block_sparse, execute, fused, gather
@@ -55,12 +55,12 @@ class Execution:
         kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": pool, "results": pool}
         for name, kind in (kinds | {"tile": int | Ladder | None}).items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"Execution: {name} cannot be {shown(getattr(self, name))}")
+                raise TypeError(f"Execution: {name} cannot be {short_repr(getattr(self, name))}")
         for name, names in (("blocks", block_sparse.WAYS), ("merge", MERGES)):
-            known(name, getattr(self, name), names)
+            check_choice(name, getattr(self, name), names)
         if self.gather and self.merge == "fused":
             raise ValueError("Execution: merge='fused' joins strided views, and gather=True makes copies")
-        if isinstance(self.tile, int) and not whole(self.tile):
+        if isinstance(self.tile, int) and not is_int(self.tile):
             raise ValueError(f"Execution: tile must be a positive number of rows, got {self.tile!r}")
 
     def cached(self, key, build):

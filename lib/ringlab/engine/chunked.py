@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import shown, whole
+from ..checks import is_int, short_repr
 from ..kernels.base import Kernel, wide
 from ..tracking import is_out_of_memory
 from .execute import merge_
@@ -32,11 +32,11 @@ class Ladder:
     """
 
     def __init__(self, tiles: tuple[int, ...] = TILES):
-        if not isinstance(tiles, Sequence) or not tiles or not all(map(whole, tiles)):
-            raise ValueError(f"Ladder: tiles must be positive integers, got {shown(tiles)}")
+        if not isinstance(tiles, Sequence) or not tiles or not all(map(is_int, tiles)):
+            raise ValueError(f"Ladder: tiles must be positive integers, got {short_repr(tiles)}")
         if list(tiles) != sorted(set(tiles), reverse=True):
             raise ValueError(f"Ladder: each tile must be smaller than the one before, got {tiles!r}")
-        self.tiles, self.level = tuple(tiles), 0
+        self.tiles, self.level = tuple(map(int, tiles)), 0
 
     def __repr__(self) -> str:
         return f"Ladder({self.tiles}, level={self.level})"

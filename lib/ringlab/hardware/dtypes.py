@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import shown, whole
+from ..checks import is_int, short_repr
 
 Capability = tuple[int, int]
 
@@ -30,8 +30,10 @@ def check_capability(capability: Capability | None) -> Capability | None:
     if capability is None:
         return None
     pair = tuple(capability) if isinstance(capability, (tuple, list)) else ()
-    if len(pair) != 2 or not all(whole(x, 0) for x in pair):
-        raise TypeError(f"a compute capability is a (major, minor) pair of integers or None, not {shown(capability)}")
+    if len(pair) != 2 or not all(is_int(x, 0) for x in pair):
+        raise TypeError(
+            f"a compute capability is a (major, minor) pair of integers or None, not {short_repr(capability)}"
+        )
     return pair
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from .. import checks
-from ..checks import LARGEST, flag, integer, known, positive, shown
+from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
 from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel, takes_lower_right
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
@@ -56,15 +56,15 @@ def choose(
     if (kernel := settled_kernel()) is not None:
         return Choice(kernel, {})
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
-    head_dim = positive("head_dim", integer(head_dim), most=LARGEST)
-    flag("causal", causal)
-    flag("backward", backward)
+        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}")
+    head_dim = check_int("head_dim", head_dim, most=LARGEST)
+    check_bool("causal", causal)
+    check_bool("backward", backward)
     device = _with_index(device)
     names = ()
-    backend = checks.backends(backend)
+    backend = checks.check_backend(backend)
     for name in (backend,) if isinstance(backend, str) else backend:
-        known("backend", name, ("auto", "sdpa", *KERNELS))
+        check_choice("backend", name, ("auto", "sdpa", *KERNELS))
         names += order(device) if name == "auto" else SDPA if name == "sdpa" else (name,)
     refusals = {}
     for name in names:
@@ -159,7 +159,7 @@ def _wrong(kernel, first: int, device, dtype: torch.dtype, head_dim: int, causal
 
 def device_of(device: torch.device | str) -> torch.device:
     """``torch.device(device)``; ValueError in one line for what is none, or a GPU where torch finds none."""
-    found = checks.device_of(device)
+    found = checks.check_device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {str(found)!r}, but torch finds no GPU here")
     return found

@@ -33,7 +33,6 @@ from ..adaptive import Adaptive, adaptive_attention, best_blocks
 from ..cost import PASSES, Cost
 from ..engine import torch_sparse
 from ..ring import Problem, Traffic, choose, comm, counting
-from ..ring.group import BYTES as AGREEMENT_BYTES
 from ..ring.layout import layout_named
 from ..ring.volume import sent_bytes
 from . import peers
@@ -314,9 +313,7 @@ class Sharded:
         problem = Problem(self.system.pattern, self.layout, p.causal, p.heads, p.kv_heads)
         scheme = choose(problem).scheme if scheme == "auto" else scheme
         shape = {"batch": p.batch, "head_dim": p.head_dim, "dtype": self.system.dtype, "passes": p.passes}
-        agreed = AGREEMENT_BYTES * (self.ranks - 1), 2 * (self.ranks - 1)  # before the first exchange, once
-        found |= {"scheme": scheme, "bytes_sent": bytes_ - agreed[0], "messages": messages - agreed[1]}
-        return found | {"planned": sent_bytes(problem, self.rank, scheme, **shape)}
+        return found | {"scheme": scheme, "planned": sent_bytes(problem, self.rank, scheme, **shape)}
 
 
 TORCHS = {

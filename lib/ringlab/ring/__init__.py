@@ -1,12 +1,12 @@
-"""Attention across ranks: layouts, the plan of what moves, and the schemes that move it."""
+"""Attention across ranks: layouts, exchange plans, and the schemes that move rows by them."""
 
 from .comm import Traffic, counting
-from .exchange import Block, Problem, RankPlan, plan_rank
+from .exchange import Problem, RankPlan, StridedRows, plan_rank
 from .group import PlanMismatch, Simulated, attend, group_size
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
 from .schemes import SCHEMES, Choice, choose
 
 __all__ = [
-    "SCHEMES", "Block", "Choice", "Layout", "PlanMismatch", "Problem", "RankPlan", "Simulated", "Traffic", "attend",
-    "choose", "contiguous", "counting", "group_size", "hilbert", "plan_rank", "striped", "uneven", "zigzag",
+    "SCHEMES", "Choice", "Layout", "PlanMismatch", "Problem", "RankPlan", "Simulated", "StridedRows", "Traffic",
+    "attend", "choose", "contiguous", "counting", "group_size", "hilbert", "plan_rank", "striped", "uneven", "zigzag",
 ]  # fmt: skip

@@ -1,12 +1,13 @@
-"""How ranks talk. An algorithm is a generator of one rank: it yields what to post and what to wait for.
+"""Communication between ranks.
 
-``drive`` runs it over a torch.distributed group, ``simulate`` runs those of all ranks in one process, in step; both can
-count the bytes. Posting returns at once, so work between a ``Post`` and its ``Wait`` overlaps the transfer.
+An algorithm is a generator that runs on one rank. It yields ``Post(request)`` to start a transfer and ``Wait(ticket)``
+to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one rank over a
+torch.distributed group; ``simulate`` runs those of all ranks in one process, in step. Both can count the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,20 +19,25 @@ from torch import Tensor
 
 @dataclass
 class AllToAll:
-    """Rows [sum(sent[:j]), ...) of ``send`` go to rank j, rows of ``receive`` come by rank: one collective."""
+    """One collective: rank j gets ``sent[j]`` rows of ``send``, in order, and ``received[j]`` rows come from it.
+
+    ``control``: compares what the ranks are about to do, and is counted apart from the data.
+    """
 
     send: Tensor
     sent: list[int]
     receive: Tensor
     received: list[int]
+    control: bool = False
 
 
 @dataclass
 class Exchange:
-    """Contiguous tensors to some ranks and from some, point to point; none of it to oneself."""
+    """Point to point: contiguous tensors to some ranks and from some, none to oneself."""
 
     send: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     receive: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    control = False
 
 
 @dataclass
@@ -43,7 +49,7 @@ class Post:
 
 @dataclass
 class Wait:
-    """Until the request of this ticket is done: its received tensors may be read, its sent ones written."""
+    """Until the request of this ticket is done. Before, do not read received tensors or write to sent ones."""
 
     ticket: object
 
@@ -53,10 +59,14 @@ Steps = Generator[Post | Wait, object, object]
 
 @dataclass
 class Traffic:
-    """Bytes by (from, to); on one rank of a group only what this rank sends."""
+    """Bytes by (from, to) and messages; on one rank of a group only what this rank sends.
+
+    ``control``: bytes that were sent to compare what the ranks are about to do. They are in no other count.
+    """
 
     sent: dict[tuple[int, int], int] = field(default_factory=dict)
     messages: int = 0
+    control: int = 0
 
     @property
     def total(self) -> int:
@@ -67,19 +77,22 @@ class Traffic:
 
     def add(self, rank: int, request: AllToAll | Exchange) -> None:
         for to, size in _sizes(request).items():
-            if to != rank and size:
+            if to != rank and size and request.control:
+                self.control += size
+            elif to != rank and size:
                 self.sent[rank, to] = self.sent.get((rank, to), 0) + size
                 self.messages += 1
 
 
 def _sizes(request: AllToAll | Exchange) -> dict[int, int]:
+    """Bytes by destination."""
     if isinstance(request, Exchange):
         return {to: sum(t.numel() * t.element_size() for t in tensors) for to, tensors in request.send.items()}
     row = request.send[:1].numel() * request.send.element_size()
     return {to: count * row for to, count in enumerate(request.sent)}
 
 
-on_post = None  # called at every request over a group, for a launcher that watches who falls behind
+on_post: Callable[[], None] | None = None  # called at every request over a group: the launcher watches who falls behind
 _counter: ContextVar[Traffic | None] = ContextVar("traffic", default=None)
 
 
@@ -100,21 +113,17 @@ def counting():
         _counter.reset(token)
 
 
-def _count(rank: int, request: AllToAll | Exchange) -> None:
-    if (traffic := _counter.get()) is not None:
-        traffic.add(rank, request)
-
-
 def drive(steps: Steps, group: dist.ProcessGroup):
-    """Run one rank's algorithm over a group (gloo, NCCL); returns what it returns."""
-    rank, answer = dist.get_rank(group), None
+    """Run one rank's algorithm over a process group (gloo, NCCL) and return its result."""
+    rank, traffic, answer = dist.get_rank(group), _counter.get(), None
     while True:
         try:
             step = steps.send(answer)
         except StopIteration as end:
             return end.value
         if isinstance(step, Post):
-            _count(rank, step.request)
+            if traffic is not None:
+                traffic.add(rank, step.request)
             if on_post is not None:
                 on_post()
             answer = _post(step.request, group)
@@ -140,13 +149,13 @@ def _direct(request: Exchange, group: dist.ProcessGroup) -> list:
 
 
 def _through_cpu(request: Exchange, group: dist.ProcessGroup) -> bool:
-    """gloo sends point to point from the CPU's memory alone."""
+    """gloo sends CUDA tensors point to point only by way of the CPU."""
     tensors = [t for peers in (request.send, request.receive) for each in peers.values() for t in each]
     return any(t.is_cuda for t in tensors) and "cuda:gloo" in dist.get_backend_config(group)
 
 
 class _Staged:
-    """An exchange by way of copies in the CPU's memory; sent ones are made at once, received ones read at ``wait``."""
+    """An exchange of copies in CPU memory: sent tensors are copied at once, received ones in ``wait``."""
 
     def __init__(self, request: Exchange, group: dist.ProcessGroup):
         self.into = request.receive
@@ -163,13 +172,13 @@ class _Staged:
 
 
 def simulate(ranks: list[Steps]) -> list:
-    """Run the algorithms of all ranks in this process, in step; what they return, by rank.
+    """Run the algorithms of all ranks in this process, in step, and return their results by rank.
 
-    A message arrives when it is waited for, so that reading before is as wrong here as over a network. Raises
-    RuntimeError where the ranks' requests do not fit together.
+    A message arrives only when it is waited for: reading too early is as wrong here as over a network. Raises
+    RuntimeError if the requests of the ranks do not fit together.
     """
-    answers: list = [None] * len(ranks)
-    results: list = [None] * len(ranks)
+    traffic, count = _counter.get(), len(ranks)
+    answers, results = [None] * count, [None] * count
     while True:
         steps, ended = [], 0
         for rank, algorithm in enumerate(ranks):
@@ -178,19 +187,19 @@ def simulate(ranks: list[Steps]) -> list:
             except StopIteration as end:
                 results[rank] = end.value
                 ended += 1
-        if ended == len(ranks):
+        if ended == count:
             return results
         if ended or len({type(step) for step in steps}) > 1:
             raise RuntimeError("the ranks do not agree on what comes next")
         if isinstance(steps[0], Post):
             requests = [step.request for step in steps]
-            for rank, request in enumerate(requests):
-                _count(rank, request)
-            answers = [_Delivery(requests)] * len(ranks)
+            for rank, request in enumerate(requests if traffic is not None else ()):
+                traffic.add(rank, request)
+            answers = [_Delivery(requests)] * count
         else:
             for delivery in {id(step.ticket): step.ticket for step in steps}.values():
                 delivery.deliver()
-            answers = [None] * len(ranks)
+            answers = [None] * count
 
 
 class _Delivery:
@@ -200,21 +209,21 @@ class _Delivery:
         self.requests = requests
 
     def deliver(self) -> None:
+        sent = [_by_rank(request, "send") for request in self.requests]
         for to, request in enumerate(self.requests):
-            if isinstance(request, AllToAll):
-                sources = {source: (piece,) for source, piece in enumerate(request.receive.split(request.received))}
-            else:
-                sources = request.receive
-            for source, into in sources.items():
-                message = self._sent(source, to)
+            for source, into in _by_rank(request, "receive").items():
+                message = sent[source].get(to, ())
                 if [(t.shape, t.dtype) for t in message] != [(t.shape, t.dtype) for t in into]:
                     raise RuntimeError(f"rank {source} sends rank {to} other rows than it expects")
                 for t, value in zip(into, message):
-                    t.copy_(value)
+                    if t.numel():
+                        t.copy_(value)
         self.requests = []
 
-    def _sent(self, source: int, to: int) -> tuple[Tensor, ...]:
-        request = self.requests[source]
-        if isinstance(request, Exchange):
-            return request.send.get(to, ())
-        return (request.send.split(request.sent)[to],)
+
+def _by_rank(request: AllToAll | Exchange, side: str) -> dict[int, tuple[Tensor, ...]]:
+    """The tensors of one side of a request, "send" or "receive", by the other rank."""
+    if isinstance(request, Exchange):
+        return request.send if side == "send" else request.receive
+    rows = request.send.split(request.sent) if side == "send" else request.receive.split(request.received)
+    return {rank: (part,) for rank, part in enumerate(rows)}

@@ -1,22 +1,22 @@
-"""Which rows a rank's queries see under a block-sparse pattern, and which calls read them: arithmetic on ranges alone.
+"""The exchange plan: which K/V rows a rank needs from which other, each once. Arithmetic on ranges, without tensors.
 
-A chunk of a shard is cut where blocks end, and also where it ends itself, maybe inside a block. Chunks share no
-position: two pieces of one block are the same, or one lies wholly before the other. So a piece of queries sees a piece
-of keys whole or not at all, and only a piece with itself needs the causal mask.
+A row is one position of one K/V head. A shard consists of chunks of adjacent positions.
 
-Which K/V rows a rank needs from which other, each once: pure arithmetic on ranges, no tensors and no process group.
+Dilated patterns: a query chunk and a key chunk that are disjoint share at most one segment of a branch, and in it all
+keys come before all queries, or after them. So what moves are whole intervals, and causality hides all of one or
+nothing.
 
-A row is one position of one K/V head. Shards are made of chunks of neighbouring positions. A query chunk and a key
-chunk that are disjoint share at most one segment of a branch, and there all keys lie before all queries or after them:
-so every exchange is of whole stretches, and causality hides all of one or nothing.
+StridedRows-sparse patterns: chunks are cut where blocks end. Two of these parts are equal or disjoint, so a part of the
+queries sees a part of the keys whole or not at all. Only a part with itself needs the causal mask.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain, product
 from math import lcm
 
 import torch
@@ -32,16 +32,16 @@ from .layout import Layout
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Parts of blocks in the order of the rows that hold them: ``blocks``, ``starts`` and ``stops`` (pieces,)."""
+class BlockParts:
+    """Chunks cut where blocks end, in the order of their rows: ``blocks``, ``starts`` and ``stops`` (parts,)."""
 
     blocks: Tensor
     starts: Tensor
     stops: Tensor
 
     @classmethod
-    def of(cls, ranges: Sequence[range], size: int) -> Pieces:
-        """Stretches of positions, one behind the other, cut into blocks of ``size``."""
+    def of(cls, ranges: Sequence[range], size: int) -> BlockParts:
+        """Ranges of positions cut at multiples of ``size``."""
         blocks = [torch.arange(r.start // size, (r.stop - 1) // size + 1) for r in ranges]
         starts = [(b * size).clamp(min=r.start) for b, r in zip(blocks, ranges)]
         stops = [((b + 1) * size).clamp(max=r.stop) for b, r in zip(blocks, ranges)]
@@ -53,20 +53,20 @@ class Pieces:
         lengths = self.stops - self.starts
         return Cuts(lengths.cumsum(0) - lengths, lengths)
 
-    def before(self, others: Pieces) -> Tensor:
-        """Which of these lie before which others, bool (others, pieces)."""
+    def before(self, others: BlockParts) -> Tensor:
+        """Which of these lie before which others, bool (others, parts)."""
         return self.stops[None, :] <= others.starts[:, None]
 
 
 def needed(pattern: BlockSparse, layout: Layout, causal: bool, rank: int, source: int) -> list[range]:
-    """The positions of ``source`` that some query of ``rank`` sees, in the order of the shard, as few ranges.
+    """The positions of ``source`` that some query of ``rank`` sees, as few ranges, in the order of the shard.
 
     >>> from ringlab.block_patterns import sliding_window
     >>> from ringlab.ring.layout import contiguous
     >>> needed(sliding_window(1, block_size=4), contiguous(40, 3), False, 1, 0)  # of 0 .. 13 for 14 .. 26
     [range(8, 14)]
     """
-    mine, theirs = (Pieces.of(layout.ranges(i), pattern.block_size) for i in (rank, source))
+    mine, theirs = (BlockParts.of(layout.ranges(i), pattern.block_size) for i in (rank, source))
     seen = pattern.blocks(layout.n, mine.blocks, theirs.blocks)  # (mine, theirs)
     if causal:
         seen &= theirs.before(mine)
@@ -83,12 +83,12 @@ def block_calls(
     pattern: BlockSparse, layout: Layout, causal: bool, rank: int, received: Sequence[range] | None = None,
     *, lower_right: bool = False,
 ) -> Tiling:  # fmt: skip
-    """The calls of a rank's queries on its own keys, or on the rows ``received`` of others, in their order.
+    """The calls of a rank's queries on its own keys, or on the rows ``received`` from others, in their order.
 
     ``lower_right``: as for ``tiling.tile``.
     """
-    mine = Pieces.of(layout.ranges(rank), pattern.block_size)
-    theirs = mine if received is None else Pieces.of(received, pattern.block_size)
+    mine = BlockParts.of(layout.ranges(rank), pattern.block_size)
+    theirs = mine if received is None else BlockParts.of(received, pattern.block_size)
     layers = [seen(mine.blocks, theirs.blocks) for seen in layers_of(pattern, layout.n)]
     diagonal = None
     if causal:
@@ -100,10 +100,11 @@ def block_calls(
 
 
 @dataclass(frozen=True)
-class Block:
-    """``count`` positions at ``rate`` for ``heads`` K/V heads; ``kv_head`` and ``first`` are (first, step) along them.
+class StridedRows:
+    """Rows to send: every ``rate``-th position, ``count`` of them, of ``heads`` K/V heads.
 
-    Positions are global. A message holds the rows position by position, (count, heads).
+    ``kv_head`` and ``first``, the first position, are (first, step) along the heads. Positions are those of the
+    sequence, or after ``local`` rows of a shard. A message holds the rows position by position, (count, heads).
     """
 
     rate: int
@@ -122,10 +123,27 @@ class Block:
             first = self.first[0] + i * self.first[1]
             yield self.kv_head[0] + i * self.kv_head[1], range(first, first + self.count * self.rate, self.rate)
 
+    def local(self, layout: Layout, rank: int) -> StridedRows:
+        """The same rows, with positions counted in the shard of the rank that owns them."""
+        row, position = 0, self.first[0]
+        for owned in layout.ranges(rank):
+            if position in owned:
+                first = row + owned.index(position), self.first[1] // owned.step
+                return replace(self, rate=max(1, self.rate // owned.step), first=first)
+            row += len(owned)
+        raise ValueError(f"rank {rank} does not own position {position}")
+
+    def view(self, t: Tensor) -> Tensor:
+        """These rows of a shard t (b, s, h_kv, d), as a view (b, count, heads, d)."""
+        s_b, s_n, s_h, s_d = t.stride()
+        size = (t.shape[0], self.count, self.heads, t.shape[3])
+        stride = (s_b, self.rate * s_n, self.kv_head[1] * s_h + self.first[1] * s_n, s_d)
+        return t.as_strided(size, stride, t.storage_offset() + self.first[0] * s_n + self.kv_head[0] * s_h)
+
 
 @dataclass(frozen=True)
-class Stretch:
-    """Keys start .. stop - 1 at ``rate``, for (kv_head, residue) pairs: positions x with x mod rate == residue."""
+class ResidueInterval:
+    """Positions start <= x < stop with x mod rate == residue, for (K/V head, residue) ``pairs``."""
 
     rate: int
     start: int
@@ -135,7 +153,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is attended by whom: everything that a plan depends on."""
+    """What is computed and which rank owns what: all that an exchange plan depends on."""
 
     pattern: Pattern
     layout: Layout
@@ -143,8 +161,18 @@ class Problem:
     heads: int
     kv_heads: int
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a problem is part of the key of every plan that a call looks up
+        return hash((self.pattern, self.layout, self.causal, self.heads, self.kv_heads))
+
+    def __reduce__(self):  # without the hash: another process has others of the same strings
+        return Problem, (self.pattern, self.layout, self.causal, self.heads, self.kv_heads)
+
     def check(self, scheme: str) -> None:
-        """Raise ValueError, in one line, for what a scheme cannot serve."""
+        """Raise ValueError if a scheme does not support the problem."""
         if isinstance(self.pattern, BlockSparse):
             self.pattern.count(self.layout.n)  # raises where the pattern does not fit
             if scheme in ("ring", "all_gather"):
@@ -153,9 +181,8 @@ class Problem:
             raise ValueError("causal attention along a Hilbert curve has no meaning: its steps are not in time order")
         if scheme == "ulysses":
             if self.layout.ranks > self.heads:
-                raise ValueError(
-                    f"ulysses shares out heads: {self.layout.ranks} ranks are more than {self.heads} heads"
-                )
+                few = f"{self.layout.ranks} ranks are more than {self.heads} heads"
+                raise ValueError(f"ulysses shares out heads: {few}")
         elif self.layout.kind == "striped" and not isinstance(self.pattern, Dense):
             raise ValueError(
                 f"scheme {scheme!r} serves a striped layout with dense attention only, not {self.pattern}: "
@@ -164,12 +191,12 @@ class Problem:
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """By rate, so that the rows of a branch are there when a sparser one asks for a part of them."""
+        """The branches of a dilated pattern by rate, so that the rows of a denser one come first."""
         found = self.pattern.branches(self.layout.n, self.heads, self.kv_heads)
         return tuple(sorted(found, key=lambda b: (b.rate, b.length)))
 
     def shared(self, branch: Branch, queries: range, keys: range) -> tuple[int, range, range] | None:
-        """(start, query part, key part) of the segment in which disjoint chunks meet and the queries see the keys."""
+        """(start, queries, keys) of the one segment where queries of a chunk see keys of another chunk, or None."""
         if keys.start > queries.start:
             if self.causal:
                 return None
@@ -184,34 +211,36 @@ class Problem:
         stop = min(queries.stop, start + branch.length)
         return start, range(queries.start, stop), range(max(keys.start, start), keys.stop)
 
-    def needs(self, rank: int, source: int) -> tuple[Block, ...]:
-        """The rows that ``rank`` needs from ``source``, each once, in the order in which they travel."""
+    def needs(self, rank: int, source: int) -> tuple[StridedRows, ...]:
+        """The rows that ``rank`` needs from ``source``, each once, in the order in which they are sent."""
         if rank == source:
             return ()
         if isinstance(self.pattern, BlockSparse):
             found = needed(self.pattern, self.layout, self.causal, rank, source)
-            return tuple(Block(1, len(keys), self.kv_heads, (0, 1), (keys.start, 0)) for keys in found)
+            return tuple(StridedRows(1, len(keys), self.kv_heads, (0, 1), (keys.start, 0)) for keys in found)
         if self.layout.kind == "striped":
             return self._striped(rank, source)
         found = []
         for keys in self.layout.ranges(source):
-            stretches = [
-                stretch
-                for branch in self.branches
-                for queries in self.layout.ranges(rank)
-                if (stretch := self._stretch(branch, queries, keys)) is not None
-            ]
-            found += [block for stretch in _distinct(stretches) for block in _blocks(stretch)]
+            pairs = product(self.branches, self.layout.ranges(rank))
+            intervals = [self._interval(branch, queries, keys) for branch, queries in pairs]
+            for interval in _disjoint([i for i in intervals if i is not None]):
+                found += _strided_rows(interval)
         return tuple(found)
 
-    def _striped(self, rank: int, source: int) -> tuple[Block, ...]:
+    def hops(self) -> list[int]:
+        """How far each rank's shard travels along the ring: to the last rank whose queries see some of it."""
+        p = self.layout.ranks
+        return [max((t for t in range(1, p) if self.needs((j + t) % p, j)), default=0) for j in range(p)]
+
+    def _striped(self, rank: int, source: int) -> tuple[StridedRows, ...]:
         (keys,) = self.layout.ranges(source) or (range(0),)
         if self.causal:
             last = max((r[-1] for r in self.layout.ranges(rank)), default=-1)
             keys = range(keys.start, min(keys.stop, last + 1), keys.step)
-        return (Block(keys.step, len(keys), self.kv_heads, (0, 1), (keys.start, 0)),) if keys else ()
+        return (StridedRows(keys.step, len(keys), self.kv_heads, (0, 1), (keys.start, 0)),) if keys else ()
 
-    def _stretch(self, branch: Branch, queries: range, keys: range) -> Stretch | None:
+    def _interval(self, branch: Branch, queries: range, keys: range) -> ResidueInterval | None:
         found = self.shared(branch, queries, keys)
         if found is None:
             return None
@@ -219,7 +248,7 @@ class Problem:
         pairs = _pairs(branch, self.heads // self.kv_heads, start % branch.rate)
         if len(asking) < branch.rate:  # some heads may select no query here
             pairs = frozenset(p for p in pairs if (p[1] - asking.start) % branch.rate < len(asking))
-        return Stretch(branch.rate, wanted.start, wanted.stop, pairs) if pairs and wanted else None
+        return ResidueInterval(branch.rate, wanted.start, wanted.stop, pairs) if pairs and wanted else None
 
 
 @lru_cache(maxsize=4096)
@@ -229,84 +258,93 @@ def _pairs(branch: Branch, group: int, phase: int) -> frozenset[tuple[int, int]]
 
 @lru_cache(maxsize=4096)
 def _held(pairs: frozenset, rate: int, of: frozenset) -> frozenset:
-    """Those of ``pairs`` whose positions are all among the residues ``of`` modulo ``rate``."""
+    """The ``pairs`` whose positions are all among the residues ``of`` modulo ``rate``."""
     return frozenset(p for p in pairs if (p[0], p[1] % rate) in of)
 
 
-def _distinct(stretches: list[Stretch]) -> list[Stretch]:
-    """The same rows with none twice; stretches come by rate."""
-    done: list[Stretch] = []
-    for stretch in sorted(stretches, key=lambda s: s.rate):
-        left = [stretch]
+def _disjoint(intervals: list[ResidueInterval]) -> list[ResidueInterval]:
+    """Disjoint intervals of the same rows; ``intervals`` are sorted by rate."""
+    done: list[ResidueInterval] = []
+    for interval in intervals:
+        left = [interval]
         for earlier in done:
             left = [part for each in left for part in _without(each, earlier)]
         done += left
     return done
 
 
-def _without(new: Stretch, old: Stretch) -> Iterator[Stretch]:
-    """Stretches of the rows of ``new`` that are not rows of ``old``."""
+def _without(new: ResidueInterval, old: ResidueInterval) -> Iterator[ResidueInterval]:
+    """Intervals of the rows of ``new`` that are not rows of ``old``."""
     start, stop = max(new.start, old.start), min(new.stop, old.stop)
     if start >= stop:
         yield new
         return
     if new.rate % old.rate == 0:
         held, rate = _held(new.pairs, old.rate, old.pairs), new.rate
-    else:  # rates that do not divide each other meet in single residues of their common multiple
+    else:  # neither rate divides the other: split into residues of their common multiple
         rate = lcm(new.rate, old.rate)
         every = frozenset((g, x % rate) for g, c in new.pairs for x in _positions(new, c)[: rate // new.rate])
         held = _held(every, old.rate, old.pairs)
         if held:
-            new = Stretch(rate, new.start, new.stop, every)
+            new = ResidueInterval(rate, new.start, new.stop, every)
     if not held:
         yield new
         return
     if held != new.pairs:
-        yield Stretch(rate, new.start, new.stop, new.pairs - held)
+        yield ResidueInterval(rate, new.start, new.stop, new.pairs - held)
     if new.start < start:
-        yield Stretch(rate, new.start, start, held)
+        yield ResidueInterval(rate, new.start, start, held)
     if stop < new.stop:
-        yield Stretch(rate, stop, new.stop, held)
+        yield ResidueInterval(rate, stop, new.stop, held)
 
 
-def _positions(stretch: Stretch, residue: int) -> range:
-    return range(stretch.start + (residue - stretch.start) % stretch.rate, stretch.stop, stretch.rate)
+def _positions(interval: ResidueInterval, residue: int) -> range:
+    return range(interval.start + (residue - interval.start) % interval.rate, interval.stop, interval.rate)
 
 
-def _blocks(stretch: Stretch) -> Iterator[Block]:
-    """A stretch as blocks: heads with equally many rows there whose indices and first positions are evenly spaced."""
+def _strided_rows(interval: ResidueInterval) -> Iterator[StridedRows]:
+    """The rows of an interval: together those of heads with equal counts, evenly spaced indices and first positions."""
     alike: dict[int, list] = {}
-    for head, residue in sorted(stretch.pairs):
-        found = _positions(stretch, residue)
+    for head, residue in sorted(interval.pairs):
+        found = _positions(interval, residue)
         if found:
             alike.setdefault(len(found), []).append((head, found.start))
     for count, members in sorted(alike.items()):
         for run in progressions(members):
-            yield Block(stretch.rate, count, len(run), *first_and_step(run))
+            yield StridedRows(interval.rate, count, len(run), *first_and_step(run))
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank receives from and sends to each other one."""
+    """The rows that one rank receives from each other rank, and sends to it."""
 
     problem: Problem
     rank: int
-    receive: tuple[tuple[Block, ...], ...]
-    send: tuple[tuple[Block, ...], ...]
+    receive: tuple[tuple[StridedRows, ...], ...]
+    send: tuple[tuple[StridedRows, ...], ...]
 
-    @property
+    @cached_property
     def received(self) -> list[int]:
-        """Rows by source."""
-        return [sum(b.rows for b in blocks) for blocks in self.receive]
+        """The number of rows by source."""
+        return [sum(each.rows for each in some) for some in self.receive]
 
-    @property
+    @cached_property
     def sent(self) -> list[int]:
-        """Rows by destination."""
-        return [sum(b.rows for b in blocks) for blocks in self.send]
+        """The number of rows by destination."""
+        return [sum(each.rows for each in some) for some in self.send]
+
+    @cached_property
+    def sent_rows(self) -> list[tuple[int, StridedRows]]:
+        """(first row in the message, rows in the own shard) of all that is sent, in order."""
+        found, first = [], 0
+        for rows in chain(*self.send):
+            found.append((first, rows.local(self.problem.layout, self.rank)))
+            first += rows.rows
+        return found
 
 
 def plan_rank(problem: Problem, rank: int) -> RankPlan:
-    """A rank's part of the exchange.
+    """The exchange plan of one rank.
 
     >>> from ringlab.patterns import Dilated
     >>> from ringlab.ring.layout import contiguous
@@ -318,10 +356,6 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     return RankPlan(problem, rank, receive, tuple(problem.needs(to, rank) for to in ranks))
 
 
-def digest(blocks: tuple[Block, ...]) -> int:
-    """63 bits that tell two lists of rows apart, the same on every rank."""
-    return text_digest(repr([(b.rate, b.count, b.heads, b.kv_head, b.first) for b in blocks]))
-
-
-def text_digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+def digest(value: object) -> int:
+    """A 63-bit hash of ``repr(value)``, the same in every process: of a text, or of rows to send."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1

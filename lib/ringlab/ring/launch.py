@@ -34,7 +34,7 @@ from statistics import mode
 import torch
 import torch.distributed as dist
 
-from ..checks import LARGEST, positive, real, shown
+from ..checks import LARGEST, check_int, is_real, short_repr
 from ..hardware import Probe
 from ..hardware.detect import ram_bytes
 from . import comm
@@ -281,9 +281,9 @@ def checked(function: Callable, args: tuple, ranks: int, timeout_s: float, threa
     """Raise ValueError unless other processes can run a function that they import by its name."""
     checked_numbers(ranks, timeout_s, threads)
     if ranks > (most := most_ranks()):
-        raise ValueError(f"ranks is {shown(ranks)}: this machine has memory and open files for {most:,} at most")
+        raise ValueError(f"ranks is {short_repr(ranks)}: this machine has memory and open files for {most:,} at most")
     if not callable(function) or not hasattr(function, "__module__"):
-        raise ValueError(f"there is no function to call in {shown(function)}")
+        raise ValueError(f"there is no function to call in {short_repr(function)}")
     try:
         pickle.dumps(args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -302,9 +302,9 @@ def most_ranks() -> int:
 def checked_numbers(ranks: int, timeout_s: float, threads: int = 1) -> None:
     """Raise ValueError for counts that are none, and for a time that cannot be waited for."""
     for name, value in (("ranks", ranks), ("threads", threads)):
-        positive(name, value)
-    if not real(timeout_s) or timeout_s > LONGEST_S:
-        raise ValueError(f"timeout_s must be a number of seconds up to {LONGEST_S:,}, got {shown(timeout_s)}")
+        check_int(name, value)
+    if not is_real(timeout_s) or timeout_s > LONGEST_S:
+        raise ValueError(f"timeout_s must be a number of seconds up to {LONGEST_S:,}, got {short_repr(timeout_s)}")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
 

@@ -1,26 +1,26 @@
-"""Who owns which position of a sequence: layouts are partitions of range(n) by construction."""
+"""Layouts: which rank owns which positions of a sequence. Each is a partition of range(n)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
-from ..checks import LARGEST, positive, shown, whole
+from ..checks import LARGEST, check_int, is_int, short_repr
 
-KINDS = ("contiguous", "zigzag", "striped", "hilbert")
 MOST_RANKS = 2**20  # beyond any machine, and a layout lists them all
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence shared out over ranks; made by `contiguous`, `uneven`, `zigzag`, `striped` or `hilbert`.
+    """A sequence split over ranks; made by `contiguous`, `uneven`, `zigzag`, `striped` or `hilbert`.
 
-    ``cuts``: for contiguous, uneven and hilbert the p + 1 borders of the shards, for zigzag the 2 p + 1 borders of its
-    chunks, for striped (n, p). ``grid``: (height, width) of a Hilbert layout, whose positions are steps of the curve.
+    ``cuts``: the p + 1 borders of the shards of a contiguous, uneven or Hilbert layout, the 2 p + 1 borders of the
+    chunks of a zigzag one, (n, p) of a striped one. ``grid``: (height, width) of a Hilbert layout, whose positions are
+    steps of the curve.
 
     >>> layout = zigzag(16, 2)
     >>> layout.ranges(0), layout.ranges(1)
@@ -36,16 +36,18 @@ class Layout:
     cuts: tuple[int, ...]
     grid: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def n(self) -> int:
         return self.cuts[0] if self.kind == "striped" else self.cuts[-1]
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return {"striped": self.cuts[-1], "zigzag": (len(self.cuts) - 1) // 2}.get(self.kind, len(self.cuts) - 1)
 
     def ranges(self, rank: int) -> tuple[range, ...]:
-        """The positions of the pattern that a rank owns, in the order of its rows, increasing; empty ones left out."""
+        """The positions of the pattern that a rank owns, in the order of its rows, increasing, without empty ranges."""
+        if (found := self._ranges.get(rank)) is not None:
+            return found
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be in 0 .. {self.ranks - 1}, got {rank}")
         if self.kind == "striped":
@@ -54,20 +56,29 @@ class Layout:
             found = tuple(range(*self.cuts[i : i + 2]) for i in (rank, 2 * self.ranks - 1 - rank))
         else:
             found = (range(*self.cuts[rank : rank + 2]),)
-        return tuple(r for r in found if len(r))
+        return self._ranges.setdefault(rank, tuple(r for r in found if len(r)))
+
+    @cached_property
+    def _ranges(self) -> dict[int, tuple[range, ...]]:
+        return {}
 
     def size(self, rank: int) -> int:
-        """How many positions a rank owns."""
+        """The number of positions that a rank owns."""
         return sum(map(len, self.ranges(rank)))
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of positions of every rank."""
+        return [self.size(rank) for rank in range(self.ranks)]
+
     def positions(self, rank: int) -> Tensor:
-        """Where a rank's rows stand in the sequence (size,), for position embeddings; int64."""
+        """The positions in the sequence of a rank's rows, int64 (size,): for position embeddings."""
         mine = [torch.arange(r.start, r.stop, r.step) for r in self.ranges(rank)]
         steps = torch.cat(mine) if mine else torch.empty(0, dtype=torch.long)
         return steps if self.grid is None else _curve(*self.grid)[steps]
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """A rank's rows of a whole tensor; a view where they lie side by side. Raises ValueError for another length."""
+        """A rank's rows of a whole tensor, as a view if they are adjacent. Raises ValueError for another length."""
         if x.shape[dim] != self.n:
             raise ValueError(f"the layout is of {self.n} positions, the tensor has {x.shape[dim]} along dim {dim}")
         ranges = self.ranges(rank)
@@ -76,10 +87,10 @@ class Layout:
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole tensor from the shards of all ranks, in order. Raises ValueError where their sizes disagree."""
-        sizes, wanted = [t.shape[dim] for t in shards], [self.size(k) for k in range(self.ranks)]
-        if sizes != wanted:
-            raise ValueError(f"shards have sizes {sizes}, the layout has {wanted}")
+        """The whole tensor from the shards of all ranks, in order. Raises ValueError if their sizes do not fit."""
+        sizes = [t.shape[dim] for t in shards]
+        if sizes != self.sizes:
+            raise ValueError(f"shards have sizes {sizes}, the layout has {self.sizes}")
         whole = torch.cat(list(shards), dim)
         if self.grid is None and self.kind == "contiguous":
             return whole
@@ -87,56 +98,45 @@ class Layout:
         return torch.empty_like(whole).index_copy_(dim, order, whole)
 
     def __str__(self) -> str:
-        """A short text that ``parse`` reads back, as custom operators need it."""
         grid = f"@{self.grid[0]}x{self.grid[1]}" if self.grid else ""
         return f"{self.kind}{grid}:{','.join(map(str, self.cuts))}"
 
 
-def parse(text: str) -> Layout:
-    """The layout that ``str(layout)`` wrote.
-
-    >>> parse(str(hilbert(4, 6, 2))) == hilbert(4, 6, 2)
-    True
-    """
-    kind, _, cuts = text.partition(":")
-    kind, _, grid = kind.partition("@")
-    return Layout(kind, tuple(map(int, cuts.split(","))), tuple(map(int, grid.split("x"))) if grid else None)
-
-
 def contiguous(n: int, ranks: int) -> Layout:
-    """Shards side by side, as equal as they can be: the first ones take the remainder."""
+    """Adjacent positions in each shard, as equal as possible: the first ones take the remainder."""
     return Layout("contiguous", _borders(n, ranks))
 
 
 def uneven(sizes: Iterable[int]) -> Layout:
-    """Shards side by side, of these sizes (0 is allowed)."""
+    """Adjacent positions in each shard, of these sizes; 0 is allowed."""
     sizes = tuple(sizes) if isinstance(sizes, Iterable) else ()
-    if not all(whole(s, 0) for s in sizes) or not sum(sizes):
-        raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {shown(sizes)}")
+    if not all(is_int(s, 0) for s in sizes) or not sum(sizes):
+        raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {short_repr(sizes)}")
+    sizes = tuple(map(int, sizes))
     return Layout("contiguous", tuple(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
 
 def zigzag(n: int, ranks: int) -> Layout:
-    """2 p chunks, rank k owning chunks k and 2 p - 1 - k: equal causal work (Brandon et al. 2023; Llama 3)."""
+    """2 p chunks; rank k owns chunks k and 2 p - 1 - k: equal causal work (Brandon et al. 2023; Llama 3)."""
     return Layout("zigzag", _borders(n, ranks, 2))
 
 
 def striped(n: int, ranks: int) -> Layout:
     """Rank k owns every p-th position from k on (Striped Attention, arXiv 2311.09431)."""
-    return Layout("striped", (positive("n", n, most=LARGEST), positive("ranks", ranks, most=MOST_RANKS)))
+    return Layout("striped", (check_int("n", n, most=LARGEST), check_int("ranks", ranks, most=MOST_RANKS)))
 
 
 def hilbert(height: int, width: int, ranks: int) -> Layout:
-    """Shards of a Hilbert curve over a grid whose cells are the sequence row by row: the pattern runs along the curve.
+    """Shards of a Hilbert curve over a grid, whose cells are the sequence row by row. The pattern follows the curve.
 
     Any height and width: the generalised curve of J. Cerveny (github.com/jakubcerveny/gilbert).
     """
-    cells = positive("height", height) * positive("width", width)
-    return Layout("hilbert", _borders(cells, ranks), (height, width))
+    grid = check_int("height", height), check_int("width", width)
+    return Layout("hilbert", _borders(grid[0] * grid[1], ranks), grid)
 
 
 def layout_named(layout: str | Layout, n: int, ranks: int) -> Layout:
-    """A layout by its name for n positions, or the given one, checked; raises ValueError for one that does not fit."""
+    """The layout of this name for n positions, or the given layout. Raises ValueError if it does not fit."""
     if isinstance(layout, Layout):
         if layout.ranks != ranks:
             raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
@@ -145,13 +145,13 @@ def layout_named(layout: str | Layout, n: int, ranks: int) -> Layout:
         return layout
     makers = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
     if not isinstance(layout, str) or layout not in makers:
-        raise ValueError(f"unknown layout {shown(layout)}; known: {', '.join(makers)}, or a ringlab.ring.Layout")
+        raise ValueError(f"unknown layout {short_repr(layout)}; known: {', '.join(makers)}, or a ringlab.ring.Layout")
     return makers[layout](n, ranks)
 
 
 def _borders(n: int, ranks: int, each: int = 1) -> tuple[int, ...]:
-    parts = each * positive("ranks", ranks, most=MOST_RANKS)
-    size, rest = divmod(positive("n", n, most=LARGEST), parts)
+    parts = each * check_int("ranks", ranks, most=MOST_RANKS)
+    size, rest = divmod(check_int("n", n, most=LARGEST), parts)
     return tuple(i * size + min(i, rest) for i in range(parts + 1))
 
 

@@ -22,7 +22,7 @@ from ..engine.dilated import first_and_step, progressions
 from ..kernels.base import HALF, Kernel, takes_lower_right, wide
 from ..patterns import Branch, Dense
 from . import exchange
-from .exchange import Block, Problem, RankPlan, plan_rank
+from .exchange import Problem, RankPlan, StridedRows, plan_rank
 from .layout import Layout
 
 
@@ -78,7 +78,7 @@ class Meeting:
         return replace(self, heads=len(mine), queries=queries, keys=keys)
 
 
-def local_rows(layout: Layout, rank: int, block: Block) -> Rows:
+def local_rows(layout: Layout, rank: int, block: StridedRows) -> Rows:
     """A block's rows in the shard of the rank that owns them."""
     row = 0
     for owned in layout.ranges(rank):

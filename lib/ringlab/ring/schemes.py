@@ -1,20 +1,12 @@
-"""The ways in which ranks share attention, each as the algorithm of one rank: a generator of requests (see ``comm``).
+"""The schemes by which ranks share attention. Each is the algorithm of one rank: a generator of requests (``comm``).
 
-Forward: (q, k, v) -> (out, lse, *kept); backward: (dout, dlse or None, q, k, v, out, lse, *kept) -> (dq, dk, dv), local
-shards (b, s, h, d) and (b, h, s). ``kept`` is what was received and a backward needs again. Nothing else of a hop is
-saved: each block's backward is exact with the final (out, lse).
-
-Ulysses: sequence shards become head shards and back (Jacobs et al. 2023, arXiv 2309.14509).
-
-Rank u takes a contiguous range of query heads, uneven where p does not divide H, and the K/V heads that they see; a K/V
-head that several ranks need is sent to each. Head offsets and groups follow the global head index.
-
-The schemes by name, which of them "auto" takes, and one rank's part in a forward or backward by one of them.
+A forward takes the shards q, k, v (b, s, h, d) and returns out, lse (b, h, s), and what else its backward needs. A
+backward takes dout, dlse or None, q, k, v, out, lse and the rest, and returns dq, dk, dv. No scheme saves the rows of a
+hop: the backward of each call is exact with the final out and lse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import cache as caches
-from .. import kernels, patterns
+from .. import patterns
 from ..block_patterns import BlockSparse
 from ..engine import block_sparse, execute
 from ..engine.autograd import fold_lse_gradient
@@ -30,7 +22,7 @@ from ..kernels.base import wide
 from ..patterns import Branch, Pattern
 from .comm import AllToAll, Exchange, Post, Steps, Wait
 from .exchange import Problem
-from .rank import BlockRank, Rank, local_rows, shard_of, widened
+from .rank import BlockRank, Rank, shard_of, widened
 
 # ---------------------------------------------------------------------------------------------------------------------
 # plan: the rows that are seen, each once, by one all-to-all
@@ -60,27 +52,19 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     local = widened(rank.local_backward(dout, q, k, v, out, lse))
     dq += local[0]
     yield Wait(ticket)
-    for first, block, shard in _sent_blocks(rank):
-        for total, part in zip(local[1:], shard_of(home, first, block.count, block.heads)):
-            shard.view(total, block.heads)[:, 0].add_(part)
+    for first, mine in plan.sent_rows:
+        for total, part in zip(local[1:], shard_of(home, first, mine.count, mine.heads)):
+            mine.view(total).add_(part)
     return tuple(t[..., :d] for t in (dq, *local[1:]))
 
 
 def _packed(rank: Rank, k: Tensor, v: Tensor) -> Tensor:
     """The rows to send (R, 2, b, d), by destination."""
     rows = k.new_empty(sum(rank.plan.sent), 2, k.shape[0], k.shape[3])
-    for first, block, shard in _sent_blocks(rank):
-        for into, t in zip(shard_of(rows, first, block.count, block.heads), (k, v)):
-            into.copy_(shard.view(t, block.heads)[:, 0])
+    for first, mine in rank.plan.sent_rows:
+        for into, t in zip(shard_of(rows, first, mine.count, mine.heads), (k, v)):
+            into.copy_(mine.view(t))
     return rows
-
-
-def _sent_blocks(rank: Rank):
-    first = 0
-    for blocks in rank.plan.send:
-        for block in blocks:
-            yield first, block, local_rows(rank.problem.layout, rank.rank, block)
-            first += block.rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,11 +72,7 @@ def _sent_blocks(rank: Rank):
 
 
 def _hops(rank: Rank) -> list[int]:
-    """How far each rank's shard travels: to the last rank, in ring order, whose queries see it."""
-    problem, p = rank.problem, rank.problem.layout.ranks
-    key = caches.key("hops", problem)
-    return rank.cached(key, lambda: [
-        max((t for t in range(1, p) if problem.needs((j + t) % p, j)), default=0) for j in range(p)])  # fmt: skip
+    return rank.cached(caches.key("hops", rank.problem), rank.problem.hops)
 
 
 def _shard(rank: Rank, source: int, k: Tensor, dtype=None, zero: bool = False) -> tuple[Tensor, Tensor]:
@@ -101,9 +81,9 @@ def _shard(rank: Rank, source: int, k: Tensor, dtype=None, zero: bool = False) -
     return tuple(make(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
 
 
-def _hop(rank: Rank, t: int, current, k: Tensor) -> tuple[Exchange, tuple | None]:
-    """The exchange before step t: the shard at hand goes on, the one of rank - t comes; each only where it is seen."""
-    p, me, hops = rank.problem.layout.ranks, rank.rank, _hops(rank)
+def _hop(rank: Rank, hops: list[int], t: int, current, k: Tensor) -> tuple[Exchange, tuple | None]:
+    """The exchange before step t and the shard that comes, of rank - t. No shard goes where no query needs it."""
+    p, me = rank.problem.layout.ranks, rank.rank
     exchange, coming = Exchange(), None
     if t < p and hops[(me - t + 1) % p] >= t:
         exchange.send[(me + 1) % p] = current
@@ -113,9 +93,9 @@ def _hop(rank: Rank, t: int, current, k: Tensor) -> tuple[Exchange, tuple | None
 
 
 def ring_forward(rank: Rank, q, k, v) -> Steps:
-    p, current = rank.problem.layout.ranks, (k.contiguous(), v.contiguous())
+    p, hops, current = rank.problem.layout.ranks, _hops(rank), (k.contiguous(), v.contiguous())
     for t in range(p):
-        exchange, coming = _hop(rank, t + 1, current, k)
+        exchange, coming = _hop(rank, hops, t + 1, current, k)
         ticket = yield Post(exchange)
         if t == 0:
             out, lse = rank.local_forward(q, k, v)
@@ -129,14 +109,14 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
 
 
 def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
-    """dK and dV of a shard follow it one hop behind, and go home from the last rank that saw it."""
+    """dK and dV of a shard follow it one hop behind, and return to its owner from the last rank that used it."""
     p, me, hops, d = rank.problem.layout.ranks, rank.rank, _hops(rank), q.shape[3]
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     dtype, reads = wide(k.dtype), (dout, q, out, lse)
     current, travelling, home, gradients = (k.contiguous(), v.contiguous()), None, None, None
     for t in range(p):
-        exchange, coming = _hop(rank, t + 1, current, k)
+        exchange, coming = _hop(rank, hops, t + 1, current, k)
         ticket = yield Post(exchange)
         source = (me - t) % p
         if t == 0:
@@ -197,7 +177,7 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     ticket = yield Post(exchange)
     total = widened(rank.local_backward(dout, q, k, v, out, lse))
     yield Wait(ticket)
-    for t in range(1, p):  # a pair of ranks at a time, so that one foreign gradient is held and one is on its way
+    for t in range(1, p):  # one pair of ranks at a time, so that only two foreign gradients are held
         to, source = (me + t) % p, (me - t) % p
         part, coming = _shard(rank, to, k, dtype, zero=True), _shard(rank, me, k, dtype)
         rank.add_backward(rank.meetings(to), (dout, q, out, lse), shards.pop(to), total[0], part)
@@ -207,9 +187,15 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     return tuple(t[..., :d] for t in total)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# ulysses: sequence shards become head shards and back (Jacobs et al. 2023, arXiv 2309.14509). Rank u takes a contiguous
+# range of query heads, uneven if p does not divide H, and the K/V heads that they see; a K/V head that several ranks
+# need is sent to each. Head offsets and groups follow the global head index.
+
+
 @dataclass(frozen=True)
 class HeadRange:
-    """A pattern as its heads ``first`` .. ``first + count - 1`` of ``heads`` see it, numbered from 0."""
+    """The heads ``first`` .. ``first + count - 1`` of a pattern for ``heads`` heads, numbered from 0."""
 
     pattern: Pattern
     first: int
@@ -249,47 +235,34 @@ def shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
     return found
 
 
-class _Exchange:
-    """Tensors (b, s, heads of one kind, d) to head shards (b, n, heads of this rank, d), and back."""
+def _to_heads(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> Steps:
+    """Sequence shards (b, s, h, d) to whole sequences (b, n, h', d); heads[i][u] are what rank u takes of tensor i."""
+    layout, each = rank.problem.layout, list(zip(tensors, heads))
+    parts = [[t[:, :, h[u].start : h[u].stop] for t, h in each] for u in range(layout.ranks)]
+    shapes = [[(t.shape[0], size, len(h[rank.rank]), t.shape[3]) for t, h in each] for size in layout.sizes]
+    received = yield from _all_to_all(parts, shapes)
+    whole = [t.new_empty(t.shape[0], layout.n, len(h[rank.rank]), t.shape[3]) for t, h in each]
+    for source, shards in enumerate(received):
+        for into, shard in zip(whole, shards):
+            row = 0
+            for owned in layout.ranges(source):
+                into[:, owned.start : owned.stop : owned.step] = shard[:, row : row + len(owned)]
+                row += len(owned)
+    return whole
 
-    def __init__(self, rank: Rank, heads: int, kv_heads: int):
-        self.rank, self.layout = rank, rank.problem.layout
-        self.shares = shares(heads, kv_heads, self.layout.ranks)
-        self.mine = self.shares[rank.rank]
 
-    def heads(self, share: Share, kind: str) -> slice:
-        found = getattr(share, kind)
-        return slice(found.start, found.stop)
-
-    def to_heads(self, tensors: list[Tensor], kinds: list[str]) -> Steps:
-        p, sizes = self.layout.ranks, [self.layout.size(j) for j in range(self.layout.ranks)]
-        parts = [[t[:, :, self.heads(share, kind)] for t, kind in zip(tensors, kinds)] for share in self.shares]
-        shapes = [[(t.shape[0], sizes[j], len(getattr(self.mine, kind)), t.shape[3]) for t, kind in zip(tensors, kinds)]
-                  for j in range(p)]  # fmt: skip
-        received = yield from _all_to_all(parts, shapes)
-        whole = [t.new_empty(t.shape[0], self.layout.n, len(getattr(self.mine, kind)), t.shape[3])
-                 for t, kind in zip(tensors, kinds)]  # fmt: skip
-        for source, pieces in enumerate(received):
-            for into, piece in zip(whole, pieces):
-                row = 0
-                for owned in self.layout.ranges(source):
-                    into[:, owned.start : owned.stop : owned.step] = piece[:, row : row + len(owned)]
-                    row += len(owned)
-        return whole
-
-    def to_rows(self, tensors: list[Tensor], kinds: list[str], likes: list[Tensor]) -> Steps:
-        """The way back; what several ranks hold of one K/V head is summed."""
-        parts = [[_rows(t, self.layout.ranges(j)) for t in tensors] for j in range(self.layout.ranks)]
-        size = self.layout.size(self.rank.rank)
-        shapes = [[(t.shape[0], size, len(getattr(share, kind)), t.shape[3]) for t, kind in zip(tensors, kinds)]
-                  for share in self.shares]  # fmt: skip
-        received = yield from _all_to_all(parts, shapes)
-        results = [torch.zeros((*like.shape[:3], t.shape[3]), dtype=t.dtype, device=t.device)
-                   for t, like in zip(tensors, likes)]  # fmt: skip
-        for share, pieces in zip(self.shares, received):
-            for into, piece, kind in zip(results, pieces, kinds):
-                into[:, :, self.heads(share, kind)] += piece
-        return results
+def _to_rows(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> Steps:
+    """The way back; what several ranks have of one K/V head is summed."""
+    layout, each = rank.problem.layout, list(zip(tensors, heads))
+    parts = [[_rows(t, layout.ranges(u)) for t in tensors] for u in range(layout.ranks)]
+    size = layout.size(rank.rank)
+    shapes = [[(t.shape[0], size, len(h[u]), t.shape[3]) for t, h in each] for u in range(layout.ranks)]
+    received = yield from _all_to_all(parts, shapes)
+    results = [t.new_zeros(t.shape[0], size, h[-1].stop, t.shape[3]) for t, h in each]
+    for u, shards in enumerate(received):
+        for into, shard, h in zip(results, shards, heads):
+            into[:, :, h[u].start : h[u].stop] += shard
+    return results
 
 
 def _rows(t: Tensor, ranges) -> Tensor:
@@ -304,27 +277,35 @@ def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) 
     send = torch.cat([t.reshape(-1) for part in parts for t in part])
     receive = send.new_empty(sum(map(sum, counts)))
     yield Wait((yield Post(AllToAll(send, sent, receive, [sum(c) for c in counts]))))
-    pieces = receive.split([c for each in counts for c in each])
-    found, at = [], 0
-    for each in shapes:
-        found.append([piece.view(shape) for piece, shape in zip(pieces[at:], each)])
-        at += len(each)
-    return found
+    flat = iter(receive.split([c for each in counts for c in each]))
+    return [[next(flat).view(shape) for shape in each] for each in shapes]
 
 
-def _engine(rank: Rank, passes: str, share: Share, tensors):
+def _heads_forward(rank: Rank, share: Share, q, k, v) -> tuple[Tensor, Tensor]:
     """The one-device engine on whole sequences of this rank's heads."""
-    problem, run = rank.problem, (rank.problem.causal, rank.scale, rank.kernel)
+    problem = rank.problem
+    how = problem.causal, rank.scale, rank.kernel
     if isinstance(problem.pattern, BlockSparse):  # all heads see the same blocks
-        return block_sparse.run(passes, tensors, problem.pattern, *run, rank.execution)
-    pattern = HeadRange(problem.pattern, share.queries.start, len(share.queries), problem.heads, problem.kv_heads)
-    q, k = tensors[:2] if passes == "forward" else tensors[1:3]
-    plan = execute.plan_for(q, k, pattern, rank.cached)
-    return getattr(execute, passes)(*tensors, plan, *run, rank.execution.scratch())
+        return block_sparse.run("forward", (q, k, v), problem.pattern, *how, rank.execution)
+    plan = execute.plan_for(q, k, _head_range(problem, share), rank.cached)
+    return execute.forward(q, k, v, plan, *how, rank.execution.scratch())
+
+
+def _heads_backward(rank: Rank, share: Share, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
+    problem = rank.problem
+    tensors, how = (dout, q, k, v, out, lse), (problem.causal, rank.scale, rank.kernel)
+    if isinstance(problem.pattern, BlockSparse):
+        return block_sparse.run("backward", tensors, problem.pattern, *how, rank.execution)
+    plan = execute.plan_for(q, k, _head_range(problem, share), rank.cached)
+    return execute.backward(*tensors, plan, *how, rank.execution.scratch())
+
+
+def _head_range(problem: Problem, share: Share) -> HeadRange:
+    return HeadRange(problem.pattern, share.queries.start, len(share.queries), problem.heads, problem.kv_heads)
 
 
 def _aligned(share: Share, group: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """k and v such that the engine's own grouping fits; where it cannot, a K/V head per query head."""
+    """k and v for the engine, which needs equal groups: if groups are cut, a K/V head per query head, and the index."""
     counts = [len(range(max(g * group, share.queries.start), min((g + 1) * group, share.queries.stop)))
               for g in share.keys]  # fmt: skip
     if len(set(counts)) == 1:
@@ -333,33 +314,37 @@ def _aligned(share: Share, group: int, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     return k.index_select(2, index), v.index_select(2, index), index
 
 
+def _shares(rank: Rank) -> tuple[Share, list[range], list[range]]:
+    """This rank's heads, then the query heads and the K/V heads of all ranks."""
+    found = shares(rank.problem.heads, rank.problem.kv_heads, rank.problem.layout.ranks)
+    return found[rank.rank], [share.queries for share in found], [share.keys for share in found]
+
+
 def ulysses_forward(rank: Rank, q, k, v) -> Steps:
-    exchange = _Exchange(rank, q.shape[2], k.shape[2])
-    share, group = exchange.mine, q.shape[2] // k.shape[2]
-    whole = yield from exchange.to_heads([q, k, v], ["queries", "keys", "keys"])
-    out, lse = _engine(rank, "forward", share, (whole[0], *_aligned(share, group, *whole[1:])[:2]))
-    (mine,) = yield from exchange.to_rows([out], ["queries"], [q])
-    (my_lse,) = yield from exchange.to_rows([lse.transpose(1, 2).unsqueeze(-1)], ["queries"], [q])
+    (share, queries, keys), group = _shares(rank), q.shape[2] // k.shape[2]
+    whole = yield from _to_heads(rank, [q, k, v], [queries, keys, keys])
+    out, lse = _heads_forward(rank, share, whole[0], *_aligned(share, group, *whole[1:])[:2])
+    (mine,) = yield from _to_rows(rank, [out], [queries])
+    (my_lse,) = yield from _to_rows(rank, [lse.transpose(1, 2).unsqueeze(-1)], [queries])
     kept = torch.cat([t.reshape(-1) for t in (*whole, out)])
     return mine, my_lse.squeeze(-1).transpose(1, 2), kept, lse.contiguous()
 
 
 def ulysses_backward(rank: Rank, dout, dlse, q, k, v, out, lse, kept, whole_lse) -> Steps:
-    exchange = _Exchange(rank, q.shape[2], k.shape[2])
-    share, group, (b, _, _, d), n = exchange.mine, q.shape[2] // k.shape[2], q.shape, exchange.layout.n
+    (share, queries, keys), (b, _, _, d), n = _shares(rank), q.shape, rank.problem.layout.n
     counts = [len(share.queries), len(share.keys), len(share.keys), len(share.queries)]
     whole_q, whole_k, whole_v, whole_out = (
         t.view(b, n, h, d) for t, h in zip(kept.split([b * n * h * d for h in counts]), counts))  # fmt: skip
-    (whole_dout,) = yield from exchange.to_heads([dout], ["queries"])
-    wide_k, wide_v, index = _aligned(share, group, whole_k, whole_v)
+    (whole_dout,) = yield from _to_heads(rank, [dout], [queries])
+    wide_k, wide_v, index = _aligned(share, q.shape[2] // k.shape[2], whole_k, whole_v)
     tensors = (whole_dout, whole_q, wide_k, wide_v, whole_out, whole_lse)
     if dlse is not None:
-        (g,) = yield from exchange.to_heads([dlse.transpose(1, 2).unsqueeze(-1)], ["queries"])
+        (g,) = yield from _to_heads(rank, [dlse.transpose(1, 2).unsqueeze(-1)], [queries])
         tensors = fold_lse_gradient(*tensors, g.squeeze(-1).transpose(1, 2))
-    grads = [t[..., :d].to(wide(q.dtype)) for t in _engine(rank, "backward", share, tensors)]
+    grads = [t[..., :d].to(wide(q.dtype)) for t in _heads_backward(rank, share, *tensors)]
     if index is not None:
         grads[1:] = [t.new_zeros(whole_k.shape).index_add_(2, index, t) for t in grads[1:]]
-    return tuple((yield from exchange.to_rows(grads, ["queries", "keys", "keys"], [q, k, v])))
+    return tuple((yield from _to_rows(rank, grads, [queries, keys, keys])))
 
 
 SCHEMES = {
@@ -399,22 +384,7 @@ def choose(problem: Problem) -> Choice:
     return Choice("ring", f"exchanging heads would move {heads_moved / ring:.2f} of what passing K and V on does")
 
 
-def rank_of(problem: Problem, rank: int, q: Tensor, scale: float, backend, backward: bool, execution) -> Rank:
-    """Rank number ``rank`` of a problem with the kernel for tensors like q."""
-    found = kernels.choose(q.device, q.dtype, q.shape[3], causal=problem.causal, backward=backward, backend=backend)
+def rank_of(problem: Problem, rank: int, kernel, scale: float, execution) -> Rank:
+    """The work of one rank with a kernel, for a positive scale."""
     kind = BlockRank if isinstance(problem.pattern, patterns.BlockSparse) else Rank
-    return kind(problem, rank, execution.tiled(found.kernel), scale, execution)
-
-
-def forward_of(rank: Rank, scheme: str, q, k, v, run: Callable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, lse and what the backward needs of others' rows (up to two tensors); ``run`` drives a rank's steps."""
-    out, lse, *kept = run(SCHEMES[scheme][0](rank, q, k, v))
-    kept += [q.new_empty(0) for _ in range(2 - len(kept))]
-    return out.contiguous(), lse.contiguous(), *kept
-
-
-def backward_of(rank: Rank, scheme: str, dout, dlse, q, k, v, out, lse, kept, more, run: Callable):
-    """dq, dk, dv in q's dtype; ``kept`` and ``more`` are those of the forward."""
-    extra = {"plan": (kept,), "ulysses": (kept, more)}.get(scheme, ())
-    grads = run(SCHEMES[scheme][1](rank, dout, dlse, q, k, v, out, lse, *extra))
-    return tuple(g.to(q.dtype).contiguous() for g in grads)
+    return kind(problem, rank, execution.tiled(kernel), scale, execution)

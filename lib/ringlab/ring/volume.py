@@ -58,11 +58,7 @@ def _rows(problem: Problem, rank: int, scheme: str) -> tuple[int, int]:
     return forward, gradients
 
 
-@lru_cache(maxsize=64)
-def _hops(problem: Problem) -> tuple[int, ...]:
-    """How far each rank's shard goes along the ring."""
-    ranks = range(p := problem.layout.ranks)
-    return tuple(max((t for t in ranks[1:] if problem.needs((j + t) % p, j)), default=0) for j in ranks)
+_hops = lru_cache(maxsize=64)(Problem.hops)
 
 
 def _ulysses(problem: Problem, rank: int, broad: int, narrow: int) -> tuple[tuple[int, int], int]:
