@@ -271,7 +271,8 @@ def check_text(given: argparse.Namespace) -> tuple[str, bool]:
 
 def _side_by_side(given, first: str, second: str, tolerance: float | None = None) -> tuple[str, bool]:
     from ringlab.report import compare_table
-    from ringlab.report.compare import check, compare
+    from ringlab.report.compare import check
+    from ringlab.report.compare import compare
     from ringlab.report.compare_sides import read_side
     from ringlab.report.places import reports_folder
 
@@ -354,7 +355,8 @@ def measure_rows(given: argparse.Namespace) -> Path:
 
     Raises ValueError, report's UsageError, measure.Busy, or OSError with the name of what cannot be written.
     """
-    from ringlab import hardware, measure
+    from ringlab import hardware
+    from ringlab import measure
     from ringlab.measure import suites
     from ringlab.report.places import reports_folder
     from ringlab.report.plan import plan

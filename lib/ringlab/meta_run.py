@@ -24,7 +24,7 @@ from .block_patterns import BlockSparse
 from .checks import LARGEST, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
 from .engine import Execution, fused, torch_sparse
 from .engine.autograd import _Attention, _Gradients
-from .kernels.base import HALF, Described, wants_dtype
+from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
@@ -92,7 +92,7 @@ class DryRun(LiveStorageTracker):
     def on(self, kernel, device_type: str = "cpu") -> Iterator[None]:
         """Inside, operators on the run's tensors only count; every choice takes ``kernel``, and work is cut as for
         ``device_type``."""
-        with kernels.settled(kernel, device_type), self:
+        with kernels.override_kernel(kernel, device_type), self:
             yield
 
     def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
@@ -234,7 +234,7 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     for name in names:
         checks.check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
     if capability is not None:
-        device = Described(device_type, capability)
+        device = DeviceSpec(device_type, capability)
         known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
         # What is not installed here may be where that hardware is.
         if len(known) == len(names) and all(why and NOT_INSTALLED not in why for why in known.values()):
@@ -303,7 +303,7 @@ class Call:
             return *self.shared(layout_named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
-            fused.check(Described(self.device_type, have or (8, 0)), self.dtype, self.pattern)
+            fused.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
         run = DryRun()
         rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", Cold.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):

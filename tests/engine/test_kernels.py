@@ -2,7 +2,7 @@ import pytest
 import torch
 from ringlab import Dense, attention, kernels, reference
 from ringlab.kernels import KERNELS, Eager, probe
-from ringlab.kernels.base import takes_lower_right
+from ringlab.kernels.base import supports_lower_right_causal
 from ringlab.kernels.torch_kernels import CpuFlash
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def test_kernel_equals_the_oracle(kernel, dtype, m):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", [Eager(tile_bytes=1 << 14), *filter(takes_lower_right, KERNELS.values())])
+@pytest.mark.parametrize("kernel", [Eager(tile_bytes=1 << 14), *filter(supports_lower_right_causal, KERNELS.values())])
 @pytest.mark.parametrize("m, more", [(1, 1), (1, 40), (30, 1), (64, 130), (129, 70)])
 def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more):
     """What a kernel that says ``lower_right`` computes: the oracle over m + more positions, its last m rows."""

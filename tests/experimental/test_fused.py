@@ -12,7 +12,7 @@ import torch
 from ringlab import Dense, Dilated, Execution, Simulated, attention, block_patterns, estimate
 from ringlab.engine import execution_of, fused
 from ringlab.engine.dilated import make_plan
-from ringlab.kernels.base import Described
+from ringlab.kernels.base import DeviceSpec
 from ringlab.patterns import MIXINGS, OFFSETS
 
 TARGET = Dilated([2048, 4096, 8192], [1, 2, 4])
@@ -154,7 +154,7 @@ def test_what_a_gpu_needs_for_it_is_said(monkeypatch):
     fused.check(gpu, torch.bfloat16, TARGET)
     monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (7, 5))
     with pytest.raises(NotImplementedError, match="needs compute capability 8.0 or newer, this is 7.5"):
-        fused.check(Described("cuda", (7, 5)), torch.float16, TARGET)
+        fused.check(DeviceSpec("cuda", (7, 5)), torch.float16, TARGET)
 
 
 def test_the_switch_is_checked_and_travels():

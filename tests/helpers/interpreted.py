@@ -104,7 +104,7 @@ def run(*case, batch=1):
 
 
 def run_joined(*case, batch=1, draw=inside_inf):
-    with kernels.settled(Padded(), "cuda"):
+    with kernels.override_kernel(Padded(), "cuda"):
         return checked(*case, batch, draw, execution=Execution(merge="fused"))
 
 
@@ -140,14 +140,14 @@ def main():
     for name, case in CASES.items():
         show(name, **run(*case, batch=2 if "batch" in name else 1))
     folded = CASES["folded, causal, grouped"]
-    counted = tile_schedule.make_lists
-    tile_schedule.make_lists = lambda *args, **more: once(counted(*args, **more))
+    counted = tile_schedule.make_schedule
+    tile_schedule.make_schedule = lambda *args, **more: once(counted(*args, **more))
     caches.GLOBAL.clear()
     show("each pair once", **run(*folded))
-    tile_schedule.make_lists = lambda *args, **more: replace(counted(*args, **more), stride=1)
+    tile_schedule.make_schedule = lambda *args, **more: replace(counted(*args, **more), stride=1)
     caches.GLOBAL.clear()
     show("neighbours in place of a class", **run(*CASES["descriptors, folded, batch"]))
-    tile_schedule.make_lists = counted
+    tile_schedule.make_schedule = counted
     caches.GLOBAL.clear()
     tuning()
     first_runs()
@@ -241,7 +241,7 @@ def traffic(pattern, n, heads, kv_heads, d):
     Builder.create_masked_load, Builder.create_masked_store = counted_load, counted_store
     q, k, v = (torch.randn(1, n, h, d).half() for h in (heads, kv_heads, kv_heads))
     execution = Execution(merge="fused")
-    with kernels.settled(Padded(), "cuda"):
+    with kernels.override_kernel(Padded(), "cuda"):
         out = attention(q, k, v, pattern, execution=execution)
         found = tuple(moved)
         first = attention(q, k, v, Dilated(pattern.segment_lengths[:1], [1]), execution=execution)

@@ -243,9 +243,11 @@ def layer_gradients(scheme, group="world"):
 def peaks_of_a_shard(cases, n, heads, d):
     """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
     from ringlab import kernels
-    from ringlab.ring import Problem, contiguous
+    from ringlab.ring import Problem
+    from ringlab.ring import contiguous
     from ringlab.ring.comm import drive
-    from ringlab.ring.schemes import SCHEMES, rank_of
+    from ringlab.ring.schemes import SCHEMES
+    from ringlab.ring.schemes import rank_of
     from ringlab.tracking import LiveStorageTracker
 
     layout, me, peaks = contiguous(n, dist.get_world_size()), dist.get_rank(), []
@@ -277,7 +279,8 @@ def content(cases):
 
 def content_disagreed(cases):
     """What this rank is told in each case; every rank passes its own number of blocks and top_k, and z or none."""
-    from ringlab import Adaptive, adaptive_attention
+    from ringlab import Adaptive
+    from ringlab import adaptive_attention
     from ringlab.ring import PlanMismatch
 
     rank, ranks, told = dist.get_rank(), dist.get_world_size(), []

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.base import HALF, Kernel, device_type_of, takes_lower_right, wide
+from ..kernels.base import HALF, Kernel, device_type_of, supports_lower_right_causal, accumulation_dtype
 from ..memory import MemoryPool
 from .block_calls import Picked, Run, Tiling
 from .execute import add_forward, empty_like, fold, head_block, merge_, piece_limit, pieces
@@ -41,7 +41,7 @@ def forward(
         out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(*q.shape[:3], 1)
     elif fresh:
         out = empty_like(q, results)
-        lse = torch.empty(*q.shape[:3], 1, dtype=wide(q.dtype), device=q.device)  # (b, n, h, 1)
+        lse = torch.empty(*q.shape[:3], 1, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, n, h, 1)
     else:
         out, lse = into
     bare = [slice(*rows) for rows in tiling.bare] if fresh else []
@@ -51,7 +51,7 @@ def forward(
         q_, k_, v_, l_ = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], lse[:, :, mine]
         acc = out[:, :, mine]
         if _narrow(q, several):
-            acc = torch.empty(q_.shape, dtype=wide(q.dtype), device=q.device) if fresh else acc.to(wide(q.dtype))
+            acc = torch.empty(q_.shape, dtype=accumulation_dtype(q.dtype), device=q.device) if fresh else acc.to(accumulation_dtype(q.dtype))
         for rows in bare:
             acc[:, rows] = 0.0
         for g in range(group := q_.shape[2] // k_.shape[2]):
@@ -82,7 +82,7 @@ def backward(dout, q, k, v, out, lse, tiling: Tiling, scale: float, kernel: Kern
         parts = [g[:, :, where] for g, where in zip(grads, (mine, theirs, theirs))]
         accs = parts
         if _narrow(q, fresh):
-            accs = [torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in parts]
+            accs = [torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in parts]
         group = reads[1].shape[2] // reads[2].shape[2]
         for g in range(group):
             some = slice(g, None, group)
@@ -109,7 +109,7 @@ def _in_strips(run: Run, kernel: Kernel) -> Iterator[Run]:
     """A causal call of blocks of 128 queries as one of their first and one of their last halves: the first leaves out
     the keys that it does not see. For forward alone: in backward each would add gradients of all its keys."""
     few = run.causal and STRIP < run.rows < WIDE and run.rows % STRIP == 0
-    rows = STRIP if few and takes_lower_right(kernel) else run.rows
+    rows = STRIP if few and supports_lower_right_causal(kernel) else run.rows
     for at in range(0, run.rows, rows):
         later = run.rows - rows - at
         yield replace(run, rows=rows, keys=run.keys - later, query=(run.query[0] + at, run.query[1]))

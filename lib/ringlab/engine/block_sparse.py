@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import cache as caches
 from ..block_patterns import AT_ONCE, BlockSparse, Random
-from ..kernels.base import Kernel, takes_lower_right
+from ..kernels.base import Kernel, supports_lower_right_causal
 from . import block_passes, torch_sparse
 from .block_calls import Tiling
 from .blocks import Cuts, copied, tile
@@ -66,7 +66,7 @@ def run(passes: str, tensors, pattern: BlockSparse, causal: bool, scale: float, 
         mask = execution.cached(key, lambda: torch_sparse.flex_prepare(pattern, n, causal, q.device))
         out, lse = torch_sparse.flex_forward(*tensors, mask, scale, with_lse=True)
         return out, by_views()[1] if lse is None else lse
-    shape = pattern, n, causal, way, takes_lower_right(kernel)
+    shape = pattern, n, causal, way, supports_lower_right_causal(kernel)
     tiling = execution.cached(caches.key("tiling", *shape), lambda: tiling_for(*shape))
     return getattr(block_passes, passes)(*tensors, tiling, scale, kernel, **lending)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import is_int, short_repr
-from ..kernels.base import Kernel, wide
+from ..kernels.base import Kernel, accumulation_dtype
 from ..tracking import is_out_of_memory
 from .execute import merge_
 
@@ -106,7 +106,7 @@ def _forward(kernel: Kernel, tile: int | None, q, k, v, causal, scale):
     if _fits(q, k, tile):
         return kernel.forward(q, k, v, causal, scale)
     b, m, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device)
+    out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     lse = torch.empty(b, heads, m, dtype=out.dtype, device=q.device)
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
         mine, theirs = (batch, rows, head), (batch, cols, head)

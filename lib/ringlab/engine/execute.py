@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import cache as caches
-from ..kernels.base import HALF, Kernel, device_type_of, wide
+from ..kernels.base import HALF, Kernel, device_type_of, accumulation_dtype
 from ..memory import MemoryPool
 from ..patterns import Pattern
 from .dilated import Plan, make_plan
@@ -111,7 +111,7 @@ def forward(
     else:
         first = None
         out = empty_like(q, results)
-        lse = torch.empty(b, n, heads, 1, dtype=wide(q.dtype), device=q.device)
+        lse = torch.empty(b, n, heads, 1, dtype=accumulation_dtype(q.dtype), device=q.device)
         if not plan.covered:
             out.zero_()
             lse.fill_(-torch.inf)

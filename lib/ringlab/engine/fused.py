@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import cache as caches
 from ..block_patterns import BlockSparse
-from ..kernels.base import HALF, Described, Kernel, needs_cuda, wants_dtype, wide
+from ..kernels.base import HALF, DeviceSpec, Kernel, needs_cuda, wants_dtype, accumulation_dtype
 from ..kernels.external import missing
 from ..kernels.triton import interpreted, on_device
 from ..kernels.triton_config import padded
@@ -35,10 +35,10 @@ from .execute import call_backward, fold, views_of
 ELEMENTS = 2048  # of a program's tile, in 64 registers of four warps
 
 
-def check(device: torch.device | Described, dtype: torch.dtype, pattern: Pattern) -> None:
+def check(device: torch.device | DeviceSpec, dtype: torch.dtype, pattern: Pattern) -> None:
     """Raise NotImplementedError in one line where the join cannot run."""
     why = None if interpreted() else needs_cuda(device, (8, 0))
-    if why is None and not isinstance(device, Described):
+    if why is None and not isinstance(device, DeviceSpec):
         why = missing("triton", "triton")
     why = why or wants_dtype(dtype, (torch.float32, *HALF))
     if isinstance(pattern, BlockSparse):
@@ -134,7 +134,7 @@ def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, kernel: Kerne
         del o, l
     else:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(b, heads, n, dtype=wide(q.dtype), device=q.device)
+        lse = torch.empty(b, heads, n, dtype=accumulation_dtype(q.dtype), device=q.device)
     rest = [call for _, calls in plan.blocks for call in calls if call is not first]
     for some, calls in _entries(rest, reads, kv):
         found = [kernel.forward(*views, causal, scale) for views in calls]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
-from ..kernels.base import Kernel, wide
+from ..kernels.base import Kernel, accumulation_dtype
 from .autograd import FirstDerivative, Once, fold_lse_gradient, outside_graphs, positive_scale
 from .block_passes import head_blocks
 from .execute import merge_, piece_limit
@@ -94,7 +94,7 @@ def _forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, kerne
     """out (b, n, h, d) in q's dtype and lse (b, h, n); a row's partial results are joined before they are rounded."""
     b, n, heads, d = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, n, heads, dtype=wide(q.dtype), device=q.device)
+    lse = torch.empty(b, n, heads, dtype=accumulation_dtype(q.dtype), device=q.device)
     for piece in _pieces(q, k, picks, size, causal, first):
         rows = piece.queries(q)
         joined = None
@@ -111,7 +111,7 @@ def _forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, kerne
 
 def _backward(dout, q, k, v, out, lse, log_m, picks, size, causal, scale, kernel: Kernel, first: int, unrounded: bool):
     """dq (b, n, h, d), dk, dv (b, n, h_kv, d) and dlog_m or None, with the final out and lse (b, h, n)."""
-    dtypes = (q.dtype, *[wide(k.dtype) if unrounded else k.dtype] * 2)
+    dtypes = (q.dtype, *[accumulation_dtype(k.dtype) if unrounded else k.dtype] * 2)
     grads = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t, dtype in zip((q, k, v), dtypes))
     dlog_m = None if log_m is None else torch.zeros_like(log_m)
     for mine, theirs in head_blocks(q, k, True):

@@ -9,7 +9,7 @@ import torch
 
 from .. import checks
 from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
-from .base import Described, Kernel, PatternKernel, capability, settled, settled_kernel, takes_lower_right
+from .base import DeviceSpec, Kernel, PatternKernel, capability, override_kernel, overridden_kernel, supports_lower_right_causal
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
 from .triton import TritonLists
@@ -53,7 +53,7 @@ def choose(
     >>> choose("cpu", torch.float32, 64).name
     'cpu_flash'
     """
-    if (kernel := settled_kernel()) is not None:
+    if (kernel := overridden_kernel()) is not None:
         return Choice(kernel, {})
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}")
@@ -87,13 +87,13 @@ def expected(kind: str, having: tuple[int, int] | None, dtype: torch.dtype, head
     """
     if kind == "cuda" and having is None:
         raise NotImplementedError("which kernel runs depends on the compute capability, and that is not known")
-    device = Described(kind, having)
+    device = DeviceSpec(kind, having)
     why = {name: KERNELS[name].refuses(device, dtype, head_dim) for name in order(device) if name in (*SDPA, "eager")}
     name = next(name for name in why if why[name] is None)  # eager refuses nothing
     return Choice(KERNELS[name], {tried: reason for tried, reason in why.items() if reason})
 
 
-def order(device: torch.device | Described) -> tuple[str, ...]:
+def order(device: torch.device | DeviceSpec) -> tuple[str, ...]:
     """The names of all kernels, the fastest expected on ``device`` first; what was never timed comes last."""
     if device.type != "cuda":
         timed = ("cpu_flash", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager")
@@ -126,7 +126,7 @@ def probe(
     why = kernel.refuses(device, dtype, head_dim)
     if why is not None:
         return why
-    lower_right = causal and takes_lower_right(kernel)
+    lower_right = causal and supports_lower_right_causal(kernel)
     wrong = (_wrong(kernel, first, device, dtype, head_dim, causal, backward) for first in (0, 70)[: 1 + lower_right])
     return next(filter(None, wrong), None)
 

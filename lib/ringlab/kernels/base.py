@@ -52,7 +52,7 @@ _settled: ContextVar[tuple[Kernel, str] | None] = ContextVar("settled kernel", d
 
 
 @contextmanager
-def settled(kernel: Kernel, device_type: str) -> Iterator[None]:
+def override_kernel(kernel: Kernel, device_type: str) -> Iterator[None]:
     """Inside, every choice is this kernel, nothing is probed, and work is cut as for ``device_type``: for a run without
     data, or without the device.
 
@@ -68,7 +68,7 @@ def settled(kernel: Kernel, device_type: str) -> Iterator[None]:
         _settled.reset(token)
 
 
-def settled_kernel() -> Kernel | None:
+def overridden_kernel() -> Kernel | None:
     """The kernel that is settled here, or None."""
     found = _settled.get()
     return None if found is None else found[0]
@@ -80,21 +80,21 @@ def device_type_of(t: Tensor) -> str:
     return t.device.type if found is None else found[1]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of log-sum-exps and accumulators for tensors of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
-class Described:
+class DeviceSpec:
     """A device that need not be here, as far as a kernel asks before it is called."""
 
     type: str
     capability: tuple[int, int] | None = None
 
 
-def capability(device: torch.device | Described) -> tuple[int, int]:
-    return device.capability if isinstance(device, Described) else torch.cuda.get_device_capability(device)
+def capability(device: torch.device | DeviceSpec) -> tuple[int, int]:
+    return device.capability if isinstance(device, DeviceSpec) else torch.cuda.get_device_capability(device)
 
 
 def needs_cuda(device: torch.device, least: tuple[int, int], most: tuple[int, int] | None = None) -> str | None:
@@ -123,7 +123,7 @@ def wants_dtype(dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | N
     return None
 
 
-def takes_lower_right(kernel: Kernel) -> bool:
+def supports_lower_right_causal(kernel: Kernel) -> bool:
     """Whether causal calls may have more keys than queries, the last of both at one position: the mask of
     ``torch.nn.attention.bias.causal_lower_right``."""
     return getattr(kernel, "lower_right", False)

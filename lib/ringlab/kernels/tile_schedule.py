@@ -187,7 +187,7 @@ SPAN = 1 << 32  # more than any two positions lie apart
 
 
 @dataclass(frozen=True)
-class Lists:
+class TileSchedule:
     """The tiles that programs own, one each, and what every one of them meets.
 
     ``tiles`` (T, 9) int32, a row per program: head, first position, rows, stride; base to add to the entries' rows;
@@ -214,7 +214,7 @@ class Lists:
         """Tiles met, of all programs: each costs ``rows * cols`` pairs, visible or not."""
         return int(self.tiles[:, [FULL, MASKED]].sum())
 
-    def to(self, device) -> Lists:
+    def to(self, device) -> TileSchedule:
         return replace(self, tiles=self.tiles.to(device), entries=self.entries.to(device))
 
     def of(self, tile: int) -> list[tuple[int, int, int, int, bool]]:
@@ -230,7 +230,7 @@ class Lists:
         return found
 
 
-def make_lists(
+def make_schedule(
     source: Source,
     n: int,
     heads: int,
@@ -241,7 +241,7 @@ def make_lists(
     causal: bool = False,
     by: str = "query",
     keys: int | None = None,
-) -> Lists:
+) -> TileSchedule:
     """The lists of ``source`` (of ``split``): tiles of ``rows`` rows that meet tiles of ``cols`` rows.
 
     ``by="query"``: query heads own tiles of queries and meet keys (forward, dq); ``by="key"``: K/V heads own tiles of
@@ -282,7 +282,7 @@ def make_lists(
     tiles = torch.cat([torch.zeros(0, MASKED + 1, dtype=torch.int64), *(t for t, _ in parts)])
     entries = torch.cat([*(e for _, e in parts), torch.zeros(1, 2, dtype=torch.int64)])
     strides = tiles[:, STRIDE].unique().tolist()
-    return Lists(*(t.to(torch.int32) for t in (tiles[_order(tiles, source, heads // kv_heads, by)], entries)),
+    return TileSchedule(*(t.to(torch.int32) for t in (tiles[_order(tiles, source, heads // kv_heads, by)], entries)),
                  rows, cols, covered, strides[0] if len(strides) == 1 else 0, not tiles[:, MASKED].any())  # fmt: skip
 
 

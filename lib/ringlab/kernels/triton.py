@@ -40,7 +40,7 @@ from ..patterns import Dense, Pattern, from_dict
 from . import triton_config
 from .base import HALF, capability, needs_cuda, wants_dtype
 from .external import missing
-from .tile_schedule import Lists, Source, make_lists, piece_rows, split
+from .tile_schedule import TileSchedule, Source, make_schedule, piece_rows, split
 from .triton_config import BY_HAND, LEAST, Sizes, early, padded, precision, sizes
 
 ALIGNED = 16  # bytes: what a tensor descriptor asks of addresses and strides
@@ -48,14 +48,14 @@ GLUON = "triton.experimental.gluon.nvidia.hopper"
 GROUP_ROWS = 64  # gluon_code: a descriptor of queries brings those of one warp group
 
 
-def too_long(size: Sizes, lists: Lists) -> str | None:
+def too_long(size: Sizes, lists: TileSchedule) -> str | None:
     """Why a launch takes smaller tiles than ``size`` says, or None."""
     if (lists.rows, lists.cols) == (size.rows, size.cols):
         return None
     return f"the pattern's pieces are shorter than tiles of {size.rows} x {size.cols}"
 
 
-def why_pointers(size: Sizes, lists: Lists, tensors: tuple[Tensor, ...], joins: bool = False) -> str | None:
+def why_pointers(size: Sizes, lists: TileSchedule, tensors: tuple[Tensor, ...], joins: bool = False) -> str | None:
     """Why sizes that read ``tensors`` (b, n, h, d) by descriptors cannot serve a launch, or None.
 
     ``joins``: the launch goes on from what another wrote.
@@ -101,7 +101,7 @@ def layout(head_dim: int, bits: int):
     return made(swizzle_byte_width=min(128, head_dim * bits // 8), element_bitwidth=bits, rank=5)
 
 
-def as_read(size: Sizes, lists: Lists, owned: tuple[Tensor, ...], met: tuple[Tensor, ...]) -> tuple:
+def as_read(size: Sizes, lists: TileSchedule, owned: tuple[Tensor, ...], met: tuple[Tensor, ...]) -> tuple:
     """The tensors of which a kernel reads its own tile, and those of which it reads the tiles that it meets."""
     if size.reads != "pointers":
         by_hand = size.reads in BY_HAND
@@ -146,7 +146,7 @@ class Launch(NamedTuple):
     """One launch of a pass; ``why``: what keeps the sizes that were picked from serving, so that the defaults do."""
 
     size: Sizes
-    lists: Lists
+    lists: TileSchedule
     why: str | None
 
 
@@ -259,13 +259,13 @@ def _tile(source: Source, size: Sizes) -> tuple[int, int]:
     return min(size.rows, short), size.cols if isinstance(source, BlockSparse) else min(size.cols, short)
 
 
-def _lists(source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, by: str, cached) -> Lists:
+def _lists(source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, by: str, cached) -> TileSchedule:
     rows, cols = _tile(source, size)
     (n, heads), (m, kv_heads) = q.shape[1:3], k.shape[1:3]
 
-    def build() -> Lists:
+    def build() -> TileSchedule:
         keys = None if m == n else m
-        found = make_lists(source, n, heads, kv_heads, rows=rows, cols=cols, causal=causal, by=by, keys=keys)
+        found = make_schedule(source, n, heads, kv_heads, rows=rows, cols=cols, causal=causal, by=by, keys=keys)
         return found.to(q.device)
 
     return cached(caches.key("lists", source, n, m, heads, kv_heads, rows, cols, causal, by, q.device), build)

@@ -19,7 +19,7 @@ from .. import cache as caches
 from ..engine import Execution, block_passes, execute
 from ..engine.block_calls import Tiling
 from ..engine.dilated import first_and_step, progressions
-from ..kernels.base import HALF, Kernel, takes_lower_right, wide
+from ..kernels.base import HALF, Kernel, supports_lower_right_causal, accumulation_dtype
 from ..patterns import Branch, Dense
 from . import exchange
 from .exchange import Problem, RankPlan, StridedRows, plan_rank
@@ -290,7 +290,7 @@ class Rank:
         tensors = (dout, q, k, v, out, lse)
         if len(parts) == 1 and not more:
             return self._on_chunk("backward", tensors, *parts[0])
-        grads = tuple(torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (q, k, v))
+        grads = tuple(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v))
         for row, positions in parts:
             for total, part in zip(grads, self._on_chunk("backward", tensors, row, positions)):
                 total[:, row : row + len(positions)] += part
@@ -366,7 +366,7 @@ class BlockRank(Rank):
             own = problem.pattern, problem.layout, problem.causal, self.rank
             return exchange.block_calls(*own, ranges, lower_right=lower_right)
 
-        problem, lower_right = self.problem, takes_lower_right(self.kernel)
+        problem, lower_right = self.problem, supports_lower_right_causal(self.kernel)
         return self.cached(caches.key("block calls", problem, self.rank, received, lower_right), build)
 
     def _keys(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -379,7 +379,7 @@ class BlockRank(Rank):
         return out, lse.transpose(1, 2).unsqueeze(-1)
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
-        grads = tuple(torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (q, k, v))
+        grads = tuple(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v))
         return block_passes.backward(dout, q, k, v, out, lse, self._calls(False), self.scale, self.kernel, grads)
 
     def received_forward(self, q, rows, out, lse) -> None:
@@ -395,7 +395,7 @@ class BlockRank(Rank):
 
 def empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """out (b, s, h, d) of zeros and lse (b, s, h, 1) of -inf: nothing seen yet."""
-    lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=wide(q.dtype), device=q.device)
+    lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
     return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
 
 
@@ -416,7 +416,7 @@ def keys_of(call: Meeting, source) -> tuple[Tensor, Tensor]:
 
 
 def _fresh(k: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(torch.zeros(k.shape, dtype=wide(k.dtype), device=k.device) for _ in range(2))
+    return tuple(torch.zeros(k.shape, dtype=accumulation_dtype(k.dtype), device=k.device) for _ in range(2))
 
 
 def shard_of(rows: Tensor, first: int, count: int, heads: int) -> tuple[Tensor, Tensor]:
@@ -426,4 +426,4 @@ def shard_of(rows: Tensor, first: int, count: int, heads: int) -> tuple[Tensor, 
 
 
 def widened(tensors) -> tuple[Tensor, ...]:
-    return tuple(t.to(wide(t.dtype)) for t in tensors)
+    return tuple(t.to(accumulation_dtype(t.dtype)) for t in tensors)

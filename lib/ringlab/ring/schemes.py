@@ -18,7 +18,7 @@ from .. import patterns
 from ..block_patterns import BlockSparse
 from ..engine import block_sparse, execute
 from ..engine.autograd import fold_lse_gradient
-from ..kernels.base import wide
+from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
 from .comm import AllToAll, Exchange, Post, Steps, Wait
 from .exchange import Problem
@@ -44,8 +44,8 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
         rows = F.pad(rows, (0, q.shape[3] - d))
-    dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-    d_rows = torch.zeros(rows.shape, dtype=wide(rows.dtype), device=rows.device)
+    dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+    d_rows = torch.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
     rank.received_backward((dout, q, out, lse), rows, dq, d_rows)
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
     ticket = yield Post(AllToAll(d_rows, plan.received, home, plan.sent))
@@ -99,7 +99,7 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
         ticket = yield Post(exchange)
         if t == 0:
             out, lse = rank.local_forward(q, k, v)
-            out = out.to(wide(out.dtype))
+            out = out.to(accumulation_dtype(out.dtype))
         elif current is not None:
             rank.add_forward(rank.meetings((rank.rank - t) % p), q, current, out, lse)
         yield Wait(ticket)
@@ -113,7 +113,7 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     p, me, hops, d = rank.problem.layout.ranks, rank.rank, _hops(rank), q.shape[3]
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
-    dtype, reads = wide(k.dtype), (dout, q, out, lse)
+    dtype, reads = accumulation_dtype(k.dtype), (dout, q, out, lse)
     current, travelling, home, gradients = (k.contiguous(), v.contiguous()), None, None, None
     for t in range(p):
         exchange, coming = _hop(rank, hops, t + 1, current, k)
@@ -162,7 +162,7 @@ def all_gather_forward(rank: Rank, q, k, v) -> Steps:
     exchange, shards = _gather(rank, k, v)
     ticket = yield Post(exchange)
     out, lse = rank.local_forward(q, k, v)
-    out = out.to(wide(out.dtype))
+    out = out.to(accumulation_dtype(out.dtype))
     yield Wait(ticket)
     for source, shard in shards.items():
         rank.add_forward(rank.meetings(source), q, shard, out, lse)
@@ -170,7 +170,7 @@ def all_gather_forward(rank: Rank, q, k, v) -> Steps:
 
 
 def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
-    p, me, dtype, d = rank.problem.layout.ranks, rank.rank, wide(k.dtype), q.shape[3]
+    p, me, dtype, d = rank.problem.layout.ranks, rank.rank, accumulation_dtype(k.dtype), q.shape[3]
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     exchange, shards = _gather(rank, k, v)
@@ -341,7 +341,7 @@ def ulysses_backward(rank: Rank, dout, dlse, q, k, v, out, lse, kept, whole_lse)
     if dlse is not None:
         (g,) = yield from _to_heads(rank, [dlse.transpose(1, 2).unsqueeze(-1)], [queries])
         tensors = fold_lse_gradient(*tensors, g.squeeze(-1).transpose(1, 2))
-    grads = [t[..., :d].to(wide(q.dtype)) for t in _heads_backward(rank, share, *tensors)]
+    grads = [t[..., :d].to(accumulation_dtype(q.dtype)) for t in _heads_backward(rank, share, *tensors)]
     if index is not None:
         grads[1:] = [t.new_zeros(whole_k.shape).index_add_(2, index, t) for t in grads[1:]]
     return tuple((yield from _to_rows(rank, grads, [queries, keys, keys])))
