@@ -10,11 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ringlab import attention
-from ringlab.engine import Execution
+from ringlab import Execution, attention
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.ring import comm, counting
-from ringlab.ring.group import attend
 
 
 def tensors(layout, heads, kv_heads, d, dtype, seed, batch=1):
@@ -27,8 +25,8 @@ def tensors(layout, heads, kv_heads, d, dtype, seed, batch=1):
 def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
     """out, lse, dq, dk, dv; dlse None: lse has no cotangent."""
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-    out, lse = attend(q, k, v, pattern, causal=causal, scale=q.shape[3] ** -0.5, backend="auto", execution=Execution(),
-                      group=group, scheme=scheme, layout=layout)  # fmt: skip
+    how = {"causal": causal, "group": group, "scheme": scheme, "layout": layout, "return_lse": True}
+    out, lse = attention(q, k, v, pattern, **how)
     found, cotangents = [out], [dout]
     if dlse is not None:
         found, cotangents = [out, lse], [dout, dlse.masked_fill(lse == -torch.inf, 0).to(lse.dtype)]
@@ -121,13 +119,13 @@ def fault(kind, pattern, layout):
     return found if kind == "none" else call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
 
 
-def late_rank(channel, rank, *rest):
+def late_rank(rank, *rest):
     """A rank of ``launch`` of which number 1 never joins."""
     from ringlab.ring import launch
 
     if rank == 1:
         time.sleep(1000)
-    launch._rank(channel, rank, *rest)
+    launch._rank(rank, *rest)
 
 
 def sleeps(folder):
@@ -147,7 +145,6 @@ def two_meshes(pattern, layout, seed):
 
 def compiled(pattern, layout, scheme):
     """Eager and fullgraph-compiled results on this rank, and the exchanges of a selectively checkpointed step."""
-    from ringlab import attention
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -182,7 +179,6 @@ def short_of_memory():
     """One step of the production module where rank 1's third kernel call fails, and what it took."""
     import ringlab
     from ringlab.cache import PatternCache
-    from ringlab.engine import Execution
     from ringlab.kernels.torch_kernels import Eager
     from ringlab.ring import contiguous
 
@@ -293,17 +289,6 @@ def content_disagreed(cases):
         except PlanMismatch as error:
             told.append(str(error))
     return told
-
-
-def fails_in_its_own_way(kind: str) -> None:
-    """Rank 1 fails while rank 0 waits for it."""
-    if dist.get_rank() == 1:
-        if kind == "interrupt":
-            raise KeyboardInterrupt
-        if kind == "exit":
-            sys.exit(7)
-        raise RuntimeError("peer table is empty" if kind == "peer" else "connection of the nccl experiment timed out")
-    dist.barrier()
 
 
 class TwoParts(Exception):
