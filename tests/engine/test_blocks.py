@@ -1,4 +1,4 @@
-"""Block-sparse patterns: what they show, the calls they become, and one softmax per row in every way of running."""
+"""Block-sparse patterns besides their values: what is computed, which keys are read, densities, refusals."""
 
 import subprocess
 import sys
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ringlab
 import torch
-from helpers import STAINED, Case, engine_results, errors, oracle_results
+from helpers import STAINED
+from matrix import BF16, BLOCK, BLOCK_SPARSE, F32, TILED_WAYS, WAYS, Case, all_wrong, drawn, judged
 from ringlab import (
     BlockSparseOptimized,
     BlockSparseRingDilatedAttention,
@@ -23,44 +25,15 @@ from ringlab import (
 )
 from ringlab.block_patterns import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
 from ringlab.cost import count_pairs
-from ringlab.engine import block_passes, block_sparse, blocks, torch_sparse
-from ringlab.engine.block_calls import Run
-from ringlab.engine.blocks import Cuts
 from ringlab.measure import Point, systems
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SIZE = 8
-PATTERNS = [
-    block_patterns.local_global(1, 1, block_size=SIZE),
-    block_patterns.bigbird(1, 1, 2, block_size=SIZE),
-    block_patterns.sliding_window(3, block_size=SIZE),
-    BlockSparse([Window(2, 0)], SIZE),
-    block_patterns.hierarchical([(1, 1), (4, 8)], block_size=SIZE),
-    BlockSparse([Window(0), Strided(4, 2)], SIZE),
-    BlockSparse([Strided(3)], SIZE),
-    BlockSparse([Segment(4), Segment(8, 2)], SIZE),
-    BlockSparse([Random(2, seed=1)], SIZE),
-    BlockSparse([Global(2, rows=False)], SIZE),
-    block_patterns.sliding_window(1, block_size=SIZE) | BlockSparse([Random(1)], SIZE),
-    block_patterns.from_mask(torch.rand(13, 13, generator=torch.Generator().manual_seed(0)) < 0.3, block_size=SIZE),
-]
-TILED = ["views", "batched", "rows"]  # ways that are calls of kernels
-WAYS = [*TILED, "bsr"]
-REFUSED = torch_sparse.refusal("cpu", torch.float32)
-needs_flex = pytest.mark.skipif(REFUSED is not None, reason=f"FlexAttention {REFUSED}")
-SHAPES = [(1, 2, 2, 101), (3, 4, 2, 97)]  # (batch, heads, K/V heads, n): odd lengths, a short last block
+PATTERNS = BLOCK_SPARSE
 
 
-def tensors(shape, dtype, seed=0):
-    b, h, kv, n = shape
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(b, n, heads, 16, generator=generator, dtype=torch.float64).to(dtype) for heads in (h, kv, kv)]
-
-
-def case(pattern, shape, dtype, causal, way):
-    b, h, kv, n = shape
-    execution = Execution(blocks=way, results=STAINED)
-    return Case(pattern, b, n, h, kv, 16, causal, dtype, None, execution, "auto", True, False)
+def tensors(pattern, n, dtype=F32, batch=1, heads=2, kv_heads=2):
+    """q, k, v."""
+    return drawn(Case(pattern, n, dtype, batch=batch, heads=heads, kv_heads=kv_heads))[0]
 
 
 def brute(pattern, n, causal):
@@ -69,174 +42,87 @@ def brute(pattern, n, causal):
     return m.tril() if causal else m
 
 
+class Products(TorchDispatchMode):
+    """Counts products of queries and keys, their scores, products with a BSR tensor; the largest dense result."""
+
+    def __init__(self, d: int = 0):
+        super().__init__()
+        self.d, self.calls, self.scores, self.sparse, self.largest = d, 0, 0, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if func is aten.bmm.default and args[0].shape[2] == self.d != args[1].shape[2]:
+            self.calls += 1
+            self.scores += found.numel()
+        if func is aten.mm.default and args[0].layout == torch.sparse_bsr:
+            self.sparse += 1
+        if isinstance(found, torch.Tensor) and found.layout == torch.strided:
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+def computed(pattern, n, way, causal=False, d=107):
+    """What the eager kernel multiplies in a forward pass; no call has ``d`` keys."""
+    q = torch.zeros(1, n, 1, d)
+    kernels.choose("cpu", F32, d, causal=causal, backend="eager")  # its probe is not of a call
+    with Products(d) as found:
+        attention(q, q, q, pattern, causal=causal, backend="eager", execution=Execution(blocks=way, cache=False))
+    return found
+
+
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TILED_WAYS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_every_way_is_the_oracle(pattern, way, causal):
-    torch.manual_seed(0)
-    for shape in SHAPES:
-        for dtype in (torch.float64, torch.float32):
-            one = case(pattern, shape, dtype, causal, way)
-            given = one.tensors()
-            found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
-            assert max(found.values()) <= reference.EXACT[dtype], (shape, dtype, found)
+def test_each_pair_is_computed_once(pattern, way, causal):
+    """Causal: and at most the later half of the blocks on the diagonal."""
+    hidden = computed(pattern, 101, way, causal).scores - pattern.pairs(101, causal)
+    assert hidden == 0 or causal and 0 < hidden <= 101 * BLOCK
+
+
+def test_a_window_is_few_calls_whatever_its_length():
+    pattern = block_patterns.local_global(2, 4, block_size=BLOCK)
+    assert computed(pattern, 512, "views").calls <= 40 and computed(pattern, 2048, "views").calls <= 60
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_see_themselves_alone_send_nothing_to_scores(way):
     """Their gradient of q and k is 0: what sums in another order would leave roundings of it."""
-    torch.manual_seed(0)
-    one = case(block_patterns.sliding_window(0, block_size=1), SHAPES[1], torch.float32, False, way)
-    given = one.tensors()
-    found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
-    assert max(found.values()) <= 1e-6, found
+    case = Case(block_patterns.sliding_window(0, block_size=1), 97, F32, batch=3, lse_cotangent=False)
+    case = replace(case, execution=Execution(blocks=way))
+    inputs, dout, dlse, *_ = judged(case)
+    found = case.run(inputs, dout, dlse)
+    assert max(float(found[name].norm()) for name in ("dq", "dk")) <= 1e-6 * reference.gradient_floor(*inputs[:2], dout)
 
 
-def test_calls_show_each_pair_once():
-    for pattern in PATTERNS:
-        for way in TILED:
-            for causal, lower_right in ((False, False), (True, False), (True, True)):
-                tiling = block_sparse.tiling_for(pattern, 101, causal, way, lower_right)
-                seen, written = torch.zeros(101, 101, dtype=torch.long), torch.zeros(101, dtype=torch.bool)
-                bare = torch.zeros(101, dtype=torch.bool)
-                for start, stop in tiling.bare:
-                    bare[start:stop] = True
-                for run in tiling.runs:
-                    for i in range(run.nodes):
-                        q, k = (at[0] + i * at[1] for at in (run.query, run.key))
-                        shown = torch.ones(run.rows, run.keys, dtype=torch.long)
-                        shown = shown.tril(run.keys - run.rows) if run.causal else shown
-                        seen[q : q + run.rows, k : k + run.keys] += shown
-                        assert lower_right or not run.causal or run.rows == run.keys
-                        assert not (run.first and (run.shared or (written | bare)[q : q + run.rows].any()))
-                        assert run.first or (written | bare)[q : q + run.rows].all()
-                        written[q : q + run.rows] = True
-                for call in tiling.picked:
-                    for q, keys in zip(call.queries.tolist(), call.keys):
-                        seen[q : q + call.rows, keys] += 1
-                        assert (written | bare)[q : q + call.rows].all()
-                assert (written | bare).all()
-                assert torch.equal(seen, brute(pattern, 101, causal)), (str(pattern), way, causal)
-
-
-def test_plans_of_many_blocks_show_each_pair_once():
-    """More blocks than are looked at together."""
-    size, n = 4, 4 * 1300 - 1
-    levels = [(1, 2), (64, 700)]
-    for pattern in (
-        block_patterns.local_global(2, 3, block_size=size),
-        block_patterns.hierarchical(levels, block_size=size),
-    ):
-        for causal in (False, True):
-            for way in ("views", "batched"):
-                tiling = block_sparse.tiling_for(pattern, n, causal, way, lower_right=way == "views")
-                rows = torch.zeros(n, dtype=torch.long)
-                for r in tiling.runs:
-                    at = r.query[0] + torch.arange(r.nodes)[:, None] * r.query[1] + torch.arange(r.rows)
-                    fewer = torch.arange(r.rows).flip(0) * r.causal
-                    rows.index_add_(0, at.flatten(), (r.keys - fewer).repeat(r.nodes))
-                for c in tiling.picked:
-                    rows[(c.queries[:, None] + torch.arange(c.rows)).flatten()] += c.keys.shape[1]
-                sample = torch.arange(0, n, 41)
-                seen = pattern.multiplicity(sample, torch.arange(n), n=n, head=0, heads=1)
-                seen = seen * (torch.arange(n) <= sample[:, None]) if causal else seen
-                assert torch.equal(rows[sample], seen.sum(1)) and int(rows.sum()) == pattern.pairs(n, causal)
-
-
-def test_squares_join_the_calls_before_them():
-    """A causal window is one call for all blocks with as many keys, where kernels mask the lower right corner."""
-    window = block_patterns.sliding_window(2, block_size=128)
-    joined, apart = (block_sparse.tiling_for(window, 16384, True, lower_right=here).runs for here in (True, False))
-    assert [(r.rows, r.keys, r.nodes, r.causal) for r in joined] == [
-        (128, 384, 126, True), (128, 128, 1, True), (128, 256, 1, True)]  # fmt: skip
-    assert all(r.rows == r.keys for r in apart if r.causal) and len(apart) > 1
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 512), (2, 2, 512), (1, 4, 509)])
+def test_long_sequences_are_cut_into_nodes_and_strips(shape, causal):
+    """Lengths at which global rows are cut, blocks share queries or keys, and wide causal calls are cut in strips."""
+    batch, heads, n = shape
+    wide = block_patterns.local_global(1, 2, block_size=64)
+    for pattern, dtype in product((wide, PATTERNS[-2]), (F32, torch.float64)):
+        case = Case(pattern, n, dtype, causal, batch, heads, 2, execution=Execution(blocks="views", results=STAINED))
+        assert not all_wrong([case])
 
 
 @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
     """Its scores overflow: an additive mask alone would make NaN of infinite ones that it hides."""
     window = block_patterns.sliding_window(1, block_size=64)
-    assert any(r.causal and r.keys > r.rows for r in block_sparse.tiling_for(window, 256, True, lower_right=True).runs)
-    q, k, v = (t.requires_grad_() for t in tensors((1, 2, 2, 256), dtype))
+    q, k, v = (t.requires_grad_() for t in tensors(window, 256, dtype))
     dout = torch.ones(1, 160, 2, 16, dtype=dtype)
     spoiled = k.detach().clone()
     spoiled[:, 160] = value
-    bound = reference.EXACT[torch.float32] if dtype == torch.float32 else 2**-8  # one rounding
-    for way in TILED:
+    bound = reference.EXACT[F32] if dtype == F32 else 2**-8  # one rounding
+    for way in TILED_WAYS:
         how = {"causal": True, "execution": Execution(blocks=way)}
         clean, found = (attention(q, x, v, window, **how)[:, :160] for x in (k, spoiled))
         assert reference.error(found, clean, 1.0) <= bound, way
         if value == 3e38:  # 0 times others is NaN in any product of keys and gradients
             want, got = (torch.autograd.grad(out, q, dout)[0][:, :160] for out in (clean, found))
             assert reference.error(got, want, 1.0) <= bound, way
-
-
-def test_results_are_contiguous_whatever_the_inputs_are():
-    laid_out = [torch.randn(2, 4, 256, 16).transpose(1, 2) for _ in range(3)]  # (b, n, h, d), as other libraries hold
-    window = block_patterns.local_global(1, 1, block_size=32)
-    for pattern in (window, block_patterns.sliding_window(1, block_size=64), patterns.Dense(), patterns.Dilated([64], [1]),
-                    patterns.Dilated([64, 128], [1, 2])):  # fmt: skip
-        for dtype, causal in product((torch.float32, torch.bfloat16), (False, True)):
-            out = attention(*(t.to(dtype) for t in laid_out), pattern, causal=causal)
-            assert out.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes, (str(pattern), dtype, causal)
-
-
-def test_neighbours_that_see_the_same_keys_are_one_call():
-    """The global rows of small blocks: eight of 64 queries by all keys are one of 512, by 1024 keys a node."""
-    runs = block_sparse.tiling_for(block_patterns.local_global(4, 8, block_size=64), 16384).runs
-    assert [(r.nodes, r.rows, r.query[1]) for r in runs if r.keys == 1024] == [(15, 512, 0)]
-
-
-def test_many_queries_of_few_keys_are_nodes_of_about_a_thousand():
-    """So that a thread writes pages of its own: the first call, which is the output, and the causal ones."""
-    wide = block_patterns.local_global(2, 4)
-    first, *_ = block_sparse.tiling_for(wide, 16384).runs
-    assert (first.nodes, first.rows, first.key) == (16, 1024, (0, 0)) and first.whole(16384)
-    assert (15, 1024, 512) in [(r.nodes, r.rows, r.keys) for r in block_sparse.tiling_for(wide, 16384, True).runs]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", [(1, 2, 2, 512), (2, 2, 2, 512), (1, 4, 2, 509)])
-def test_nodes_that_share_queries_or_keys_are_the_oracle(monkeypatch, shape, causal):
-    """With short limits for what is cut: the first call in nodes, and global rows some keys at a time."""
-    monkeypatch.setattr(blocks, "LONG", 32)
-    monkeypatch.setattr(blocks, "SHORT", 24)
-    torch.manual_seed(0)
-    pattern, n = block_patterns.local_global(1, 2, block_size=SIZE), shape[3]
-    first, *others = block_sparse.tiling_for(pattern, n, causal).runs
-    assert causal or (first.nodes > 1 and first.whole(n) == (n == 512) and any(r.shared for r in others))
-    rows = BlockSparse([Global(2, columns=False)], SIZE)  # no other call writes these first
-    for which, dtype in product((pattern, rows), (torch.float64, torch.float32)):
-        one = case(which, shape, dtype, causal, "views")
-        one = replace(one, execution=Execution(blocks="views", cache=False))  # other plans than other tests use
-        given = one.tensors()
-        apart = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
-        assert max(apart.values()) <= reference.EXACT[dtype], (str(which), dtype, apart)
-
-
-def test_causal_calls_in_strips_are_the_oracle_and_leave_out_what_is_hidden(monkeypatch):
-    monkeypatch.setattr(block_passes, "STRIP", 4)
-    monkeypatch.setattr(block_passes, "WIDE", 12)
-    torch.manual_seed(0)
-    kernel = kernels.KERNELS["cpu_flash"]
-    for pattern, shape, dtype in product(PATTERNS[:3], SHAPES, (torch.float64, torch.float32)):
-        runs = [r for r in block_sparse.tiling_for(pattern, shape[3], True, lower_right=True).runs if r.causal]
-        strips = [s for r in runs for s in block_passes._in_strips(r, kernel)]
-        hidden = [sum(r.nodes * r.rows * (r.rows - 1) // 2 for r in some) for some in (runs, strips)]
-        computed = [sum(r.nodes * r.rows * r.keys for r in some) for some in (runs, strips)]
-        assert hidden[1] < hidden[0] and computed[0] - hidden[0] == computed[1] - hidden[1]
-        one = case(pattern, shape, dtype, True, "views")
-        given = one.tensors()
-        apart = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
-        assert max(apart.values()) <= reference.EXACT[dtype], (str(pattern), shape, dtype, apart)
-
-
-def test_a_window_is_few_calls_whatever_its_length():
-    few = [len(block_sparse.tiling_for(block_patterns.local_global(2, 4), n).runs) for n in (1 << 13, 1 << 15)]
-    assert (
-        few[0] <= 30 and few[1] <= 50 and not block_sparse.tiling_for(block_patterns.local_global(2, 4), 1 << 13).picked
-    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -252,100 +138,59 @@ def test_counts_are_brute_force(causal):
         assert patterns.from_dict(pattern.to_dict()) == pattern and "\n" not in str(pattern)
 
 
-def test_ones_stay_ones_and_a_row_that_sees_nothing_is_zero():
-    q, k, _ = tensors((1, 2, 2, 101), torch.float64)
-    ones = torch.ones_like(k)
-    mask = torch.ones(13, 13, dtype=torch.bool)
-    mask[5] = False
-    for way in WAYS:
-        how = {"execution": Execution(blocks=way), "return_lse": True}
-        out, _ = attention(q, k, ones, PATTERNS[1], **how)
-        assert (out - 1).abs().max() <= 1e-12
-        out, lse = attention(q, k, ones, block_patterns.from_mask(mask, block_size=SIZE), **how)
-        assert not out[:, 40:48].any() and (lse[..., 40:48] == -torch.inf).all() and torch.isfinite(lse[..., 48:]).all()
-
-
-@pytest.mark.parametrize("way", TILED)
-def test_bfloat16_stays_within_twice_a_dense_call(way):
-    torch.manual_seed(0)
-    for pattern in (*PATTERNS[:2], BlockSparse([Random(2)], SIZE)):
-        one = case(pattern, (1, 4, 2, 200), torch.bfloat16, False, way)
-        given = one.tensors()
-        found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
-        allowed = reference.tolerance(*given[:4], pattern=pattern)
-        assert all(found[name] <= allowed[name] for name in found), (str(pattern), found, allowed)
-
-
 def test_bsr_refuses_half_precision_in_one_line():
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (BF16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         with pytest.raises(NotImplementedError, match=f"^blocks='bsr' takes float32, float64, not {name}$"):
-            attention(*tensors((1, 2, 2, 64), dtype), PATTERNS[0], execution=Execution(blocks="bsr"))
+            attention(*tensors(PATTERNS[0], 64, dtype), PATTERNS[0], execution=Execution(blocks="bsr"))
 
 
-@needs_flex
-def test_flex_is_the_oracle():
-    """One shape and dtype, so one kernel is compiled, for every pattern, causal or not."""
-    for pattern, causal in product(PATTERNS, (False, True)):
-        torch.manual_seed(0)
-        one = case(pattern, (1, 4, 2, 101), torch.float32, causal, "flex")
-        given = one.tensors()
-        found = errors(engine_results(one, *given), oracle_results(one, *given), *given[:2], given[3])
-        assert max(found.values()) <= 5e-6, (str(pattern), causal, found)
+def by_flex(pattern, causal=False):
+    """One shape and dtype, so that one kernel is compiled. With AVX2, torch's is wrong for blocks of 8, compiled or not."""
+    return Case(replace(pattern, block_size=16), 205, F32, causal, execution=Execution(blocks="flex", results=STAINED))
 
 
-@needs_flex
-def test_flex_is_compiled_whoever_looks_on(recwarn):
-    """Under a dispatch mode, or called out of a graph, torch would form all scores, and warn once at most."""
-    q, k, v = tensors((1, 4, 2, 101), torch.float32)
-    want, _ = reference.attention(q, k, v, PATTERNS[0])
-    with Products() as mode:
-        out, _ = torch_sparse.flex_forward(q, k, v, torch_sparse.flex_prepare(PATTERNS[0], 101), 0.25)
-    assert reference.error(out, want, 1.0) <= 5e-6 and mode.largest <= q.numel() < 4 * 101**2
-    how = {"execution": Execution(blocks="flex")}
-    outer = torch.compile(lambda x: attention(x, k, v, PATTERNS[0], **how), backend="eager")
-    assert torch.equal(outer(q), out)
-    assert not [w for w in recwarn if "flex_attention" in str(w.message)]
+@pytest.fixture(scope="module")
+def flex():
+    """Skips where torch has no compiled FlexAttention for these."""
+    try:
+        judged_inputs, *_ = judged(by_flex(PATTERNS[0]))
+        by_flex(PATTERNS[0]).call(*judged_inputs)
+    except NotImplementedError as why:
+        pytest.skip(str(why))
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_mask_of_flex_is_the_pattern(causal):
-    for pattern in PATTERNS:
-        for width in (1, 3, 4):
-            mask = torch_sparse.flex_prepare(pattern, 101, causal, tile=width * SIZE).blocks
-            shown, at = torch.zeros(104 + 3 * SIZE, 104 + 3 * SIZE, dtype=torch.bool), torch.arange(101)
-            cut = torch.zeros_like(shown[:101, :101])
-            cut[:] = mask.mask_mod(0, 0, at[:, None], at[None, :])
-            tiles = {}
-            for name in ("", "full_"):
-                count, which = (getattr(mask, f"{name}kv_{x}")[0, 0] for x in ("num_blocks", "indices"))
-                tiles[name] = {(i, j) for i in range(len(count)) for j in which[i, : count[i]].tolist()}
-            assert not tiles[""] & tiles["full_"] and (width > 1 or causal or not tiles[""])
-            for name, found in tiles.items():
-                for i, j in found:
-                    rows, cols = (slice(x * width * SIZE, (x + 1) * width * SIZE) for x in (i, j))
-                    shown[rows, cols] = True
-                    if not name:
-                        shown[:101, :101][rows, cols] = cut[rows, cols]
-            assert torch.equal(shown[:101, :101].long(), brute(pattern, 101, causal)), (str(pattern), width)
+def test_flex_is_the_reference(flex, causal):
+    assert not all_wrong(by_flex(pattern, causal) for pattern in PATTERNS)
+
+
+def test_flex_is_compiled_whoever_looks_on(flex, recwarn):
+    """Under a dispatch mode, or called out of a graph, torch would form all scores, and warn once at most."""
+    case = by_flex(PATTERNS[0])
+    q, k, v = drawn(case)[0]
+    with Products() as mode:
+        out = case.call(q, k, v)[0]
+    assert reference.error(out, judged(case)[3]["out"], 1.0) <= 5e-6 and mode.largest <= q.numel() < 4 * 205**2
+    outer = torch.compile(lambda x: case.call(x, k, v)[0], backend="eager")
+    assert torch.equal(outer(q), out)
+    assert not [w for w in recwarn if "flex_attention" in str(w.message)]
 
 
 def test_flex_refuses_in_one_line(monkeypatch):
     how = {"execution": Execution(blocks="flex")}
     with pytest.raises(NotImplementedError, match="^blocks='flex' takes float32, float16, bfloat16, not float64$"):
-        attention(*tensors((1, 2, 2, 64), torch.float64), PATTERNS[0], **how)
-    monkeypatch.setattr(torch_sparse.shutil, "which", lambda name: None)
+        attention(*tensors(PATTERNS[0], 64, torch.float64), PATTERNS[0], **how)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(NotImplementedError, match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is"):
-        attention(*tensors((1, 2, 2, 64), torch.float32), PATTERNS[0], **how)
-    point = Point("flex", PATTERNS[0], seq_len=64)
+        attention(*tensors(PATTERNS[0], 64), PATTERNS[0], **how)
     with pytest.raises(NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"):
-        systems.build(point, "cpu")
-    assert torch_sparse.refusal("cuda", torch.float32, 8) == "needs a head_dim of 16 at least on a GPU, got 8"
+        systems.build(Point("flex", PATTERNS[0], seq_len=64), "cpu")
 
 
 def test_near_misses_nothing_and_neighbours_in_it_are_neighbours():
-    far = BlockSparse([Window(20), Global(3), Coarse(16, 40), Strided(7, 2)], SIZE)
-    for pattern in (*PATTERNS[:-1], far, BlockSparse([Global(2, columns=False), Window(2**40, 0)], SIZE)):
+    far = BlockSparse([Window(20), Global(3), Coarse(16, 40), Strided(7, 2)], BLOCK)
+    for pattern in (*PATTERNS[:-1], far, BlockSparse([Global(2, columns=False), Window(2**40, 0)], BLOCK)):
         n = 8 * 200 - 3
         whole = pattern.blocks(n)
         for rows in (range(0, 1), range(5, 70), range(150, 200)):
@@ -355,46 +200,15 @@ def test_near_misses_nothing_and_neighbours_in_it_are_neighbours():
             assert not (seen[cols[:-1]] & seen[cols[1:]] & gaps).any()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_index_of_bsr_is_the_pattern(causal):
-    for pattern in PATTERNS:
-        index = torch_sparse.bsr_prepare(pattern, 101, causal)
-        seen = pattern.blocks(101).tril() if causal else pattern.blocks(101)
-        ones = torch.ones(len(index.cols), 1, 1)
-        for starts, cols, want in (
-            (index.starts, index.cols, seen),
-            (index.starts_by_column, index.rows[index.order], seen.T),
-        ):
-            made = torch.sparse_bsr_tensor(starts, cols, ones, seen.shape, check_invariants=True)
-            assert torch.equal(made.to_dense(), want.float())
-
-
-class Products(TorchDispatchMode):
-    """Counts what is multiplied with a BSR tensor, and keeps the size of the largest dense result."""
-
-    def __init__(self):
-        super().__init__()
-        self.sparse, self.largest = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and args[0].layout == torch.sparse_bsr:
-            self.sparse += 1
-        if isinstance(found, torch.Tensor) and found.layout == torch.strided:
-            self.largest = max(self.largest, found.numel())
-        return found
-
-
 def test_bsr_multiplies_by_torch_sparse_and_forms_seen_blocks_alone():
-    pattern, shape = PATTERNS[0], (2, 4, 2, 1021)
-    b, h, _, n = shape
-    q, k, v = (t.requires_grad_() for t in tensors(shape, torch.float32))
+    pattern, b, h, n = PATTERNS[0], 2, 4, 1021
+    q, k, v = (t.requires_grad_() for t in tensors(pattern, n, F32, b, h))
     with Products() as forward:
         out = attention(q, k, v, pattern, execution=Execution(blocks="bsr", cache=False))
     with Products() as backward:
         out.backward(torch.ones_like(out))
     assert (forward.sparse, backward.sparse) == (b * h, 3 * b * h)
-    formed = max(int(pattern.blocks(n).sum()) * SIZE**2, q.numel())  # the scores of a head, or a result
+    formed = max(int(pattern.blocks(n).sum()) * BLOCK**2, q.numel())  # the scores of a head, or a result
     assert max(forward.largest, backward.largest) <= formed < n**2 / 4
 
 
@@ -404,7 +218,7 @@ def test_bsr_prints_no_warning():
         "q = torch.ones(1, 20, 2, 8, requires_grad=True); way = ringlab.Execution(blocks='bsr')\n"
         "ringlab.attention(q, q, q, window(1, block_size=8), execution=way).sum().backward()"
     )
-    env = {"PYTHONPATH": str(Path(block_sparse.__file__).parents[1])}
+    env = {"PYTHONPATH": str(Path(ringlab.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -525,22 +339,20 @@ def test_bad_input_is_one_line(make, why):
     assert "\n" not in str(failure.value)
 
 
-def test_mutants_fail():
-    """What the originals did: a softmax per block summed, a causal mask of blocks alone, a stale pattern."""
-    pattern, (q, k, v) = PATTERNS[0], tensors((1, 2, 2, 64), torch.float64)
+def test_mistakes_of_the_originals_are_seen():
+    """A softmax per block summed, a causal mask of blocks alone, a stale pattern."""
+    pattern, (q, k, v) = PATTERNS[0], tensors(PATTERNS[0], 64, torch.float64)
     want, _ = reference.attention(q, k, v, pattern)
     seen, parts = pattern.blocks(64), 0
     for i, j in seen.nonzero().tolist():
-        rows, cols = slice(i * SIZE, i * SIZE + SIZE), slice(j * SIZE, j * SIZE + SIZE)
+        rows, cols = slice(i * BLOCK, i * BLOCK + BLOCK), slice(j * BLOCK, j * BLOCK + BLOCK)
         part = torch.zeros_like(q)
         part[:, rows] = reference.attention(q[:, rows], k[:, cols], v[:, cols], patterns.Dense())[0]
         parts = parts + part
     assert reference.error(parts, want, 1.0) > 1.0
     causal, _ = reference.attention(q, k, v, pattern, causal=True)
-    by_block, _ = reference.attention(
-        q, k, v, BlockSparse([Given(block_patterns.from_mask(seen.tril()).parts[0].rows)], SIZE)
-    )
-    assert reference.error(by_block, causal, 1.0) > 0.1
+    by_block = BlockSparse([Given(block_patterns.from_mask(seen.tril()).parts[0].rows)], BLOCK)
+    assert reference.error(reference.attention(q, k, v, by_block)[0], causal, 1.0) > 0.1
     assert reference.error(attention(q, k, v, PATTERNS[2]), want, 1.0) > 0.1
 
 
@@ -549,14 +361,14 @@ SYSTEMS = (BlockSparseRingDilatedAttention, BlockSparseOptimized, BlockSparseTor
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_published_systems_compute_one_function(system):
-    q, k, v = tensors((1, 2, 2, 101), torch.float64)
-    dilated = BlockSparse([Segment(4), Segment(8, 2)], SIZE)
+    q, k, v = tensors(PATTERNS[0], 101, torch.float64)
+    dilated = BlockSparse([Segment(4), Segment(8, 2)], BLOCK)
     for causal in (False, True):
-        by_lengths = system([32, 64], [1, 2], block_size=SIZE)(q, k, v, is_causal=causal)
+        by_lengths = system([32, 64], [1, 2], block_size=BLOCK)(q, k, v, is_causal=causal)
         given = system(pattern=dilated, use_gradient_checkpointing=True)(q, k, v, is_causal=causal)
         want, _ = reference.attention(q, k, v, dilated, causal=causal)
         assert reference.error(by_lengths, want, 1.0) <= 1e-12 and reference.error(given, want, 1.0) <= 1e-12
-        asked = system(density=0.3, block_size=SIZE)
+        asked = system(density=0.3, block_size=BLOCK)
         solved = asked.pattern_for(101, causal)
         assert abs(solved.density(101, causal) - 0.3) < 0.08 and isinstance(solved.parts[0], Window)
         want, _ = reference.attention(q, k, v, solved, causal=causal)
@@ -596,10 +408,3 @@ def test_patterns_are_drawn():
     assert patterns.show(patterns.Dense(), 3, causal=True) == "█  \n██ \n███"
     lines = patterns.show(block_patterns.local_global(1, 1), 1 << 14, width=32).split("\n")
     assert [len(line) for line in lines] == [32] * 32 and lines[20][20] in "▒▓█" and lines[20][5] == " "
-
-
-def test_cuts_and_runs_of_a_short_last_block():
-    cuts = Cuts.of(20, 8)
-    assert cuts.starts.tolist() == [0, 8, 16] and cuts.lengths.tolist() == [8, 8, 4]
-    runs = block_sparse.tiling_for(block_patterns.sliding_window(0, block_size=8), 20, True).runs
-    assert set(runs) == {Run(8, 8, 2, (0, 8), (0, 8), True, True), Run(4, 4, 1, (16, 0), (16, 0), True, True)}

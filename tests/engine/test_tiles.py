@@ -1,56 +1,20 @@
-"""Tiles are the whole call in value; where memory runs out, smaller ones are taken and no message changes."""
+"""Tiles form few scores at a time; where memory runs out, smaller ones are taken and no message changes."""
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import errors, oracle_results, random_case, results
 from ring_cases import short_of_memory, tensors
-from ringlab import Dense, Dilated, Execution, Ladder, Simulated, attention, kernels, reference
-from ringlab.cache import PatternCache
-from ringlab.kernels.torch_kernels import Eager
+from ringlab import Dense, Dilated, Execution, Ladder, Simulated, attention, kernels
 from ringlab.ring import SCHEMES, contiguous, counting
 from ringlab.ring.launch import launch
 from ringlab.tracking import LiveStorageTracker, is_out_of_memory
 
 LADDER = Dilated([12, 36], [1, 2])
-
-
-@pytest.mark.parametrize("backend", ["eager", "auto"])
-def test_random_cases_in_tiles_are_the_oracle(backend):
-    rng = random.Random(backend)
-    for i in range(20):
-        case = random_case(rng)
-        case.execution = Execution(gather=case.execution.gather, tile=rng.choice([5, 16, 33, 100, 130]))
-        case.backend = backend
-        torch.manual_seed(i)
-        q, k, v, dout, dlse = case.tensors()
-        # As few rows as a segment keeps in half precision are checked elsewhere with a tolerance of their own.
-        if case.dtype in (torch.float16, torch.bfloat16):
-            case.dtype = torch.float32
-            q, k, v = (t.detach().float().requires_grad_() for t in (q, k, v))
-            dout = dout.float()
-        out, lse = attention(q, k, v, case.pattern, causal=case.causal, scale=case.scale, backend=backend,
-                             execution=case.execution, return_lse=True)  # fmt: skip
-        got = results(out, lse, q, k, v, dout, dlse if case.lse_cotangent else None)
-        want = oracle_results(case, q, k, v, dout, dlse)
-        limit = reference.EXACT[case.dtype]
-        assert max(errors(got, want, q, k, dout, case.scale).values()) <= limit, case
-
-
-def test_half_precision_in_tiles_stays_within_twice_a_dense_call():
-    q, k, v, dout, _ = tensors(contiguous(512, 1), 4, 4, 32, torch.bfloat16, 0)
-    found = step(q, k, v, dout, Dense(), Execution(tile=100), None, "auto")
-    exact = [t.double().requires_grad_() for t in (q, k, v)]
-    want = results(*reference.attention(*exact, Dense(), causal=True), *exact, dout)
-    limit = reference.tolerance(q, k, v, dout, causal=True)
-    worst = errors(dict(zip(("out", "lse", "dq", "dk", "dv"), found)), want, q, k, dout)
-    assert all(worst[name] <= limit[name] for name in worst), (worst, limit)
-    assert found[0].dtype == torch.bfloat16
+EAGER = type(kernels.KERNELS["eager"])
 
 
 def step(q, k, v, dout, pattern, execution, group, scheme, causal=True, backend="eager"):
@@ -66,15 +30,6 @@ def apart(found, want) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_in_tiles(scheme, causal):
-    q, k, v, dout, _ = tensors(contiguous(48, 3), 4, 2, 8, torch.float64, 1)
-    for pattern in (LADDER, Dense()):
-        whole = step(q, k, v, dout, pattern, Execution(), Simulated(3), scheme, causal)
-        assert apart(step(q, k, v, dout, pattern, Execution(tile=5), Simulated(3), scheme, causal), whole) <= 1e-12
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # memory runs out
 
@@ -85,7 +40,7 @@ class Fails:
     def __init__(self, monkeypatch, when, error=torch.OutOfMemoryError):
         self.calls, self.when, self.error = 0, when, error
         for name, first in (("forward", 0), ("backward", 1)):
-            monkeypatch.setattr(Eager, name, self.wrapped(getattr(Eager, name), first))
+            monkeypatch.setattr(EAGER, name, self.wrapped(getattr(EAGER, name), first))
 
     def wrapped(self, right, first):
         def kernel(eager, *args):
@@ -99,7 +54,7 @@ class Fails:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_whichever_call_runs_out_of_memory_the_step_is_the_same(monkeypatch, scheme):
-    """Each call of each rank and pass fails once: values stay, and every message is sent once."""
+    """Each call of each rank and pass fails once, of most schemes every third: values and messages stay the same."""
     heads = (3, 3) if scheme == "ulysses" else (2, 1)
     q, k, v, dout, _ = tensors(contiguous(48, 3), *heads, 8, torch.float64, 2)
     with counting() as right:
@@ -108,7 +63,7 @@ def test_whichever_call_runs_out_of_memory_the_step_is_the_same(monkeypatch, sch
         calls = Fails(patch, lambda i, *_: False)
         step(q, k, v, dout, LADDER, Execution(), Simulated(3), scheme)
     assert calls.calls > 10
-    for failing in range(1, calls.calls + 1):
+    for failing in range(1, calls.calls + 1, 1 if scheme == "ring" else 3):
         ladder = Ladder((8, 4))
         with monkeypatch.context() as patch, counting() as traffic:
             Fails(patch, lambda i, *_, failing=failing: i == failing)
@@ -211,19 +166,6 @@ def test_one_rank_out_of_memory_and_then_agreed():
     assert all(x["cached"] > 0 for x in (a, b)), "an execution's objects reach the operator"
 
 
-def test_an_execution_reaches_the_operator_by_its_text():
-    from ringlab.engine import execution_of
-
-    plain = Execution(cache=False, tile=64)
-    assert execution_of(plain.text()) == plain and execution_of(Execution(cache=False, tile=64).text()) == plain
-    held = Execution(cache=PatternCache(), tile=Ladder())
-    text = held.text()
-    assert execution_of(text) is held and text != Execution(cache=held.cache, tile=Ladder()).text()
-    del held
-    with pytest.raises(TypeError, match="cannot be 'PatternCache"):
-        execution_of(text)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # low-memory training
 
@@ -231,7 +173,7 @@ def test_an_execution_reaches_the_operator_by_its_text():
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_take_tile_by_tile(causal):
     """Beyond results and rows of the sequence, forward and backward hold a few tile x tile, not n x n."""
-    n, heads, d, tile = 1024, 4, 8, 128
+    n, heads, d, tile = 512, 4, 8, 64
     rows, scores = 4 * n * heads * d, 4 * tile * tile
     peaks = {}
     kernels.choose("cpu", torch.float32, d, causal=causal, backward=True, backend="eager")  # its probe is not of a call

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ringlab.engine import Execution
+from ringlab import Execution, attention
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.ring import comm, counting
-from ringlab.ring.group import attend
 
 
 def tensors(layout, heads, kv_heads, d, dtype, seed, batch=1):
@@ -26,8 +25,8 @@ def tensors(layout, heads, kv_heads, d, dtype, seed, batch=1):
 def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
     """out, lse, dq, dk, dv; dlse None: lse has no cotangent."""
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-    out, lse = attend(q, k, v, pattern, causal=causal, scale=q.shape[3] ** -0.5, backend="auto", execution=Execution(),
-                      group=group, scheme=scheme, layout=layout)  # fmt: skip
+    how = {"causal": causal, "group": group, "scheme": scheme, "layout": layout, "return_lse": True}
+    out, lse = attention(q, k, v, pattern, **how)
     found, cotangents = [out], [dout]
     if dlse is not None:
         found, cotangents = [out, lse], [dout, dlse.masked_fill(lse == -torch.inf, 0).to(lse.dtype)]
@@ -49,6 +48,42 @@ def parity(cases, device="cpu", staged=False):
             found = call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD)
         results.append(([t.cpu() for t in found], traffic.total, traffic.control))
     return results
+
+
+def mismatch(calls, layout, order=None):
+    """What this rank is told when it makes its own of the ``calls`` by rank: pairs (pattern, causal).
+
+    ``order``: by rank, which of the first rank's calls are made again once all ranks have made them; -1, -2, ... are
+    the backward of the last of these, the one before, ...
+    """
+    from ringlab.ring import PlanMismatch
+
+    rank = dist.get_rank()
+    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
+    shards = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
+
+    def forward(pattern, causal):
+        return attention(*shards, pattern, causal=causal, group=dist.group.WORLD, scheme="plan", layout=layout)
+
+    try:
+        outs = [forward(*made) for made in calls[0 if order else rank]]
+        for i in order[rank] if order else ():
+            if i < 0:
+                torch.autograd.grad(outs[i], shards, layout.shard(dout, rank), retain_graph=True)
+            else:
+                forward(*calls[0][i])
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing"
+
+
+def without_private_names(pattern, layout):
+    """The same step with torch's private table of process groups, and without."""
+    rank = dist.get_rank()
+    shards = [layout.shard(t, rank) for t in tensors(layout, 2, 2, 8, torch.float64, 0)[:4]]
+    found = [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
+    del dist.distributed_c10d._resolve_process_group
+    return found + [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
 
 
 def fault(kind, pattern, layout):
@@ -79,16 +114,18 @@ def fault(kind, pattern, layout):
                 :-1
             ]
     found = call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+    if kind == "ahead" and rank != 1:
+        time.sleep(1000)
     return found if kind == "none" else call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
 
 
-def late_rank(channel, rank, *rest):
+def late_rank(rank, *rest):
     """A rank of ``launch`` of which number 1 never joins."""
     from ringlab.ring import launch
 
     if rank == 1:
         time.sleep(1000)
-    launch._rank(channel, rank, *rest)
+    launch._rank(rank, *rest)
 
 
 def sleeps(folder):
@@ -108,7 +145,6 @@ def two_meshes(pattern, layout, seed):
 
 def compiled(pattern, layout, scheme):
     """Eager and fullgraph-compiled results on this rank, and the exchanges of a selectively checkpointed step."""
-    from ringlab import attention
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -143,7 +179,6 @@ def short_of_memory():
     """One step of the production module where rank 1's third kernel call fails, and what it took."""
     import ringlab
     from ringlab.cache import PatternCache
-    from ringlab.engine import Execution
     from ringlab.kernels.torch_kernels import Eager
     from ringlab.ring import contiguous
 
@@ -254,17 +289,6 @@ def content_disagreed(cases):
         except PlanMismatch as error:
             told.append(str(error))
     return told
-
-
-def fails_in_its_own_way(kind: str) -> None:
-    """Rank 1 fails while rank 0 waits for it."""
-    if dist.get_rank() == 1:
-        if kind == "interrupt":
-            raise KeyboardInterrupt
-        if kind == "exit":
-            sys.exit(7)
-        raise RuntimeError("peer table is empty" if kind == "peer" else "connection of the nccl experiment timed out")
-    dist.barrier()
 
 
 class TwoParts(Exception):

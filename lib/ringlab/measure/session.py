@@ -210,7 +210,7 @@ class Session:
         self.here, self.threads, self.show = here | {"profile": name}, here["threads"], progress
         self.settings = {"device": device, "threads": self.threads, "memory_bytes": memory_bytes}
         self.start, self.contention, self.clock = workers, contention, clock
-        self.bounds = Bounds(device, None if rehearsal else name, self.threads, self.probe)
+        self.bounds = Bounds(device, None if rehearsal else name, self.probe)
         self.results: list[Result] = []
         self.said: set[str] = set()  # warnings that need not come again
         self.tolerances: dict[tuple, dict] = {}  # by shape and dtype: half precision takes seconds

@@ -499,7 +499,7 @@ def flex(point: Point, device) -> System:
     if point.passes != "fwd":
         raise NotImplementedError("flex is measured forward alone: its backward is that of views")
     system = System(point, device, lambda q, k, v: torch_sparse.flex_forward(q, k, v, mask, point.head_dim**-0.5))
-    why = torch_sparse.refusal(device, system.dtype, point.head_dim)
+    why = torch_sparse.refusal(device, system.dtype, point.head_dim, pattern.block_size)
     if why:
         raise NotImplementedError(f"FlexAttention {why}")
     mask = torch_sparse.flex_prepare(pattern, point.seq_len, point.causal, device)

@@ -100,7 +100,6 @@ def rounds_for(seconds: list[float], interleaved: bool) -> list[int]:
     return [min(c, common) for c in counts]
 
 
-MARGIN = 1.1  # rates measured by a probe are raised by this before they bound anything: a probe can be disturbed
 PROBES = 3  # of the rates, before a row that is faster than its bound is called suspect
 
 
@@ -111,8 +110,8 @@ class Bounds:
     that other processes disturb says too little, and its bound would accuse honest rows: the best of all counts.
     """
 
-    def __init__(self, device: str, profile: str | None, threads: int, probe: Callable[[list[str]], dict]):
-        self.machine, self.on_gpu, self.threads, self._probe = hardware.detect(), device == "cuda", threads, probe
+    def __init__(self, device: str, profile: str | None, probe: Callable[[list[str]], dict]):
+        self.machine, self.on_gpu, self._probe = hardware.detect(), device == "cuda", probe
         found = hardware.get_profile(profile) if profile and self.on_gpu else None
         self.profile = found.on(self.machine) if found else None
         self.peaks: dict[str, hardware.Peaks] = {}
@@ -122,23 +121,20 @@ class Bounds:
         wanted = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
         wanted = sorted(wanted if again else wanted - self.peaks.keys())
         for name, rates in (self._probe(wanted) if wanted else {}).items():
-            found = hardware.Peaks(*rates, self.machine.cache_bytes, self.threads)
+            found = hardware.Peaks(*rates, self.machine.cache_bytes)
             self.peaks[name] = found.best(self.peaks[name]) if name in self.peaks else found
 
     def seconds(self, cost: Cost, dtype: str) -> float | None:
-        floor = cost.floor_bytes
-        if not self.on_gpu:
-            peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
-            if not peaks:  # the probe failed
+        if self.on_gpu:
+            if self.profile is None:
                 return None
-            flops, bandwidth = max(p.flops_per_s for p in peaks), max(p.bandwidth(floor) for p in peaks)
-            return cost.seconds(MARGIN * flops, MARGIN * bandwidth)
-        if self.profile is None:
+            rates = self.profile.rates(getattr(torch, dtype), cost.floor_bytes, self.machine)
+            return cost.seconds(rates.flops_per_s, rates.bytes_per_s) or None
+        peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
+        if not peaks:  # the probe failed
             return None
-        rate = self.profile.peak(getattr(torch, dtype), self.machine)
-        if dtype == "float32" and rate and self.profile.flops.get("tf32"):
-            rate = max(rate, self.profile.flops["tf32"] / 3)  # fp32 out of three tf32 products, as CUTLASS does
-        return cost.seconds(rate, self.profile.bandwidth(floor)) or None
+        rates = hardware.measured_rates(peaks, cost.floor_bytes)
+        return cost.seconds(rates.flops_per_s, rates.bytes_per_s)
 
     def below(self, cost: Cost, dtype: str, seconds: float) -> tuple[float | None, bool]:
         """(bound, whether ``seconds`` lies below it even after the rates were probed again)."""

@@ -7,8 +7,8 @@ checkpointing can save its results. Before it moves data it compares with the ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,7 +20,7 @@ from .. import kernels
 from ..checks import check_choice, check_int, short_repr
 from ..engine import Execution
 from ..engine.autograd import IN_GRAPHS, local_attention, outside_graphs, positive_scale
-from ..kernels.base import wide
+from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
 from .comm import AllToAll, Post, Steps, Wait, drive, simulate
 from .exchange import Problem, RankPlan, digest, plan_rank
@@ -69,10 +69,11 @@ class Group:
         found = None if group is None else cls.of(group)
         return found if found is not None and found.size > 1 else None
 
-    def run(self, program: Callable[..., Steps], *each: Iterable) -> list:
-        """Run ``program(rank, ...)`` on every rank, with its items of ``each``; the results of the ranks here."""
-        steps = [program(*mine) for mine in zip(self.here, *each)]
-        return simulate(steps) if self.process_group is None else [drive(each, self.process_group) for each in steps]
+    def run(self, algorithms: list[Steps]) -> list:
+        """Run the algorithms of the ranks here, with those of all others; returns their results."""
+        if self.process_group is None:
+            return simulate(algorithms)
+        return [drive(steps, self.process_group) for steps in algorithms]
 
     def split(self, t: Tensor | None, dim: int = 1) -> Sequence[Tensor | None]:
         """The equal shards of the ranks here."""
@@ -223,11 +224,6 @@ class _Call:
         scale = positive_scale(self.scale)[1]
         return [rank_of(self.problem, rank, found.kernel, scale, self.execution) for rank in group.here]
 
-    def run(self, group: Group, passes: int, ranks: list[Rank], tensors: Iterable) -> list:
-        """Run the scheme's forward (0) or backward (1) on tensors by rank; returns the results of the ranks here."""
-        algorithm = SCHEMES[self.scheme][passes]
-        return group.run(lambda _, work, mine: algorithm(work, *mine), ranks, tensors)
-
 
 _calls: WeakValueDictionary[str, _Call] = WeakValueDictionary()  # by name; whoever passes a name on holds its call
 _compiled: set[_Call] = set()  # the calls of compiled graphs
@@ -259,9 +255,7 @@ def _call(q_shape, kv_heads: int, pattern, layout, scheme, causal, scale, backen
         rank, _groups[group.group_name] = dist.get_rank(group), group
     problem, scheme, text = _problem(pattern, layout, scheme, causal, (*q_shape[1:3], kv_heads), ranks, rank)
     check_merge(execution, ranks)
-    switches = [getattr(execution, each.name) for each in fields(execution)]
-    switches = [value if value is None or isinstance(value, str | int) else id(value) for value in switches]
-    name = f"{text} {scale!r} {backend} {switches}"
+    name = f"{text} {scale!r} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
     return _calls.setdefault(name, _Call(name, problem, scheme, scale, backend, execution))
 
 
@@ -323,17 +317,17 @@ def ranks_forward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, lse, the number of the call, and what else its backward needs, for one rank of a group."""
     call, group = _calls[call], _group(group)
-    ranks, tensors = call.ranks(group, q, True), (positive_scale(call.scale)[0](q), k, v)
-    number = group.agree("forward", call.problem, call.options(q), q.device, plan=lambda: ranks[0].plan)
+    [rank], tensors = call.ranks(group, q, True), (positive_scale(call.scale)[0](q), k, v)
+    number = group.agree("forward", call.problem, call.options(q), q.device, plan=lambda: rank.plan)
     with seen_inside(), torch.autocast(q.device.type, enabled=False):
-        [(out, lse, *saved)] = call.run(group, 0, ranks, [tensors])
+        out, lse, *saved = drive(SCHEMES[call.scheme][0](rank, *tensors), group.process_group)
     return out.contiguous(), lse.contiguous(), torch.tensor(number), saved
 
 
 @ranks_forward.register_fake
 def _(q, k, v, group, call):
     call, (rank,), (b, s, h, d) = _calls[call], _group(group).here, q.shape
-    n, saved, broad = call.problem.layout.n, [], wide(q.dtype)
+    n, saved, broad = call.problem.layout.n, [], accumulation_dtype(q.dtype)
     if call.scheme == "plan":
         saved = [k.new_empty(sum(plan_rank(call.problem, rank).received), 2, b, d)]
     elif call.scheme == "ulysses":
@@ -353,10 +347,10 @@ def ranks_backward(
     call, group = _calls[call], _group(group)
     options = *call.options(q), ("gradient of lse", dlse is not None)
     group.agree("backward", call.problem, options, q.device, int(number))
-    flip = positive_scale(call.scale)[0]
+    [rank], flip = call.ranks(group, q, True), positive_scale(call.scale)[0]
     tensors = dout, dlse, flip(q), k, v, out, lse, *saved
     with seen_inside(), torch.autocast(q.device.type, enabled=False):
-        [grads] = call.run(group, 1, call.ranks(group, q, True), [tensors])
+        grads = drive(SCHEMES[call.scheme][1](rank, *tensors), group.process_group)
     dq, dk, dv = (g.to(q.dtype).contiguous() for g in grads)
     return flip(dq), dk, dv
 
@@ -406,7 +400,8 @@ class _Simulation(torch.autograd.Function):
         group = Group(layout.ranks, range(layout.ranks))
         ranks = call.ranks(group, q, any(ctx.needs_input_grad))
         with torch.autocast(q.device.type, enabled=False):
-            found = call.run(group, 0, ranks, [[layout.shard(t, rank) for t in whole] for rank in group.here])
+            forward, _ = SCHEMES[call.scheme]
+            found = group.run([forward(rank, *(layout.shard(t, rank.rank) for t in whole)) for rank in ranks])
         out, lse = (layout.unshard([each[i] for each in found], dim) for i, dim in ((0, 1), (1, 2)))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *(t for each in found for t in each[2:]))
@@ -422,12 +417,11 @@ class _Simulation(torch.autograd.Function):
         call, group, ranks = ctx.rest
         layout, flip, each = call.problem.layout, positive_scale(call.scale)[0], len(saved) // group.size
         dout = torch.zeros_like(out) if dout is None else dout
-        whole = (dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2)
-        tensors = [
-            [None if t is None else layout.shard(t, rank, dim) for t, dim in whole] + saved[each * rank :][:each]
-            for rank in group.here
-        ]
+        whole, steps = ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2)), []
+        for i, rank in enumerate(ranks):
+            mine = [None if t is None else layout.shard(t, i, dim) for t, dim in whole]
+            steps.append(SCHEMES[call.scheme][1](rank, *mine, *saved[each * i : each * (i + 1)]))
         with torch.autocast(q.device.type, enabled=False):
-            grads = call.run(group, 1, ranks, tensors)
+            grads = group.run(steps)
         dq, dk, dv = (layout.unshard([parts[i] for parts in grads]).to(q.dtype) for i in range(3))
         return flip(dq), dk, dv, None

@@ -56,14 +56,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, means, group, about):
         ctx.rest = group, about, group.agree("forward", *about, means.device)
-        return tuple(group.run(lambda rank, t: _everyone(group, rank, t), group.split(means, 2)))
+        return tuple(group.run([_everyone(group, *mine) for mine in zip(group.here, group.split(means, 2))]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         group, about, number = ctx.rest
         group.agree("backward", *about, grads[0].device, number)
-        return torch.cat(group.run(lambda _, grad: _home(group, grad), grads), 2), None, None
+        return torch.cat(group.run([_home(group, grad) for grad in grads]), 2), None, None
 
 
 def _everyone(group: Group, rank: int, mine: Tensor) -> Steps:
@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, log_m, picks, group, about, *rest):
         number, needs = group.agree("forward", *about, q.device), any(ctx.needs_input_grad)
         shards = zip(*(group.split(t, dim) for t, dim in ((q, 1), (k, 1), (v, 1), (log_m, 2), (picks, 2))))
-        found = group.run(lambda rank, mine: _forward(group, rank, *mine, *rest, needs), shards)
+        found = group.run([_forward(group, rank, *mine, *rest, needs) for rank, mine in zip(group.here, shards)])
         outs, lses, rows, moves = zip(*found)
         out, lse = _joined(outs, 1), _joined(lses, 2)
         ctx.set_materialize_grads(False)
@@ -121,8 +121,8 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         given = ((dout, 1), (dlse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2), (log_m, 2), (picks, 2))
         shards = zip(*(group.split(t, dim) for t, dim in given))
-        found = group.run(lambda rank, move, got, mine: _backward(group, rank, move, got, *mine, *rest),
-                          moves, rows, shards)  # fmt: skip
+        each = zip(group.here, moves, rows, shards)
+        found = group.run([_backward(group, *got, *mine, *rest) for *got, mine in each])
         dq, dk, dv, dlog_m = zip(*found)
         grads = [_joined(parts, 1).to(k.dtype) for parts in (dq, dk, dv)]
         return *grads, None if log_m is None else _joined(dlog_m, 2), *[None] * 7

@@ -1,0 +1,316 @@
+"""The specification of the engine as data: a case is one call; what it gives is judged by the float64 reference."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from helpers import NAMES, STAINED, errors
+from ringlab import (
+    Adaptive,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Execution,
+    Simulated,
+    adaptive_attention,
+    attention,
+    kernels,
+    reference,
+)
+from ringlab import blocks as presets
+from ringlab.block_patterns import Coarse, Global, Random, Segment, Strided, Window
+from ringlab.patterns import MIXINGS, OFFSETS
+from ringlab.ring import Layout, contiguous, hilbert, striped, uneven, zigzag
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+HALF = (BF16, F16)
+BLOCK = 8
+LADDER = Dilated([12, 36], [1, 2])
+DILATED = [
+    LADDER,
+    Dilated([40, 64], [3, 5], offsets="block"),  # rows that see nothing
+    Dilated([16, 48, 50], [1, 4, 7], offsets="kv_head"),
+    Dilated([20, 30, 70], [1, 2, 3], "head_groups", "branch"),
+    Dilated([64], [2], "head_groups"),
+]
+MASK = torch.rand(13, 13, generator=torch.Generator().manual_seed(0)) < 0.3
+MASK[5] = False  # a block of queries that see nothing
+BLOCK_SPARSE = [
+    presets.local_global(1, 1, block_size=BLOCK),
+    presets.bigbird(1, 1, 2, block_size=BLOCK),
+    presets.sliding_window(3, block_size=BLOCK),
+    presets.hierarchical([(1, 1), (4, 8)], block_size=BLOCK),
+    presets.sliding_window(1, block_size=BLOCK) | BlockSparse([Random(1)], BLOCK),
+    BlockSparse([Window(2, 0)], BLOCK),
+    BlockSparse([Window(0), Strided(4, 2)], BLOCK),
+    BlockSparse([Strided(3)], BLOCK),
+    BlockSparse([Segment(4), Segment(8, 2)], BLOCK),
+    BlockSparse([Random(2, seed=1)], BLOCK),
+    BlockSparse([Coarse(2, 5)], BLOCK),
+    BlockSparse([Global(2, rows=False)], BLOCK),
+    BlockSparse([Global(2, columns=False)], BLOCK),
+    presets.from_mask(MASK, block_size=BLOCK),
+]
+PATTERNS = [Dense(), *DILATED, *BLOCK_SPARSE]
+TILED_WAYS = ("views", "batched", "rows")  # ways of running blocks that are calls of kernels
+WAYS = (*TILED_WAYS, "bsr")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call and its gradients. ``layout`` None: on one device, else over ``Simulated(layout.ranks)``."""
+
+    pattern: object
+    n: int
+    dtype: torch.dtype = F64
+    causal: bool = False
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    d: int = 16
+    scale: float | None = None
+    weighted: bool = False  # an adaptive pattern whose logits are given
+    lse_cotangent: bool = True
+    transposed: bool = False  # (b, h, n, d) memory
+    device: str = "cpu"
+    seed: int = 0
+    execution: Execution = Execution()
+    backend: str = "auto"
+    layout: Layout | None = None
+    scheme: str = "auto"
+
+    def call(self, q, k, v, z=None, group=None):
+        """out, lse; ``group`` None: the simulated one."""
+        how = {"causal": self.causal, "scale": self.scale, "backend": self.backend, "return_lse": True}
+        if self.layout is not None:
+            how["group"] = Simulated(self.layout.ranks) if group is None else group
+        if isinstance(self.pattern, Adaptive):
+            return adaptive_attention(q, k, v, self.pattern, z, **how)
+        if self.layout is not None:
+            how |= {"scheme": self.scheme, "layout": self.layout}
+        return attention(q, k, v, self.pattern, execution=self.execution, **how)
+
+    def run(self, inputs, dout, dlse, group=None) -> dict[str, torch.Tensor]:
+        """Results and gradients by name. The cotangent of lse is NaN where a query sees nothing: no one may read it."""
+        inputs = [t.detach().requires_grad_() for t in inputs]
+        out, lse = self.call(*inputs, group=group)
+        return differentiated(out, lse, inputs, dout, dlse if self.lse_cotangent else None)
+
+
+def differentiated(out, lse, inputs, dout, dlse) -> dict[str, torch.Tensor]:
+    results, cotangents = [out], [dout.to(out.dtype)]
+    if dlse is not None:
+        results, cotangents = [out, lse], [*cotangents, dlse.to(lse.dtype).masked_fill(lse == -torch.inf, torch.nan)]
+    grads = torch.autograd.grad(results, inputs, cotangents)
+    return dict(zip((*NAMES, "dz"), (t.detach() for t in (out, lse, *grads))))
+
+
+def drawn(case: Case):
+    """(q, k, v and z where it is given; a cotangent of out (b, n, h, d), one of lse (b, h, n))."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=F64)
+
+    def rows(heads):
+        if case.transposed:
+            return draw(case.batch, heads, case.n, case.d).to(case.device, case.dtype).transpose(1, 2)
+        return draw(case.batch, case.n, heads, case.d).to(case.device, case.dtype)
+
+    inputs, dout = [rows(h) for h in (case.heads, case.kv_heads, case.kv_heads)], rows(case.heads)
+    accumulated = F32 if case.dtype in HALF else case.dtype
+    dlse = draw(case.batch, case.heads, case.n).to(case.device, accumulated)
+    if case.weighted:
+        count = case.pattern.count(case.n)
+        inputs.append(draw(case.batch, case.heads, count, count).to(case.device, accumulated))
+    return inputs, dout, dlse
+
+
+@functools.lru_cache(maxsize=64)
+def _judged(case: Case):
+    """Inputs, what the reference gives, and the error that each result may have."""
+    inputs, dout, dlse = drawn(case)
+    q, k, v = inputs[:3]
+    order = None
+    exact = [t.double() for t in inputs]
+    if case.layout is not None and case.layout.grid is not None:  # the sequence in the order of the curve
+        order = torch.cat([case.layout.positions(r) for r in range(case.layout.ranks)])
+        exact, dlse_, dout_ = [t[:, order] for t in exact], dlse[:, :, order], dout[:, order]
+    else:
+        dlse_, dout_ = dlse, dout
+    exact = [t.requires_grad_() for t in exact]
+    if isinstance(case.pattern, Adaptive):
+        out, lse = adaptive_reference(case, *exact)
+    else:
+        out, lse = reference.attention(*exact, case.pattern, causal=case.causal, scale=case.scale)
+    want = differentiated(out, lse, exact, dout_, dlse_ if case.lse_cotangent else None)
+    if order is not None:
+        back = order.argsort()
+        want = {name: t[:, :, back] if name == "lse" else t[:, back] for name, t in want.items()}
+    fewest = presets.sliding_window(0, block_size=case.pattern.block_size) if case.weighted else case.pattern
+    fewest = None if isinstance(fewest, Adaptive) else fewest
+    bounds = reference.tolerance(q, k, v, dout, pattern=fewest, causal=case.causal, scale=case.scale)
+    if case.weighted:
+        bounds["dz"] = max(bounds["dq"], bounds["dk"])
+    return inputs, dout, dlse, want, bounds
+
+
+def judged(case: Case):
+    """As ``_judged``, which does not depend on how the case is run."""
+    layout = case.layout if case.layout is not None and case.layout.grid is not None else None
+    return _judged(replace(case, execution=Execution(), backend="auto", scheme="auto", layout=layout))
+
+
+def compared(case: Case, found: dict) -> dict[str, tuple[float, float]]:
+    """(error, bound) of each result that misses its bound."""
+    (q, k, *_), dout, _, want, bounds = judged(case)
+    apart = errors(found, want, q, k, dout, case.scale)
+    missed = {name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]}
+    if found["out"].dtype != case.dtype or found["dk"].shape != k.shape or found["dk"].dtype != case.dtype:
+        missed["dtype or shape"] = (found["out"].dtype, found["dk"].shape)
+    return missed
+
+
+def wrong(case: Case) -> dict[str, tuple[float, float]]:
+    """Run a case: (error, bound) of each result that misses its bound, {} where all is right."""
+    inputs, dout, dlse, *_ = judged(case)
+    return compared(case, case.run(inputs, dout, dlse))
+
+
+def all_wrong(cases) -> dict[str, dict]:
+    """``wrong`` by case, of those that have any."""
+    return {str(case): missed for case in cases if (missed := wrong(case))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# how a pattern may be run
+
+
+def paths(case: Case) -> list[Case]:
+    """The case by every path of its pattern on one device that serves its dtype."""
+    names = [name for name, runs, _, _ in kernels.table(case.device, case.dtype, case.d, causal=case.causal) if runs]
+    how = [replace(case, backend=name) for name in names]
+    if isinstance(case.pattern, Adaptive):
+        return how
+    how += [
+        replace(case, execution=Execution(cache=False, pool=True, results=STAINED)),
+        replace(case, execution=Execution(tile=33), backend="eager"),
+        replace(case, execution=Execution(tile=40)),
+    ]
+    if isinstance(case.pattern, BlockSparse):
+        ways = TILED_WAYS if case.dtype in HALF else WAYS
+        how += [replace(case, execution=Execution(blocks=way, results=STAINED)) for way in ways]
+        how.append(replace(case, execution=Execution(blocks="rows", tile=20)))
+    else:
+        how.append(replace(case, execution=Execution(gather=True)))
+        how.append(replace(case, execution=Execution(gather=True, pool=True, tile=33), backend="eager"))
+    return how
+
+
+def fits(pattern, layout: Layout, causal: bool, scheme: str) -> bool:
+    """Whether a scheme serves this."""
+    if layout.grid is not None and causal:
+        return False
+    if isinstance(pattern, BlockSparse):
+        given = pattern.block_size > layout.n or pattern == PATTERNS[-1] and -(-layout.n // BLOCK) != len(MASK)
+        if given or scheme in ("ring", "all_gather"):
+            return False
+    sharing = scheme == "ulysses" or (scheme == "auto" and layout.ranks > 1)
+    return isinstance(pattern, Dense) or layout.kind != "striped" or sharing
+
+
+def layouts(n: int, ranks: int) -> list[Layout]:
+    """Borders inside blocks and segments, chunks shorter than both, a rank without rows."""
+    sizes = [[n], [n // 3, n - n // 3], [0, n // 2, n - n // 2], [3, 2, n - 25, 20]][ranks - 1]
+    return [f(n, ranks) for f in (contiguous, zigzag, striped)] + [uneven(sizes), hilbert(1, n, ranks)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# random cases
+
+
+def any_layout(rng: random.Random, ranks: int, n: int) -> Layout:
+    kind = rng.choice(["contiguous", "zigzag", "striped", "uneven", "hilbert"])
+    if kind == "uneven":
+        sizes = [rng.randint(0, 20) for _ in range(ranks)]
+        sizes[rng.randrange(ranks)] += 1
+        return uneven(sizes)
+    if kind == "hilbert":
+        return hilbert(rng.randint(1, 8), rng.randint(1, 8), ranks)
+    return {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}[kind](n, ranks)
+
+
+def any_dilated(rng: random.Random, longest: int = 80) -> Dilated:
+    lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 3))]
+    rates = [min(w, rng.choice([1, 1, 2, 3, 4, 9, rng.randint(1, w)])) for w in lengths]
+    return Dilated(lengths, rates, rng.choice(MIXINGS), rng.choice(OFFSETS))
+
+
+def any_case(rng: random.Random) -> Case:
+    """Every axis at random, as far as they go together."""
+    n = rng.choice([rng.randint(1, 80), rng.randint(100, 300), rng.choice([97, 131, 257])])
+    kinds = any_dilated(rng, rng.choice([80, 400])), Dense(), rng.choice(BLOCK_SPARSE[:-1])
+    pattern = rng.choices(kinds, [7, 1, 2])[0]
+    if isinstance(pattern, BlockSparse):
+        pattern, n = replace(pattern, block_size=rng.choice([2, 5, 8])), max(n, 40)
+    kv_heads = rng.randint(1, 4)
+    case = Case(
+        pattern, n, rng.choice((F64, F32, F32, BF16, F16)), rng.random() < 0.5, rng.choice([1, 1, 2, 3]),
+        kv_heads * rng.choice([1, 1, 2, 3]), kv_heads, rng.choice([8, 16, 32]),
+        rng.choice([None] * 6 + [0.3] * 4 + [-0.2] * 4 + [0.0]), lse_cotangent=rng.random() < 0.5,
+        transposed=rng.random() < 0.2, seed=rng.randrange(1000), backend=rng.choice(["auto", "eager"]),
+        execution=Execution(rng.random() < 0.3, rng.random() < 0.5, rng.random() < 0.5,
+                            tile=rng.choice([None] * 4 + [16, 33, 100]), results=rng.choice([True, STAINED])),
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return case
+    layout = any_layout(rng, rng.choice([1, 2, 3, 4]), rng.randint(40, 80))
+    scheme = rng.choice(["plan", "ring", "all_gather", "ulysses", "auto"])
+    heads = case.heads * (layout.ranks if scheme in ("ulysses", "auto") else 1)
+    case = replace(case, n=layout.n, layout=layout, scheme=scheme, heads=heads)
+    return case if fits(pattern, layout, case.causal, scheme) else replace(case, pattern=Dense(), causal=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# blocks chosen by content
+
+
+def chosen(z, top_k: int, causal: bool):
+    """S as a bool mask (b, h, blocks, blocks), row by row."""
+    found = torch.zeros(z.shape, dtype=torch.bool)
+    for *at, i in torch.cartesian_prod(*map(torch.arange, z.shape[:3])).tolist():
+        row = z[(*at, i)].detach()
+        best = row[:i] if causal else row
+        found[(*at, i)][best.argsort(descending=True)[: top_k - causal]] = True
+        if causal:
+            found[(*at, i, i)] = True
+    return found
+
+
+def means(t, size: int):
+    """Of the rows of each block, the last one maybe short: (b, h, blocks, d)."""
+    return torch.stack([t[:, i : i + size].mean(1) for i in range(0, t.shape[1], size)], 2)
+
+
+def logits_of_means(q, k, size: int, causal: bool, scale: float):
+    q, k = means(q.detach(), size), means(k.detach().repeat_interleave(q.shape[2] // k.shape[2], 2), size)
+    return scale * (q.roll(1, 2) if causal else q) @ k.mT  # causal: row 0 sees itself alone
+
+
+def adaptive_reference(case: Case, q, k, v, z=None):
+    """Dense float64 out, lse with M expanded to (b, h, n, n)."""
+    size, scale = case.pattern.block_size, case.d**-0.5 if case.scale is None else case.scale
+    seen = chosen(logits_of_means(q, k, size, case.causal, scale) if z is None else z, case.pattern.top_k, case.causal)
+    m = seen.double()
+    if z is not None:
+        m = seen.sum(-1, keepdim=True) * z.masked_fill(~seen, -torch.inf).softmax(-1)
+    at = torch.arange(q.shape[1]) // size
+    m = m[:, :, at][..., at]  # (b, h, n, n)
+    m = m.tril() if case.causal else m
+    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    scores = scores + m.clamp(min=1e-300).log().masked_fill(m == 0, -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
