@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
-from weakref import WeakValueDictionary
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import Parameter
