@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from hosts import SharedHost
+from processes import gone, rows_of
 from ringlab.measure import Group, Point, run
 
 from ringlab.measure import provenance, store, timing  # isort: skip
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem, contiguous
 from ringlab.ring.volume import sent_bytes
-from test_launch import gone
-from test_runs import rows_of
 
 BUILDERS = '''
 import os, signal, time

@@ -15,6 +15,7 @@ from statistics import median
 import pytest
 import torch
 from hosts import SharedHost
+from processes import rows_of
 from ringlab import patterns
 from ringlab.measure import STATUSES, Busy, Group, Interrupted, Point, load, ratio, run, select, sgemm, workers
 
@@ -96,11 +97,6 @@ def host(broken):
 
 def measure(groups, folder, **how):
     return run(groups, folder, **{"profile": "cpu"} | how)
-
-
-def rows_of(folder, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / store.NAME).read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

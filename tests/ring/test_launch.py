@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch.distributed as dist
+from processes import alive, gone
 from ring_cases import (
     fault,
     late_rank,
@@ -37,20 +38,6 @@ FAULTS = {
     "corrupt": "rank 1 differs: PlanMismatch: ranks disagree about which rows move: "
     "rank 0 against rank 1, rank 1 against rank 2",
 }
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids, within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
 
 
 @pytest.mark.parametrize("kind", FAULTS)

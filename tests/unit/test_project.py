@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from processes import make
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "lib"
@@ -174,12 +175,6 @@ def test_make_help_lists_every_target():
     listed = subprocess.run(["make", "help"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
     for target in ("report", "compare", "check", "pdf", "test", "lab", "profiles", "env", "lint", "clean", "help"):
         assert re.search(rf"^  {target} ", listed, re.M), f"make help does not list {target}"
-
-
-def make(*arguments: str, path: str = "/usr/bin:/bin"):
-    """make without anything installed: a plain interpreter, nothing set up."""
-    env = {"PATH": path, "LC_ALL": "C"}
-    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 BARE = """#!/bin/sh
