@@ -28,7 +28,7 @@ def beside_other_tests():
     from ringlab.measure import session
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "CROWDED", 99.0)
+        patch.setattr(session, "CONTENTION", 99.0)
         yield
 
 

@@ -1,10 +1,12 @@
-"""ringlab: dilated, ring and block-sparse attention that equals one float64 oracle.
+"""ringlab: dilated, ring and block-sparse attention that equals one float64 reference.
 
 >>> import torch
 >>> q = torch.randn(1, 64, 4, 16)
 >>> attention(q, q, q, Dilated([16, 32], [1, 2])).shape
 torch.Size([1, 64, 4, 16])
 """
+
+import sys
 
 from . import block_patterns as blocks
 from . import kernels, nn, reference, ring
@@ -33,6 +35,8 @@ from .engine.chunked import Ladder
 from .estimate import Estimate, estimate, longest
 from .patterns import Dense, Dilated, Pattern
 from .ring import Simulated
+
+sys.modules["ringlab.blocks"] = blocks  # for ``from ringlab.blocks import ...``
 
 __version__ = "0.1.0"
 __all__ = [

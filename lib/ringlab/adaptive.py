@@ -32,7 +32,7 @@ from .attention import check_tensors
 from .checks import FLOATS, LARGEST, check_backend, check_bool, check_float_dtype, check_int, is_real, short_repr
 from .engine import topk
 from .kernels import device_of
-from .kernels.base import wide
+from .kernels.base import accumulation_dtype
 from .ring import topk_exchange
 from .ring.group import Group
 
@@ -112,9 +112,9 @@ def best_blocks(
 def block_means(t: Tensor, size: int) -> Tensor:
     """Means of t (b, n, h, d) over blocks of ``size`` positions, the last over those it has: (b, h, blocks, d)."""
     whole = t.shape[1] // size * size
-    means = t[:, :whole].unflatten(1, (-1, size)).mean(2, dtype=wide(t.dtype))  # (b, n // size, h, d)
+    means = t[:, :whole].unflatten(1, (-1, size)).mean(2, dtype=accumulation_dtype(t.dtype))  # (b, n // size, h, d)
     if whole < t.shape[1]:
-        means = torch.cat([means, t[:, whole:].mean(1, keepdim=True, dtype=wide(t.dtype))], 1)
+        means = torch.cat([means, t[:, whole:].mean(1, keepdim=True, dtype=accumulation_dtype(t.dtype))], 1)
     return means.transpose(1, 2).contiguous()  # one layout, so that products round alike on one device and on many
 
 
@@ -223,8 +223,8 @@ def adaptive_attention(
             got = f"{tuple(z.shape)}, {z.dtype} on {z.device}" if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}")
         picks = choose(z.detach(), pattern.top_k, causal, first)
-        z = z.to(torch.promote_types(z.dtype, wide(q.dtype)))
-        log_m = log_multiplicity(z, picks, causal, first).to(wide(q.dtype))
+        z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
+        log_m = log_multiplicity(z, picks, causal, first).to(accumulation_dtype(q.dtype))
     if ranks is None:
         out, lse = topk.attend(q, k, v, log_m, picks, pattern.block_size, causal, float(scale), backend)
     else:

@@ -1,19 +1,15 @@
-"""The parts that block-sparse patterns are unions of; each says which blocks of keys a block of queries sees.
+"""Block-sparse patterns: which blocks of keys each block of queries sees.
 
-``seen(rows, cols, count)``: for numbers of blocks ``rows`` (r, 1) and ``cols`` (1, c) of ``count``, a bool (r, c).
-``near(first, last, count)``: (start, stop), outside of which the blocks first .. last see nothing; may pass the ends.
-
-Which block of keys each block of queries sees: local, strided, global, random, hierarchical, given, and unions.
-
-The sequence is cut into blocks of ``block_size`` positions, the last one may be short. A block sees another whole;
-with ``causal`` the diagonal block is cut exactly. All heads see the same blocks. Patterns are values, as in
-``patterns``; those that are drawn or given need the sequence length, so every question is asked with ``n``.
+The sequence is cut into blocks of ``block_size`` positions; the last one may be short. A block sees another one whole;
+``causal`` cuts the diagonal block exactly. All heads see the same blocks. A pattern is a union of parts: local,
+strided, global, random, hierarchical or given ones. Patterns are values, as in ``patterns``. Random and given parts
+need the sequence length, so every question is asked with ``n``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from zlib import crc32
 
@@ -22,10 +18,32 @@ from torch import Tensor
 
 from .checks import LARGEST, check_bool, check_int, is_real, short_repr
 
+AT_ONCE = 512  # blocks of queries that are looked at together
+MAY_BE_0 = ("before", "after", "reach", "seed")
+
+
+class Part:
+    """One part of a block-sparse pattern, over ``count`` blocks.
+
+    ``seen(rows, cols, count)``: which of the blocks of keys ``cols`` (1, c) each block of queries ``rows`` (r, 1) sees,
+    bool (r, c). ``near(first, last, count)``: (start, stop) of the blocks outside of which the blocks first .. last see
+    nothing; these may lie beyond the sequence.
+    """
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" or (field.type == "int | None" and value is not None):
+                name, least = f"{type(self).__name__} {field.name}", int(field.name not in MAY_BE_0)
+                object.__setattr__(self, field.name, check_int(name, value, least, LARGEST))
+
+    def near(self, first: int, last: int, count: int) -> tuple[int, int]:
+        return 0, count
+
 
 @dataclass(frozen=True)
-class Window:
-    """The block itself, ``before`` blocks before it and ``after`` behind it (None: as many)."""
+class Window(Part):
+    """The block itself, ``before`` blocks before it and ``after`` blocks after it (None: as many)."""
 
     before: int
     after: int | None = None
@@ -34,12 +52,15 @@ class Window:
         after = self.before if self.after is None else self.after
         return (rows - cols <= self.before) & (cols - rows <= after)
 
-    def near(self, first: int, last: int, count: int) -> tuple[int, int]:
+    def near(self, first, last, count):
         return first - self.before, last + 1 + (self.before if self.after is None else self.after)
+
+    def __str__(self) -> str:
+        return f"window {self.before}" + ("" if self.after in (None, self.before) else f" + {self.after}")
 
 
 @dataclass(frozen=True)
-class Strided:
+class Strided(Part):
     """Every ``rate``-th block from the block itself on, both ways, ``steps`` of them each way (None: to the ends)."""
 
     rate: int
@@ -53,10 +74,13 @@ class Strided:
         reach = count if self.steps is None else self.rate * self.steps
         return first - reach, last + 1 + reach
 
+    def __str__(self) -> str:
+        return f"stride {self.rate}" + ("" if self.steps is None else f" x {self.steps}")
+
 
 @dataclass(frozen=True)
-class Segment:
-    """Segments of ``length`` blocks, in each of which a block sees every ``rate``-th from itself on: dilated blocks."""
+class Segment(Part):
+    """Dilated blocks: in each segment of ``length`` blocks, a block sees itself and every ``rate``-th one from it."""
 
     length: int
     rate: int = 1
@@ -67,9 +91,12 @@ class Segment:
     def near(self, first, last, count):
         return first // self.length * self.length, (last // self.length + 1) * self.length
 
+    def __str__(self) -> str:
+        return f"segments of {self.length}" + ("" if self.rate == 1 else f" / {self.rate}")
+
 
 @dataclass(frozen=True)
-class Global:
+class Global(Part):
     """The first ``count`` blocks see all blocks (``rows``) and are seen by all (``columns``)."""
 
     count: int
@@ -77,6 +104,7 @@ class Global:
     columns: bool = True
 
     def __post_init__(self):
+        super().__post_init__()
         flags = self.rows, self.columns
         if not all(isinstance(flag, bool) for flag in flags) or not any(flags):
             raise ValueError(f"Global: rows, columns or both must be True, the other False, got {short_repr(flags)}")
@@ -87,24 +115,24 @@ class Global:
     def near(self, first, last, count):
         return 0, count if self.rows and first < self.count else self.count * self.columns
 
+    def __str__(self) -> str:
+        return f"{self.count} global" + ("" if self.rows and self.columns else " rows" if self.rows else " columns")
+
 
 @dataclass(frozen=True)
-class Random:
-    """``count`` different blocks drawn for each block; the same ones for the same seed and number of blocks."""
+class Random(Part):
+    """``count`` different blocks drawn for each block: the same for the same seed and number of blocks."""
 
     count: int
     seed: int = 0
-
-    def __post_init__(self):
-        check_int("Random seed", self.seed, 0, LARGEST)
 
     def seen(self, rows, cols, count):
         drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
         found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
         return found[:, cols.flatten().cpu()].to(rows.device)
 
-    def near(self, first, last, count):
-        return 0, count
+    def __str__(self) -> str:
+        return f"{self.count} random" + (f" (seed {self.seed})" if self.seed else "")
 
 
 @lru_cache(maxsize=8)
@@ -114,7 +142,7 @@ def _drawn(some: int, of: int, seed: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Coarse:
+class Coarse(Part):
     """Blocks whose number is a multiple of ``stride``, up to ``reach`` blocks away: one level of a hierarchy."""
 
     stride: int
@@ -126,10 +154,13 @@ class Coarse:
     def near(self, first, last, count):
         return first - self.reach, last + 1 + self.reach
 
+    def __str__(self) -> str:
+        return f"every {self.stride} within {self.reach}"
+
 
 @dataclass(frozen=True)
-class Given:
-    """A mask of blocks, a hexadecimal bit set per block of queries; made by ``from_mask``."""
+class Given(Part):
+    """A mask of blocks, a hexadecimal bit set for each block of queries; made by ``from_mask``."""
 
     rows: tuple[str, ...]
 
@@ -140,8 +171,8 @@ class Given:
     def seen(self, rows, cols, count):
         return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
 
-    def near(self, first, last, count):
-        return 0, count
+    def __str__(self) -> str:  # with a checksum, since ranks compare patterns by their text
+        return f"a given mask ({crc32(' '.join(self.rows).encode()):08x})"
 
 
 def _is_row(row, count: int) -> bool:
@@ -154,49 +185,11 @@ def _bits(rows: tuple[str, ...]) -> Tensor:
     return torch.tensor([[c == "1" for c in f"{int(row, 16):0{len(rows)}b}"] for row in rows])  # (count, count)
 
 
-Part = Window | Strided | Segment | Global | Random | Coarse | Given
 PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
-NONE = ("before", "after", "reach")  # may be 0
-OPEN = ("after", "steps")  # may be None
-OWN = ("seed", "rows", "columns")  # no counts: their parts check them
 
 
-def described(part: Part) -> str:
-    """A part in a few words."""
-    match part:
-        case Window(before, after):
-            return f"window {before}" + ("" if after in (None, before) else f" + {after}")
-        case Strided(rate, steps):
-            return f"stride {rate}" + ("" if steps is None else f" x {steps}")
-        case Segment(length, rate):
-            return f"segments of {length}" + ("" if rate == 1 else f" / {rate}")
-        case Global(count, rows, columns):
-            return f"{count} global" + ("" if rows and columns else " rows" if rows else " columns")
-        case Random(count, seed):
-            return f"{count} random" + (f" (seed {seed})" if seed else "")
-        case Coarse(stride, reach):
-            return f"every {stride} within {reach}"
-        case Given(rows):  # two masks must not read alike: ranks compare patterns by what they say
-            return f"a given mask ({crc32(' '.join(rows).encode()):08x})"
-
-
-def check(parts: list[Part] | tuple[Part, ...]) -> None:
-    """Raise ValueError for no part, one that is none of ours (no dict restores a subclass) or has no proper counts."""
-    if not isinstance(parts, list | tuple):
-        raise ValueError(f"parts must be a list of parts, as [Window(1)], got {short_repr(parts)}")
-    if not parts:
-        raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
-    for part in parts:
-        if type(part) not in PARTS.values():
-            known = ", ".join(kind.__name__ for kind in PARTS.values())
-            raise ValueError(f"a part must be one of {known}, no subclass, got {short_repr(part)}")
-        for name, value in vars(part).items():
-            if name not in OWN and not (value is None and name in OPEN):
-                check_int(f"{type(part).__name__} {name}", value, int(name not in NONE), LARGEST)
-
-
-def restored(given: dict) -> Part:
-    """The part that one of the dicts in a pattern's ``to_dict`` describes."""
+def _restored(given: dict) -> Part:
+    """The part that ``BlockSparse.to_dict`` wrote as a dict."""
     name = given.get("part") if isinstance(given, dict) else None
     if not isinstance(name, str) or name not in PARTS:
         raise ValueError(f"unknown part of a block-sparse pattern: {short_repr(given)}; known: {', '.join(PARTS)}")
@@ -206,29 +199,13 @@ def restored(given: dict) -> Part:
         raise ValueError(f"no part of a block-sparse pattern: {short_repr(given)}: {error}") from None
 
 
-def of_mask(mask: Tensor) -> Given:
-    """The part of a bool mask of blocks (blocks, blocks); ValueError for what has no such values to read."""
-    got, fits = type(mask).__name__, False
-    if isinstance(mask, Tensor) and not mask.is_nested:  # one that is nested has no shape to tell
-        got += f" of {mask.dtype}, shape {tuple(mask.shape)}, {mask.layout} on {mask.device}"
-        square = mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 0
-        fits = square and mask.dtype == torch.bool and mask.layout == torch.strided and not mask.is_meta
-    if not fits:
-        wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
-        raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
-    return Given(tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist()))
-
-
-AT_ONCE = 512  # blocks of queries that are looked at together
-
-
 @dataclass(frozen=True)
 class BlockSparse:
-    """A query sees a key iff one of the ``parts`` shows its block the key's block: M is 1 or 0, whatever the head.
+    """A union of parts: M is 1 where a part shows the query's block the key's block, else 0, for every head.
 
-    ``a | b`` is the union of two patterns of one block size. Raises ValueError for a block size below 1, for no part,
-    for numbers that are not positive; and, once n is known, for a block size above n, more global or random blocks
-    than there are, or a given mask of another length.
+    ``a | b`` is the union of two patterns of one block size. Raises ValueError for a block size below 1 or no part;
+    and, once n is known, for a block size above n, more global or random blocks than there are, or a given mask of
+    another length.
 
     >>> pattern = BlockSparse([Window(1), Global(1)], block_size=64)
     >>> pattern.blocks(256).int().tolist()
@@ -241,9 +218,16 @@ class BlockSparse:
     block_size: int = 128
 
     def __post_init__(self):
-        check(self.parts)
-        check_int("block_size", self.block_size, most=LARGEST)
+        if not isinstance(self.parts, list | tuple):
+            raise ValueError(f"parts must be a list of parts, as [Window(1)], got {short_repr(self.parts)}")
+        if not self.parts:
+            raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
+        for part in self.parts:
+            if type(part) not in PARTS.values():
+                known = ", ".join(kind.__name__ for kind in PARTS.values())
+                raise ValueError(f"a part must be one of {known}, no subclass, got {short_repr(part)}")
         object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
+        object.__setattr__(self, "block_size", check_int("block_size", self.block_size, most=LARGEST))
 
     def __or__(self, other: BlockSparse) -> BlockSparse:
         if not isinstance(other, BlockSparse):
@@ -254,7 +238,7 @@ class BlockSparse:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        check_int("the sequence length", n, most=LARGEST)
+        n = check_int("the sequence length", n, most=LARGEST)
         count = -(-n // self.block_size)
         if self.block_size > n:
             raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
@@ -266,9 +250,9 @@ class BlockSparse:
         return count
 
     def blocks(self, n: int, queries: range | Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Which blocks ``keys`` the blocks ``queries`` see, bool (queries, keys), whatever is causal.
+        """Which of the blocks ``keys`` the blocks ``queries`` see, bool (queries, keys), without ``causal``.
 
-        Blocks by number, any of them in any order (default: all).
+        Both are numbers of blocks in any order (default: all).
         """
         count = self.count(n)
         rows = torch.arange(queries.start, queries.stop) if isinstance(queries, range) else queries
@@ -282,8 +266,8 @@ class BlockSparse:
     def near(self, rows: range, n: int) -> Tensor:
         """Numbers of blocks (c,), ascending, outside of which the blocks ``rows`` see nothing.
 
-        Where they skip some, the first that is skipped is among them: neighbours in this list that are both seen are
-        neighbours in the sequence.
+        The first block of every gap is among them, so two neighbours in this list that are both seen are neighbours in
+        the sequence.
         """
         count = self.count(n)
         found = torch.zeros(count, dtype=torch.bool)
@@ -292,7 +276,7 @@ class BlockSparse:
         return found.nonzero().flatten()
 
     def _in_turn(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Blocks of queries (r,), some at a time, blocks of keys (c,) near them, and which see which, bool (r, c)."""
+        """Yield blocks of queries (r,), the blocks of keys near them (c,), and which they see, bool (r, c)."""
         count = self.count(n)
         for start in range(0, count, AT_ONCE):
             some = range(start, min(count, start + AT_ONCE))
@@ -314,7 +298,7 @@ class BlockSparse:
         return int(seen[0]) * self.block_size, min(n, (int(seen[-1]) + 1) * self.block_size)
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
-        """The fewest keys that a query sees which sees any."""
+        """The fewest keys that a query sees, of those queries that see any."""
         counts = torch.cat([seen.sum(1) for *_, seen in self._in_turn(n)])
         return min(n, self.block_size * int(counts[counts > 0].min())) if counts.any() else 1
 
@@ -325,7 +309,7 @@ class BlockSparse:
         23
         """
         check_bool("causal", causal)
-        count = self.count(n)
+        count, n = self.count(n), int(n)
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
         total, missing = 0, self.block_size - int(lengths[-1])
@@ -341,13 +325,13 @@ class BlockSparse:
 
     def density(self, n: int, causal: bool = False) -> float:
         """Visible pairs over n^2."""
-        return self.pairs(n, causal) / n**2
+        return self.pairs(n, causal) / int(n) ** 2
 
     def with_density(self, density: float, n: int, causal: bool = False) -> BlockSparse:
-        """The pattern with its window, or else its random blocks, grown or shrunk to come nearest to ``density``.
+        """The pattern with its window, or else its random blocks, resized to come nearest to ``density``.
 
-        What the other parts show remains, so look at the ``density`` of what is returned. Raises ValueError for a
-        density outside (0, 1] or a pattern that has neither, or several of them.
+        The other parts stay as they are, so the density may not be reached. Raises ValueError for a density outside
+        (0, 1] or a pattern that has neither, or several of them.
 
         >>> found = local_global(1, 4, block_size=128).with_density(0.1, 16384)
         >>> found.parts[0], round(found.density(16384), 3)
@@ -385,14 +369,14 @@ class BlockSparse:
 
     @classmethod
     def from_dict(cls, fields: dict) -> BlockSparse:
-        """What ``to_dict`` wrote, without its kind."""
+        """The pattern that ``to_dict`` wrote, given without its kind."""
         if not isinstance(fields, dict) or fields.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"a block-sparse pattern has parts and block_size alone, got {short_repr(fields)}")
         parts = fields.get("parts", ())
-        return cls(**fields | {"parts": [restored(x) for x in parts] if isinstance(parts, list | tuple) else parts})
+        return cls(**fields | {"parts": [_restored(x) for x in parts] if isinstance(parts, list | tuple) else parts})
 
     def __str__(self) -> str:
-        return f"blocks of {self.block_size}: {', '.join(map(described, self.parts))}"
+        return f"blocks of {self.block_size}: {', '.join(map(str, self.parts))}"
 
 
 def sliding_window(before: int, *, block_size: int = 128) -> BlockSparse:
@@ -426,5 +410,15 @@ def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> Blo
 
 
 def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
-    """The pattern of a bool mask of blocks (blocks, blocks), queries by keys."""
-    return BlockSparse([of_mask(mask)], block_size)
+    """The pattern of a bool mask (blocks, blocks), queries by keys; ValueError for anything else."""
+    got, fits = type(mask).__name__, False
+    if isinstance(mask, Tensor) and not mask.is_nested:  # a nested tensor has no shape
+        got += f" of {mask.dtype}, shape {tuple(mask.shape)}, {mask.layout} on {mask.device}"
+        square = mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 0
+        fits = square and mask.dtype == torch.bool and mask.layout == torch.strided and not mask.is_meta
+    if not fits:
+        wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
+        raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
+    return BlockSparse(
+        [Given(tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist()))], block_size
+    )

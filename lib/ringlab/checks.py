@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Iterable, Sequence
@@ -70,6 +69,16 @@ def check_bool(name: str, value) -> None:
         raise TypeError(f"{name} must be True or False, got {short_repr(value)}")
 
 
+def check_unknown(owner: str, arguments: dict, reasons: dict[str, str]) -> None:
+    """Raise TypeError for arguments that ``owner`` does not take, with the reason if there is one.
+
+    A dropout of 0 is accepted, since it changes nothing.
+    """
+    for name, value in arguments.items():
+        if "dropout" not in name or value != 0:
+            raise TypeError(f"{owner} cannot honour {name!r}: {reasons.get(name, 'unknown argument')}")
+
+
 def check_choice(name: str, value, names: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of the ``names``."""
     if not isinstance(value, str) or value not in names:
@@ -90,25 +99,10 @@ def check_one_device(scheme, layout) -> None:
 
 
 def check_backend(value) -> str | tuple[str, ...]:
-    """The name of a kernel, or a tuple of names to try in order; ValueError if it is neither a name nor a list of them."""
+    """The name of a kernel, or a tuple of names to try in order; ValueError for anything but a name or a list."""
     if not isinstance(value, str | tuple | list) or not value or not all(isinstance(name, str) for name in value):
         raise ValueError(f"backend must be a name or a tuple of names, got {short_repr(value)}")
     return value if isinstance(value, str) else tuple(value)
-
-
-def tensor_bytes(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
-) -> tuple[torch.Size, torch.device, int]:
-    """A tensor's shape as torch.Size, its device, and its bytes; ValueError for a negative size."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}")
-    try:
-        shape = torch.Size(shape)
-    except (TypeError, OverflowError):
-        raise TypeError(f"a shape must be a sequence of integers, got {short_repr(shape)}") from None
-    if any(size < 0 for size in shape):
-        raise ValueError(f"sizes of a tensor must be >= 0, got {tuple(shape)}")
-    return shape, check_device(device), math.prod(shape) * dtype.itemsize
 
 
 def check_device(device: torch.device | str) -> torch.device:

@@ -1,12 +1,8 @@
-"""What the published systems share: their arguments, checked, and the engine's call that these come to.
+"""The published systems by their published names and constructor arguments, each a few settings over one engine.
 
-The published systems by their published names and constructor arguments, each a row over the engine.
-
-All of them compute head-group dilated attention: group i of the heads runs branch i, with offset i mod r, and nothing
-is divided by the number of groups. They differ in how it is executed and in how ranks share it, and are equal in value;
-only along a Hilbert curve the pattern itself is another.
-
-The published block-sparse systems: the published arguments over one engine, equal in value.
+All dilated systems compute head-group dilated attention: group i of the heads runs branch i, with offset i mod r, and
+nothing is divided by the number of groups. They differ in how it is executed and how ranks share it, and give the same
+values; only the Hilbert system has another pattern. The block-sparse systems share a second set of arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from . import hardware, kernels, memory, ring
 from .advise import Advice, Auto
 from .attention import attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
-from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_ints, is_real, short_repr
+from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_ints, check_unknown, is_real, short_repr
 from .engine import Execution
 from .engine.chunked import Ladder
 from .patterns import Dilated
@@ -31,26 +27,30 @@ from .ring import Simulated, group_size
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
 FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
-NO_MASK, NO_DROPOUT = "masks are not arguments; use is_causal=True", "attention dropout is not supported"
-REFUSED = {
+REASONS = {
     "sparsity_ratio": "it changed nothing in the original; state a density",
     **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
     "need_weights": "the attention weights are never formed",
-    **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), NO_DROPOUT),
-    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "key_padding_mask"), NO_MASK),
+    **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "attention dropout is not supported"),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "mask", "key_padding_mask"), "masks are not arguments; use is_causal=True"
+    ),
 }
 
 
 class PublishedAttention(nn.Module):
-    """What the published modules share: no parameters, ``forward(q, k, v, is_causal=False)`` on (b, n, h, d) tensors.
+    """Base of the published modules: no parameters, ``forward(q, k, v, is_causal=False)`` on (b, n, h, d) tensors.
 
-    q, k and v have one dtype; computes in ``dtype`` (None: that of the inputs) and returns that of the inputs.
-    ``.half()``, ``.to(dtype)`` and ``.to(device)`` change ``dtype`` and ``device`` like those of a module with weights.
-    ``use_flash_attention=False`` keeps to kernels without flash. ``memory_pool_threshold_mb`` is in MiB.
+    q, k and v have one dtype, which is that of the result. The module computes in ``dtype`` (None: that of q, k, v).
+    ``.half()``, ``.to(dtype)`` and ``.to(device)`` change ``dtype`` and ``device`` as those of a module with weights.
+    ``use_flash_attention=False`` uses only kernels without flash. ``memory_pool_threshold_mb`` is in MiB.
+
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this rank's shards), or a
-    ``ring_size``, which is simulated on one device. ``config="auto"`` runs the same function by the backend, scheme and
-    execution that advice chooses for each shape, instead of those that name this system; switches that are given stay.
-    With an ``Advice`` they are taken from it, and the dtype where the system chooses it. ``.advice`` is the last taken.
+    ``ring_size``, which is simulated on one device. ``config="auto"`` computes the same function with the backend,
+    scheme and execution that advice chooses for each shape instead of the system's own; switches that are given stay.
+    An ``Advice`` is followed as it is, also in the dtype where the system chooses that. ``.advice`` is the advice that
+    the last call followed.
+
     Raises TypeError for an argument that this system does not have, ValueError for bad values, NotImplementedError for
     several ring members in a system of one device.
 
@@ -84,11 +84,8 @@ class PublishedAttention(nn.Module):
     ):
         super().__init__()
         name = type(self).__name__
-        for argument, value in refused.items():
-            if REFUSED.get(argument) is not NO_DROPOUT or value != 0:  # no dropout is what there is
-                raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
-        if ring_size is not None:
-            check_int("ring_size", ring_size)
+        check_unknown(name, refused, REASONS)
+        ring_size = None if ring_size is None else check_int("ring_size", ring_size)
         if self.scheme is None and (group is not None or ring_size not in (None, 1)):
             raise NotImplementedError(f"{name} runs on one device: ring_size must be 1 and group None")
         if group is not None and ring_size not in (None, size := ring.group_size(group)):
@@ -98,13 +95,12 @@ class PublishedAttention(nn.Module):
             raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {short_repr(mb)}")
         if dtype is not None:
             check_float_dtype(dtype)
-        switches = {
-            "use_pattern_cache": use_pattern_cache,
-            "enable_memory_pool": enable_memory_pool,
-            "use_flash_attention": use_flash_attention,
-            "use_gradient_checkpointing": use_gradient_checkpointing,
-        }
-        for argument, value in switches.items():
+        for argument, value in (
+            ("use_pattern_cache", use_pattern_cache),
+            ("enable_memory_pool", enable_memory_pool),
+            ("use_flash_attention", use_flash_attention),
+            ("use_gradient_checkpointing", use_gradient_checkpointing),
+        ):
             check_bool(argument, value)
         self.pattern = self._made_pattern(segment_lengths, dilation_rates, block_size, density)
         self.device = None if device is None else kernels.device_of(device)
@@ -117,7 +113,7 @@ class PublishedAttention(nn.Module):
         self.use_gradient_checkpointing = use_gradient_checkpointing
         pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
         self.execution = Execution(gather=self.gather, cache=use_pattern_cache, pool=pool)
-        if self.auto is not None:  # what names the system is left open, what was asked for is not
+        if self.auto is not None:  # advice replaces the system's own settings, not those that were asked for
             self.chain = "auto" if use_flash_attention else FALLBACK
             self.execution = replace(self.execution, gather=False)
             self.scheme = self.scheme and "auto"
@@ -134,7 +130,7 @@ class PublishedAttention(nn.Module):
         return hardware.default_dtype(torch.cuda.get_device_capability(self.device) if on_gpu else None)
 
     def _apply(self, fn, recurse=True):
-        """Follow ``.half()``, ``.to(...)`` and their like: there are no weights, so empty tensors show what fn does."""
+        """Follow ``.half()``, ``.to(...)`` and so on: empty tensors show what fn does, since there are no weights."""
         super()._apply(fn, recurse)
         own = self.device or torch.device("cpu")
         made = [fn(torch.empty(0, dtype=dtype, device=own)) for dtype in (torch.float32, torch.float64)]
@@ -148,10 +144,8 @@ class PublishedAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **refused) -> Tensor:
         """Attention over (b, n, h, d) tensors; returns (b, n, h, d) in the inputs' dtype."""
         name = type(self).__name__
-        for argument in refused:
-            raise TypeError(f"{name} cannot honour {argument!r}: {REFUSED.get(argument, 'unknown argument')}")
+        check_unknown(name, refused, REASONS)
         check_tensors(q, k, v)
-        check_bool("is_causal", is_causal)
         own = self.device or q.device
         if own.type != q.device.type or (own.type == "cuda" and own.index not in (None, q.device.index)):
             raise ValueError(f"{name} is on {self.device}, the input on {q.device}")
@@ -180,11 +174,11 @@ class PublishedAttention(nn.Module):
         return self.auto and self.auto.advice
 
     def _ranks(self, rows: int) -> dict:
-        """Arguments for ``attention`` that say who shares q, k, v of so many rows."""
+        """Arguments for ``attention`` across ranks, for q, k, v of so many rows."""
         return {} if self.group is None else {"group": self.group, "scheme": self.scheme}
 
     def backends(self, device: torch.device | str = "cpu", head_dim: int = 64) -> list[tuple]:
-        """(kernel, runs, reason for a refusal, chosen) along this module's chain, each link probed by a call."""
+        """(kernel, runs, reason for a refusal, chosen) for each kernel of this module's chain, probed by a call."""
         dtype = self.dtype or torch.float32
         rows = kernels.table(device, dtype, head_dim)
         chosen = kernels.choose(device, dtype, head_dim, backward=True, backend=self.chain).name
@@ -207,13 +201,7 @@ class DilatedAttention(PublishedAttention):
 
 
 class ImprovedDilatedAttention(PublishedAttention):
-    """The same function through strided views. (The original attended over the heads of each position.)
-
-    >>> import torch
-    >>> q = torch.randn(1, 16, 2, 8); a, b = DilatedAttention([4, 8], [1, 2]), ImprovedDilatedAttention([4, 8], [1, 2])
-    >>> torch.allclose(a(q, q, q), b(q, q, q), atol=1e-6)
-    True
-    """
+    """The same function through strided views. (The original attended over the heads of each position.)"""
 
 
 class RingDilatedAttentionV2(PublishedAttention):
@@ -229,18 +217,13 @@ class RingDilatedAttentionV2(PublishedAttention):
 
 
 class RingDilatedAttentionV2Collective(PublishedAttention):
-    """Every rank gathers K and V; on one device, as in document 000, there is nothing to gather and no ring code runs.
-
-    >>> import torch
-    >>> RingDilatedAttentionV2Collective([4, 8], [1, 2], dtype=torch.float32)(*[torch.randn(1, 16, 2, 8)] * 3).shape
-    torch.Size([1, 16, 2, 8])
-    """
+    """Every rank gathers K and V; on one device, as in document 000, nothing is gathered and no ring code runs."""
 
     scheme = "all_gather"
 
 
 class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
-    """The ring by asynchronous point-to-point messages into buffers of their own; no ring code runs on one device."""
+    """The ring by asynchronous point-to-point messages; no ring code runs on one device."""
 
 
 class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
@@ -255,8 +238,7 @@ class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
 
 
 class RingDilatedAttentionProduction(RingDilatedAttentionV2):
-    """The ring with gradient checkpointing and the memory pool, unless said otherwise, and with smaller tiles where
-    memory runs out.
+    """The ring with gradient checkpointing and the memory pool by default, and smaller tiles if memory runs out.
 
     >>> RingDilatedAttentionProduction([4, 8], [1, 2], use_gradient_checkpointing=False).execution.tile
     Ladder((2048, 512, 128), level=0)
@@ -268,7 +250,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
         self.execution = replace(self.execution, tile=Ladder())
 
     def agree(self) -> None:
-        """Let all ranks take the smallest tile that one has come to; call it on every rank, between two steps."""
+        """Let all ranks use the smallest tile of any rank; call it on every rank, between two steps."""
         if self.group is not None and not isinstance(self.group, Simulated):
             self.execution.tile.agree(self.group)
 
@@ -294,10 +276,6 @@ class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
 
     On one device, or a ``ring_size`` simulated on it. Raises ValueError for ``is_causal=True``: steps of the curve are
     not in time order.
-
-    >>> import torch
-    >>> RingDilatedAttentionHilbertGPUOptimized([4, 8], [1, 2], ring_size=2)(*[torch.randn(1, 16, 2, 8)] * 3).shape
-    torch.Size([1, 16, 2, 8])
     """
 
     scheme = "plan"
@@ -313,10 +291,10 @@ class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
 class BlockSparseRingDilatedAttention(PublishedAttention):
     """Block-sparse attention, a call for each block of queries: the published definition, with one softmax per row.
 
-    Takes one of: ``segment_lengths`` and ``dilation_rates``, which then dilate blocks (each length a multiple of
-    ``block_size``, each rate in blocks); ``density`` in (0, 1], for which the window of blocks is solved that comes
-    nearest, at each sequence length; or ``pattern``, a ``ringlab.BlockSparse``. ``block_size`` is 128 unless said.
-    Raises ValueError for none or several of them and for lengths that are no multiple.
+    Takes exactly one of: ``segment_lengths`` and ``dilation_rates``, which dilate blocks here (each length a multiple
+    of ``block_size``, each rate in blocks); ``density`` in (0, 1], for which each sequence length gets the window of
+    blocks that comes nearest; or ``pattern``, a ``ringlab.BlockSparse``. ``block_size`` is 128 by default. Raises
+    ValueError for none or several of them, and for lengths that are not multiples.
 
     >>> import torch
     >>> q = torch.randn(1, 64, 2, 8); a = BlockSparseRingDilatedAttention([32], [2], block_size=8)
@@ -347,7 +325,7 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
             return self.given
         if density is not None:
             window = sliding_window(0, block_size=size)
-            window.with_density(density, size)  # raises what is wrong with it now, not at the first call
+            window.with_density(density, size)  # raises for a bad density now, not at the first call
             return window
         lengths = check_ints("segment_lengths", segment_lengths)
         rates = check_ints("dilation_rates", dilation_rates)
@@ -359,7 +337,7 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         return BlockSparse([Segment(w // size, r) for w, r in zip(lengths, rates)], size)
 
     def pattern_for(self, n: int, causal: bool = False) -> BlockSparse:
-        """The pattern over ``n`` positions: the one given, or the window whose density is nearest to that asked for."""
+        """The pattern over ``n`` positions: the one given, or the window whose density is nearest to the one given."""
         check_int("n", n, most=LARGEST)
         check_bool("causal", causal)
         return self.pattern if self.density is None else _solved(self.pattern, self.density, n, causal)
@@ -373,7 +351,7 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
 
 
 class BlockSparseOptimized(BlockSparseRingDilatedAttention):
-    """The same with the blocks of all rows that see equally many copied together, a call for each such number."""
+    """The same with one call for all rows that see equally many blocks, on copies of these blocks."""
 
     blocks = "batched"
 

@@ -1,4 +1,4 @@
-"""What a computation must cost: pairs, FLOPs, bytes and the lower time bound that follows from them.
+"""FLOPs, bytes and pairs of an attention call, and how sizes and times are written.
 
 A pair is one (query, key, head) that a pattern shows, per batch entry. The forward pass does two matrix products
 over the pairs (4 d FLOPs each), the backward five (10 d), Dao et al. 2022 (arXiv 2205.14135).
@@ -6,9 +6,10 @@ over the pairs (4 d FLOPs each), the backward five (10 d), Dao et al. 2022 (arXi
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
-from math import lcm
+from math import gcd, lcm
 
 import torch
 
@@ -17,6 +18,9 @@ from .checks import check_choice
 from .patterns import Pattern
 
 PASSES = {"fwd": 4, "fwd+bwd": 14}  # FLOPs per pair and per head_dim
+MOST_CELLS = 2**25  # intervals that one count looks at: a second or two
+TERM_CELLS = 2**11  # what any term of a count takes at least
+LONGEST_IRREGULAR = 2**31  # products of two positions stay below 2**63
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Cost:
     floor_bytes: int
 
     def seconds(self, flops_per_s: float | None, bytes_per_s: float | None) -> float:
-        """Lower bound on the time: the larger of folded FLOPs and floor bytes over the device's rates; 0 if unknown."""
+        """Roofline time: the larger of folded FLOPs and floor bytes over the device's rates; 0 if both are unknown."""
         compute = self.folded_flops / flops_per_s if flops_per_s else 0.0
         memory = self.floor_bytes / bytes_per_s if bytes_per_s else 0.0
         return max(compute, memory)
@@ -54,7 +58,7 @@ def count(
 ) -> Cost:
     """Count pairs, FLOPs and bytes of ``attention`` on (batch, seq_len, heads, head_dim) tensors.
 
-    Raises ValueError for ``passes`` other than "fwd" and "fwd+bwd".
+    Raises ValueError for ``passes`` other than "fwd" and "fwd+bwd", and as ``check_countable`` does.
 
     >>> from ringlab.patterns import Dense
     >>> c = count(Dense(), batch=1, seq_len=8, heads=2, head_dim=4, dtype=torch.float32)
@@ -74,6 +78,8 @@ def count(
 def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = None, causal: bool = False):
     """(sum of M, number of pairs with M > 0) over one sequence of ``n`` positions and all heads.
 
+    Raises ValueError as ``check_countable`` does.
+
     >>> from ringlab.patterns import Dilated
     >>> count_pairs(Dilated([2048, 4096, 8192], [1, 2, 4]), 8192, 4)
     (117440512, 92274688)
@@ -81,56 +87,143 @@ def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = Non
     if isinstance(pattern, BlockSparse):
         pairs = heads * pattern.pairs(n, causal)
         return pairs, pairs
-    branches = pattern.branches(n, heads, kv_heads)
-    alike: dict[tuple, int] = {}  # heads with the same (branch, offset) sets count alike
-    for head in range(heads):
-        mine = tuple((b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches if head in b.heads)
-        alike[mine] = alike.get(mine, 0) + 1
     pairs = distinct = 0
-    for mine, times in alike.items():
-        alone = times * sum(_common_pairs((one,), n, causal) for one in mine)
-        pairs += alone
-        if _is_ladder(mine := sorted(mine), n):  # the branches that show a pair are neighbours
-            distinct += alone - times * sum(_common_pairs(two, n, causal) for two in zip(mine, mine[1:]))
-            continue
-        for size in range(1, len(mine) + 1):  # inclusion-exclusion over the branches that show a pair
-            sign = 1 if size % 2 else -1
-            distinct += times * sign * sum(_common_pairs(some, n, causal) for some in combinations(mine, size))
+    for alike, branches, terms in _terms(pattern, n, heads, kv_heads):
+        pairs += alike * sum(branch.pairs(n, causal) for branch in branches)
+        distinct += alike * sum(times * term.pairs(n, causal) for term, times in terms.items())
     return pairs, distinct
 
 
-def _is_ladder(branches: list[tuple[int, int, int]], n: int) -> bool:
-    """Whether each branch's segments lie in the next one's, and its rows are among those of the one before."""
-    plain = all(length % rate == 0 or length >= n for length, rate, _ in branches)  # x mod length mod rate = x mod rate
-    return plain and all(
-        (long % short == 0 or long >= n) and sparse % rate == 0 and other % rate == offset
-        for (short, rate, offset), (long, sparse, other) in zip(branches, branches[1:])
+def check_countable(pattern: Pattern, n: int, heads: int = 1, kv_heads: int | None = None) -> None:
+    """Raise ValueError in one line for a dilated pattern whose pairs over ``n`` positions take too long to count."""
+    if not isinstance(pattern, BlockSparse):
+        for _ in _terms(pattern, n, heads, kv_heads):
+            pass
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A set of pairs: the rows that are ``offset`` mod ``rate``, where no multiple of any of ``cuts`` lies between.
+
+    ``irregular`` branches (length, rate, offset), whose rate does not divide their length, restrict the rows further:
+    to those whose place in their segment of that length is ``offset`` mod ``rate``. Their lengths are multiples of one
+    of ``cuts``.
+    """
+
+    cuts: frozenset[int]
+    rate: int
+    offset: int
+    irregular: frozenset[tuple[int, int, int]] = frozenset()
+
+    @classmethod
+    def of(cls, length: int, rate: int, offset: int, n: int) -> _Shown:
+        """The pairs of one branch over ``n`` positions."""
+        if length >= n:
+            return cls(frozenset(), rate, offset)
+        if length % rate == 0:
+            return cls(frozenset({length}), rate, offset)
+        return cls(frozenset({length}), 1, 0, frozenset({(length, rate, offset)}))
+
+    def __and__(self, other: _Shown) -> _Shown | None:
+        """The pairs in both; None where they have no row in common."""
+        between, common = other.offset - self.offset, gcd(self.rate, other.rate)
+        if between % common:
+            return None
+        step = other.rate // common
+        offset = self.offset + self.rate * (between // common * pow(self.rate // common, -1, step) % step)
+        cuts = self.cuts | other.cuts
+        cuts = frozenset(c for c in cuts if not any(c % each == 0 for each in cuts - {c}))
+        return _Shown(cuts, self.rate * step, offset, self.irregular | other.irregular)
+
+    def period(self, n: int) -> int:
+        """After how many positions the pairs repeat, at most ``n``."""
+        return min(n, lcm(self.rate, *self.cuts, *(length for length, _, _ in self.irregular))) if self.cuts else n
+
+    def cells(self, n: int) -> int:
+        """How many intervals between cuts ``pairs`` looks at, about."""
+        span = self.period(n)
+        if self.irregular and span > LONGEST_IRREGULAR:
+            return MOST_CELLS
+        return TERM_CELLS + sum(-(-span // cut) for cut in self.cuts)
+
+    def pairs(self, n: int, causal: bool) -> int:
+        """The number of pairs over ``n`` positions; with ``causal``, of those whose key is not after the query."""
+        whole, rest = divmod(n, self.period(n))
+        return whole * self._in_span(self.period(n), causal) + (self._in_span(rest, causal) if rest else 0)
+
+    def _in_span(self, n: int, causal: bool) -> int:
+        edges = torch.cat([torch.tensor([0, n]), *(torch.arange(0, n, cut) for cut in self.cuts)]).unique()
+        start, stop = edges[:-1], edges[1:]  # (cells,)
+        rate, row = self.rate, torch.full_like(start, self.offset)  # the rows of a cell are ``row`` mod ``rate``
+        possible = torch.ones_like(start, dtype=torch.bool)
+        for length, other, offset in self.irregular:  # joined by the Chinese remainder theorem
+            between = start // length * length + offset - row
+            common = other if rate >= n else gcd(rate, other)  # with one row at most, it is kept or not
+            step = other // common
+            possible &= between % common == 0
+            row = row + rate * (between // common % step * pow(rate // common, -1, step) % step)
+            rate *= step
+        rows = ((stop - 1 - row) // rate - (start - 1 - row) // rate) * possible
+        sizes, times = rows.unique(return_counts=True)
+        return sum(t * (m * (m + 1) // 2 if causal else m * m) for m, t in zip(sizes.tolist(), times.tolist()))
+
+
+def _terms(pattern: Pattern, n: int, heads: int, kv_heads: int | None) -> Iterator[tuple[int, list, Counter]]:
+    """For heads that see alike: their number, their branches as ``_Shown``, and the terms of inclusion-exclusion.
+
+    The pairs that any branch shows are the sum of the terms' pairs, each times its count. Equal intersections are
+    joined, so a ladder of b nested branches has 2 b - 1 terms and not 2**b. Raises ValueError for too many.
+    """
+    branches = pattern.branches(n, heads, kv_heads)
+    alike = Counter(
+        tuple(sorted((b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches if head in b.heads))
+        for head in range(heads)
     )
+    cells = 0
+    for mine, number in alike.items():
+        shown = [_Shown.of(*branch, n) for branch in mine]
+        terms: Counter[_Shown] = Counter()
+        for one in shown:
+            joined = Counter(terms)
+            joined[one] += 1
+            for term, times in terms.items():
+                if (both := term & one) is not None:
+                    joined[both] -= times
+            terms = Counter({term: times for term, times in joined.items() if times})
+            if cells + len(terms) * TERM_CELLS > MOST_CELLS:
+                break
+        cells += sum(term.cells(n) for term in terms)
+        if cells > MOST_CELLS:
+            raise ValueError(
+                f"{len(mine)} branches that do not nest have too many pairs in common to count over {n:,} positions: "
+                "take lengths that divide each other, or a shorter sequence"
+            )
+        yield number, shown, terms
 
 
-def _common_pairs(branches: tuple[tuple[int, int, int], ...], n: int, causal: bool) -> int:
-    """Pairs that all of ``branches`` (length, rate, offset) show: both rows selected by all, in one segment of each."""
-    period = lcm(*(length for length, _, _ in branches))
-    whole, rest = divmod(n, period)
-    return (whole * _in_period(branches, period, causal) if whole else 0) + _in_period(branches, rest, causal)
+def format_bytes(nbytes: float) -> str:
+    """Bytes in binary units, never in exponent form.
+
+    >>> format_bytes(8 * 2**30), format_bytes(3 * 2**19), format_bytes(7), format_bytes(2**44)
+    ('8 GiB', '1.5 MiB', '7 B', '16,384 GiB')
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{_plain(nbytes / factor, 4)} {unit}"
+    return f"{nbytes:.0f} B"
 
 
-def _in_period(branches, n: int, causal: bool) -> int:
-    if n == 0:
-        return 0
-    if len(branches) == 1:
-        length, rate, offset = branches[0]
-        whole, rest = divmod(n, length)
-        return sum(
-            times * (m * (m + 1) // 2 if causal else m * m)
-            for times, rows in ((whole, length), (1, rest))
-            for m in (max(0, -(-(rows - offset) // rate)),)
-        )
-    length, rate, offset = max(branches, key=lambda b: b[1])  # the sparsest branch holds every common row
-    x = torch.arange(offset, n, rate) if length % rate == 0 and offset < n else torch.arange(n)
-    cuts = [torch.tensor([0, n])]
-    for length, rate, offset in branches:
-        x = x[x % length % rate == offset]
-        cuts.append(torch.arange(0, n, length))
-    m = torch.searchsorted(x, torch.cat(cuts).unique()).diff()  # common rows per cell between segment boundaries
-    return int((m * (m + 1) // 2 if causal else m * m).sum())
+def format_seconds(seconds: float) -> str:
+    """A time in the unit that suits it, never in exponent form.
+
+    >>> format_seconds(0.0213), format_seconds(75.0), format_seconds(4321.0), format_seconds(2.5e-7)
+    ('21.3 ms', '75 s', '4,321 s', '0.25 µs')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{_plain(seconds / factor, 3)} {unit}"
+    return f"{_plain(seconds * 1e6, 3)} µs"
+
+
+def _plain(x: float, digits: int) -> str:
+    return f"{x:.{digits}g}" if x < 10**digits - 0.5 else f"{x:,.0f}"

@@ -1,8 +1,8 @@
-"""What a call costs before it is run: FLOPs, bytes, peak memory by part, bytes between ranks and a lower time bound;
+"""What a call costs before it is run: FLOPs, bytes, peak memory by part, bytes between ranks and its roofline time;
 and the longest sequence for a memory budget.
 
-Memory and bytes between ranks come from the engine itself, run without data (``dryrun``), so they are those of the code
-that would run, for any length: the live tensors of a first call, as ``LiveStorageTracker`` measures them.
+Memory and bytes between ranks come from the engine itself, run without data (``meta_run``), so they are those of the
+code that would run, for any length: the live tensors of a first call, as ``LiveStorageTracker`` measures them.
 """
 
 from __future__ import annotations
@@ -15,33 +15,25 @@ import torch
 from . import cost, hardware
 from .attention import DEFAULT
 from .block_patterns import BlockSparse, Given
-from .checks import is_int, short_repr
+from .checks import LARGEST, check_int, is_int, short_repr
 from .engine import Execution
-from .meta_run import Call
+from .hardware import Rates
+from .meta_run import MetaCall
 from .patterns import Pattern
 
-MARGIN = 1.1  # rates that a probe measured are raised by this before they bound anything, as in measuring
 ROWS = 128  # what the longest sequence is a multiple of, a rank
 MOST_BYTES = 2**50  # of a rank's memory: beyond any machine
 FEW_BLOCKS = 1024  # up to which calls of a block-sparse pattern are planned; random parts take quadratic time
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What one rank's device does at most: FLOP/s, bytes/s of memory, bytes/s sent to others; None: not known."""
-
-    flops_per_s: float | None = None
-    bytes_per_s: float | None = None
-    link_bytes_per_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Estimate:
-    """What one call costs. ``cost``: of all ranks together; ``parts`` (bytes, see ``dryrun.PARTS``) and ``peak_bytes``:
-    of the rank that holds most, at its peak; ``gradients`` are those of out, given, and of q, k, v.
+    """What one call costs. ``cost`` is of all ranks together.
 
-    ``sent``: bytes of one call by (from rank, to rank). ``bounds``: lower bounds in seconds by what they come from,
-    "compute", "memory", "network", where a rate is known. ``at_least``: why the peak may be higher, or "".
+    ``parts`` (bytes, see ``meta_run.PARTS``) and ``peak_bytes`` are of the rank that holds most, at its peak; the part
+    ``gradients`` holds those of out, given, and of q, k, v. ``sent``: bytes of one call by (from rank, to rank).
+    ``bounds``: lower bounds in seconds by resource, "compute", "memory", "network", where a rate is known.
+    ``at_least``: why the peak may be higher, or "".
     """
 
     cost: cost.Cost
@@ -60,13 +52,13 @@ class Estimate:
 
     @property
     def binds(self) -> str | None:
-        """What the largest bound comes from."""
+        """The resource of the largest bound."""
         return max(self.bounds, key=self.bounds.get, default=None)
 
     def bounded(self, rates: Rates) -> Estimate:
-        """The same with the bounds that these rates give. Work is taken as shared evenly, which bounds it from below.
+        """This estimate with the bounds that these rates of one rank give.
 
-        A link carries what the busiest rank sends, in one direction.
+        Work is taken as shared evenly, which bounds it from below. A link carries what the busiest rank sends.
         """
         busiest = max((sum(b for (a, _), b in self.sent.items() if a == rank) for rank in range(self.ranks)), default=0)
         work = {
@@ -98,43 +90,48 @@ def estimate(
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim) tensors, sharded where ``ranks`` > 1.
 
     ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
-    here: ``dryrun.kernel_for``); a CPU's rates are measured here, once. None: this CPU's kernels, no bounds.
-    ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and says so.
+    here: ``meta_run.kernel_for``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
+    profile "cpu" this CPU's rates are measured, which takes about a second a dtype, once per process.
+    ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and ``at_least`` says so.
+
     Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for what attention would refuse,
-    and for an unknown profile.
+    for an unknown profile, and for sizes whose run without data would take minutes.
 
     >>> from ringlab.patterns import Dilated
     >>> e = estimate(Dilated([2048, 4096], [1, 2]), seq_len=131072, ranks=2, profile="gtx1080")
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
-    ('plan', 549, {}, 'compute')
+    ('plan', 547, {}, 'compute')
     """
-    profile = hardware.resolve(profile) if isinstance(profile, str) else profile
-    shape = {"batch": batch, "heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "head_dim": head_dim}
-    call = Call(pattern, **shape, dtype=dtype, causal=causal, passes=passes, ranks=ranks, scheme=scheme, layout=layout,
-                 backend=backend, execution=execution, profile=profile)  # fmt: skip
-    run, used, at_least = call.at(seq_len)
-    seq_len, shape = int(seq_len), {name: int(size) for name, size in shape.items()}
-    counted = cost.count(pattern, seq_len=seq_len, dtype=dtype, causal=causal, passes=passes, **shape)
-    sent = dict(run.traffic.sent)
-    found = Estimate(counted, ranks, used, run.parts(), run.peak_bytes, sent, at_least=at_least)
-    return found.bounded(rates_of(profile, dtype, counted.floor_bytes // ranks)) if profile else found
+    call = MetaCall(
+        pattern, heads, head_dim, batch, kv_heads, dtype, causal, passes, ranks, scheme, layout, backend,
+        execution, profile,
+    )  # fmt: skip
+    return estimate_of(call, check_int("seq_len", seq_len, most=LARGEST))
 
 
-def rates_of(profile: hardware.Profile, dtype: torch.dtype, working_set: int) -> Rates:
-    """The rates that bound a call of this dtype whose tensors take ``working_set`` bytes of a rank.
+def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
+    """The Estimate of a checked call at a length."""
+    run, scheme, at_least = call.at(seq_len)
+    found = Estimate(cost_of(call, seq_len), call.ranks, scheme, run.parts(), run.peak_bytes, dict(run.traffic.sent),
+                     at_least=at_least)  # fmt: skip
+    return found.bounded(rates_of(call, found.cost)) if call.profile else found
 
-    A GPU's are its profile's, for links the fastest that it has; a CPU's are measured here, and it has no link.
+
+def cost_of(call: MetaCall, seq_len: int) -> cost.Cost:
+    """Pairs, FLOPs and bytes of a call at a length, of all ranks together."""
+    names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "passes")
+    return cost.count(call.pattern, seq_len=seq_len, **{name: getattr(call, name) for name in names})
+
+
+def rates_of(call: MetaCall, counted: cost.Cost) -> Rates:
+    """The rates of one rank of the call's profile, for tensors of its part of ``counted``.
+
+    A GPU's are its profile's; a CPU's are measured here, and it has no link.
     """
-    machine = hardware.detect()
-    if profile.kind == "cpu":
-        peaks = [_probed(name) for name in {"float32", str(dtype).removeprefix("torch.")}]
-        best = max(p.flops_per_s for p in peaks), max(p.bandwidth(working_set) for p in peaks)
-        return Rates(*(MARGIN * rate for rate in best))
-    rate = profile.peak(dtype, machine)
-    if dtype == torch.float32 and rate and profile.flops.get("tf32"):
-        rate = max(rate, profile.flops["tf32"] / 3)  # fp32 out of three tf32 products, as CUTLASS does
-    links = [link for link in profile.links.values() if link]
-    return Rates(rate, profile.bandwidth(working_set), max(links, default=None))
+    working_set = counted.floor_bytes // call.ranks
+    if call.profile.kind == "cpu":
+        return hardware.measured_rates(map(_probed, {"float32", str(call.dtype).removeprefix("torch.")}), working_set)
+    return call.profile.rates(call.dtype, working_set, hardware.detect())
 
 
 @lru_cache(maxsize=8)
@@ -157,7 +154,8 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
         raise ValueError(
             f"the memory budget must be a positive number of bytes up to 2**50, got {short_repr(memory_bytes)}"
         )
-    peak, unit, low, fixed = _peaks(pattern, **call)
+    memory_bytes = int(memory_bytes)
+    peak, unit, low, fixed = _peaks(MetaCall(pattern, **call))
     if (at_low := peak(low)) > memory_bytes:
         raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")
     if fixed:
@@ -179,14 +177,9 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     return low
 
 
-def _peaks(pattern: Pattern, *, heads=8, head_dim=64, batch=1, kv_heads=None, dtype=torch.float32, causal=False,
-           passes="fwd", ranks=1, scheme="auto", layout="contiguous", backend="auto", execution=DEFAULT,
-           profile=None):  # fmt: skip
+def _peaks(call: MetaCall):
     """(peak in bytes by length; what lengths are multiples of; the shortest; whether it is the only one)."""
-    profile = hardware.resolve(profile) if isinstance(profile, str) else profile
-    kv_heads = heads if kv_heads is None else kv_heads
-    call = Call(pattern, batch, heads, kv_heads, head_dim, dtype, causal, passes, ranks, scheme, layout,
-                 backend, execution, profile)  # fmt: skip
+    pattern, ranks = call.pattern, call.ranks
     unit = low = ROWS * ranks
 
     @lru_cache(maxsize=64)

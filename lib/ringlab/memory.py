@@ -1,30 +1,29 @@
-"""Memory pages on the CPU: ask Linux for huge ones.
+"""Huge pages for large CPU tensors, and a pool that lends memory again once nothing refers to it.
 
-Reuse memory: a pool of scratch buffers with a scope, and of results without.
-
-torch's CUDA allocator caches already, so there the pool mostly repeats its work; on the CPU a large fresh buffer costs
-page faults on first touch, which reuse avoids and huge pages lessen. Whether that pays is for measurements to say.
+torch's CUDA allocator caches already, so there the pool mostly repeats its work. On the CPU a large fresh buffer costs
+page faults on first touch: reuse avoids them, huge pages reduce them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import itertools
+import math
 import mmap
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from .checks import is_real, short_repr, tensor_bytes
+from .checks import check_device, is_real, short_repr
 from .tracking import is_out_of_memory
 
 _HUGE_FROM, _MADV_HUGEPAGE = 4 << 20, 14  # a smaller buffer holds at most one huge page, and malloc recycles it
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
 @functools.cache
@@ -57,169 +56,163 @@ def advise_huge(tensor: torch.Tensor) -> bool:
     return madvise(start, stop - start, _MADV_HUGEPAGE) == 0
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Allocate as torch.empty does, with huge pages for large CPU tensors; contents are uninitialised.
-
-    >>> empty((2, 3), torch.bfloat16).shape
-    torch.Size([2, 3])
-    """
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    advise_huge(tensor)
-    return tensor
-
-
-_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
-
-
 @dataclass(frozen=True)
 class PoolStats:
-    """What a pool did: borrows = reuses + allocations + bypassed; bytes are capacities, live while borrowed."""
+    """Counts since the last clear: borrows = reuses + allocations + bypassed (served by torch.empty).
+
+    ``idle_bytes`` can be lent now; ``held_bytes`` are lent and still referred to.
+    """
 
     borrows: int = 0
     reuses: int = 0
     allocations: int = 0
     bypassed: int = 0
     evictions: int = 0
-    refused: int = 0
     idle_bytes: int = 0
     held_bytes: int = 0
-    live_bytes: int = 0
 
 
 class _Buffer:
-    """Raw bytes in one place (device and stream); only the storage is kept, so no autograd history sticks to it."""
+    """Raw bytes of one place (device and stream). Only the storage is kept, so no autograd history sticks to it."""
 
-    __slots__ = ("alone", "capacity", "place", "rank", "storage")
+    __slots__ = ("alone", "capacity", "place", "storage")
 
     def __init__(self, capacity: int, device: torch.device, place: tuple) -> None:
         self.capacity, self.place = capacity, place
-        self.rank = (1, 0)  # the least is given up first: what was to come back and did not, then the longest unused
-        self.storage = empty((capacity,), torch.uint8, device).untyped_storage()
-        self.alone = _references(self.storage)
+        tensor = torch.empty(capacity, dtype=torch.uint8, device=device)
+        advise_huge(tensor)
+        self.storage = tensor.untyped_storage()
+        del tensor
+        self.alone = self.references()
+
+    def references(self) -> tuple[int, int]:
+        """References from C++ (tensors, views, saved tensors, DLPack) and from Python.
+
+        The numbers mean nothing by themselves. If they are those of the new buffer, nobody else refers to its bytes.
+        """
+        return torch._C._storage_Use_Count(self.storage._cdata), sys.getrefcount(self.storage)
 
     def intact(self) -> bool:
         """False once the bytes were resized, shared with a process, or exported to NumPy (unresizable from then)."""
         shared = self.storage.device.type == "cpu" and self.storage.is_shared()
         return self.storage.nbytes() == self.capacity and self.storage.resizable() and not shared
 
+    def idle(self) -> bool:
+        return self.references() == self.alone and self.intact()
 
-def _references(storage: torch.UntypedStorage) -> tuple[int, int]:
-    # C++ owners (tensors, views, saved tensors, DLPack) and owners of the Python object. The numbers mean nothing by
-    # themselves; equal before and after, they say that nobody new holds the bytes.
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=self.storage.device).set_(self.storage, 0, shape)
+
+
+def counts_references() -> bool:
+    """Whether a reference to a buffer is seen while it lives and not after: torch has no public function for that.
+
+    Free-threaded builds of Python defer their counts, so there it is not.
+    """
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return False
+    try:
+        buffer = _Buffer(64, torch.device("cpu"), ())
+        for refer in (lambda: buffer.tensor(torch.Size([64]), torch.uint8)[1:], lambda: buffer.storage):
+            reference = refer()
+            seen = not buffer.idle()
+            del reference
+            if not (seen and buffer.idle()):
+                return False
+        return True
+    except (AttributeError, TypeError):  # another version of torch
+        return False
+
+
+COUNTED = counts_references()
 
 
 class MemoryPool:
-    """Lend scratch tensors inside a `with` scope and reuse their bytes afterwards; thread-safe and bounded.
+    """Lends uninitialised tensors whose bytes are reused once nothing refers to them; thread-safe and bounded.
 
-    `max_bytes` bounds what the pool keeps while nobody borrows it; the least recently used goes first. Requests below
-    `threshold_bytes` are plain torch.empty. A buffer serves any shape and dtype that fills at least 1 / `waste` of it,
-    on the same device and, on CUDA, the same stream (finish or order other streams' work before the scope ends).
-
-    A borrowed tensor has uninitialised contents and must not outlive its scope. When the scope ends, by exception too,
-    the tensor is emptied to shape (0,), so that its name, still bound, cannot read what the next borrower writes. If
-    views, saved tensors, exports or more names refer to the bytes (returning the tensor is one), or it gained autograd
-    history, nothing is touched and the buffer is refused instead: held until those references are gone, or given up
-    where that cannot be known. A raw `data_ptr()` kept past the scope cannot be detected.
+    The bytes are free when no tensor, view, saved tensor, export or storage refers to them; a raw ``data_ptr()`` does
+    not count. ``max_bytes`` bounds what the pool keeps: the least recently lent buffer goes first, and tensors that
+    were lent stay valid. Requests below ``threshold_bytes`` are torch.empty, and so is every request where references
+    cannot be counted (free-threaded Python). A request fills at least 1 / ``waste`` of the buffer that serves it; with
+    1, saving a tensor saves no more than its own bytes. On CUDA a buffer serves one stream: order the work of other
+    streams before you let a tensor go. A copied or unpickled pool is empty and has the same bounds.
 
     >>> pool = MemoryPool(threshold_bytes=0)
-    >>> with pool.borrow((2, 3), torch.float32, "cpu") as t:
-    ...     total = t.fill_(2).sum().item()
-    >>> total, t.shape, pool.stats().idle_bytes
-    (12.0, torch.Size([0]), 64)
+    >>> a, b = pool.lend((4, 4)), pool.lend((4, 4))
+    >>> address, view = a.data_ptr(), b[0]
+    >>> del a, b
+    >>> pool.lend((2, 8)).data_ptr() == address, pool.stats().allocations  # the view still refers to b's bytes
+    (True, 2)
     """
 
     def __init__(self, max_bytes: int = 512 << 20, threshold_bytes: int = 16 << 20, waste: float = 2.0) -> None:
         given = max_bytes, threshold_bytes, waste
         if not (all(map(is_real, given)) and max_bytes >= 0 and threshold_bytes >= 0 and waste >= 1):
-            raise ValueError(
-                f"memory pool: max_bytes, threshold_bytes must be >= 0 and waste >= 1, got {short_repr(given)}"
-            )
+            wanted = "max_bytes, threshold_bytes must be >= 0 and waste >= 1"
+            raise ValueError(f"memory pool: {wanted}, got {short_repr(given)}")
         self.max_bytes, self.threshold_bytes, self.waste = max_bytes, threshold_bytes, waste
-        # Reentrant, since garbage collection may end an abandoned scope while this very thread holds the lock.
-        self._lock, self._closed = threading.RLock(), False
-        self._idle: dict[int, _Buffer] = {}  # by id, the last used one last
-        self._held: dict[int, _Buffer] = {}  # returned, but somebody still refers to the bytes
-        self._live, self._clock = 0, itertools.count()
+        self._lock = threading.RLock()  # reentrant, since letting go of a tensor may run code of its owner
+        self._kept: list[_Buffer] = []  # idle or lent, the least recently lent first
         self._counts: Counter[str] = Counter()
 
-    def __reduce__(self):  # a copy, as of a module that is cloned or saved, is an empty pool with the same bounds
+    def __reduce__(self):
         return MemoryPool, (self.max_bytes, self.threshold_bytes, self.waste)
-
-    @contextlib.contextmanager
-    def borrow(
-        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> Iterator[torch.Tensor]:
-        """Lend an uninitialised contiguous tensor; ValueError for a negative size, RuntimeError once closed."""
-        shape, device, nbytes = tensor_bytes(shape, dtype, device)
-        place = self._place(device, nbytes)
-        buffer = self._take(-(-nbytes // 64) * 64, device, place, self.waste)  # torch aligns to 64 bytes
-        escaped, history = True, False
-        try:
-            with torch.inference_mode(False):  # a fresh normal tensor: no view, no history, fit for any mode
-                tensor = _tensor(buffer, shape, dtype, device)
-            storage = tensor.untyped_storage()
-            lent, names = (tensor._use_count(), _references(storage)), sys.getrefcount(tensor)
-            try:
-                yield tensor
-            finally:
-                history = tensor.requires_grad or tensor.grad_fn is not None
-                escaped = history or (tensor._use_count(), _references(storage)) != lent
-                escaped |= sys.getrefcount(tensor) > names + 1  # one more is the name in the with statement
-                del storage
-                if not escaped:
-                    tensor.data = torch.empty(0, dtype=dtype, device=device)
-        finally:
-            if buffer:
-                self._give_back(buffer, escaped, reusable=not history, refused=escaped)
 
     def lend(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """Make an uninitialised contiguous tensor to keep, as long as one likes: for results.
+        """An uninitialised contiguous tensor, to keep as long as one likes; ValueError for a negative size."""
+        shape, device, nbytes = _checked(shape, dtype, device)
+        place = self._place(device, nbytes) if COUNTED else None
+        with self._lock:
+            buffer = self._idle(nbytes, place) if place else None
+            self._counts["borrows"] += 1
+            self._counts["reuses" if buffer else "allocations" if place else "bypassed"] += 1
+        if place is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        buffer = buffer or self._allocated(nbytes, device, place)
+        tensor = buffer.tensor(shape, dtype)
+        with self._lock:
+            self._kept.append(buffer)
+            kept, evicted = sum(b.capacity for b in self._kept), []
+            while kept > self.max_bytes:  # a buffer that is too large itself must not evict the others
+                evicted.append(self._kept.pop(-1 if buffer.capacity > self.max_bytes else 0))
+                kept -= evicted[-1].capacity
+            self._counts["evictions"] += len(evicted)
+        return tensor
 
-        Its bytes are lent again once nothing refers to them any more: no tensor, view, saved tensor or export. Only a
-        buffer of just its size serves it, so that what saves its storage saves no more. Errors as of ``borrow``.
+    def borrow(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> AbstractContextManager[torch.Tensor]:
+        """``lend`` for a ``with`` scope. It is the last reference that ends the loan, as everywhere.
 
         >>> pool = MemoryPool(threshold_bytes=0)
-        >>> a, b = pool.lend((4, 4)), pool.lend((4, 4))
-        >>> address, view = a.data_ptr(), b[0]
-        >>> del a, b
-        >>> pool.lend((2, 8)).data_ptr() == address, pool.stats().allocations  # b is still there, for its view is
-        (True, 2)
+        >>> with pool.borrow((2, 3)) as t:
+        ...     total = t.fill_(2).sum().item()
+        >>> del t
+        >>> total, pool.stats().idle_bytes
+        (12.0, 24)
         """
-        shape, device, nbytes = tensor_bytes(shape, dtype, device)
-        buffer = self._take(nbytes, device, self._place(device, nbytes), waste=1.0)
-        try:
-            return _tensor(buffer, shape, dtype, device)
-        finally:
-            if buffer:
-                self._give_back(buffer, held=True)
+        return nullcontext(self.lend(shape, dtype, device))
 
     def stats(self) -> PoolStats:
-        """A consistent snapshot of the counters and of the bytes idle, held and live."""
+        """A consistent snapshot of the counters and of the bytes idle and held."""
         with self._lock:
-            self._reclaim()
-            idle, held = (sum(b.capacity for b in kept.values()) for kept in (self._idle, self._held))
-            return PoolStats(**self._counts, idle_bytes=idle, held_bytes=held, live_bytes=self._live)
+            kept = sum(b.capacity for b in self._kept if b.intact())
+            idle = sum(b.capacity for b in self._kept if b.idle())
+            return PoolStats(**self._counts, idle_bytes=idle, held_bytes=kept - idle)
 
     def clear(self) -> None:
-        """Free everything idle or held and reset the counters; what is borrowed stays valid and comes back later."""
+        """Forget all buffers and reset the counters; tensors that were lent stay valid."""
         with self._lock:
-            freed = (self._idle, self._held)  # freed outside the lock, for it may take long
-            self._idle, self._held = {}, {}
-            self._counts = Counter()
-        del freed
-
-    def close(self) -> None:
-        """Free everything and refuse further borrowing; what is borrowed is freed when it comes back."""
-        self._closed = True
-        self.clear()
+            forgotten = self._kept
+            self._kept, self._counts = [], Counter()
+        del forgotten  # freeing may take long, so it is done outside the lock
 
     def _place(self, device: torch.device, nbytes: int) -> tuple | None:
-        """The device and stream that a buffer is bound to; None: a request that the pool leaves to torch."""
+        """The device and stream that a buffer is bound to; None if torch.empty serves the request."""
         if not nbytes or nbytes < self.threshold_bytes or any(map(torch._C._get_dispatch_mode, _TRACERS)):
-            return None  # what is made under a tracer has no data, or belongs to a graph
+            return None  # a tensor made under a tracer has no data, or belongs to a graph
         if device.type == "cpu":
             return ("cpu", 0, 0)
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():  # a graph keeps its own memory
@@ -227,68 +220,41 @@ class MemoryPool:
             return ("cuda", stream.device_index, stream.cuda_stream)
         return None
 
-    def _take(self, capacity: int, device: torch.device, place: tuple | None, waste: float) -> _Buffer | None:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("this memory pool is closed")
-            self._counts["borrows"] += 1
-            if place is None:
-                self._counts["bypassed"] += 1
-                return None
-            self._reclaim()
-            fits = [b for b in [*self._idle.values()] if b.place == place and 1 <= b.capacity / capacity <= waste]
-            best = min(reversed(fits), key=lambda b: b.capacity, default=None)  # of equals the last used, still warm
-            if self._idle.pop(id(best), None):
-                self._counts["reuses"] += 1
-                self._live += best.capacity
-                return best
-            self._counts["allocations"] += 1
+    def _idle(self, nbytes: int, place: tuple) -> _Buffer | None:
+        """Take out the smallest idle buffer that fits; of equal ones the last lent, which may still be in a cache."""
+        fits = [b for b in self._kept if b.place == place and 1 <= b.capacity / nbytes <= self.waste and b.idle()]
+        best = min(reversed(fits), key=lambda b: b.capacity, default=None)
+        self._kept = [b for b in self._kept if b is not best and b.intact()]
+        return best
+
+    def _allocated(self, nbytes: int, device: torch.device, place: tuple) -> _Buffer:
         try:
-            buffer = _Buffer(capacity, device, place)
+            return _Buffer(nbytes, device, place)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            with self._lock:  # what the pool keeps idle must not be what is missing
-                freed, self._idle = self._idle, {}
-                self._counts["evictions"] += len(freed)
+            with self._lock:  # idle buffers may be what is missing
+                before = len(self._kept)
+                self._kept = [b for b in self._kept if not b.idle()]
+                freed = before - len(self._kept)
+                self._counts["evictions"] += freed
             if not freed:
                 raise
-            freed.clear()
-            buffer = _Buffer(capacity, device, place)
-        with self._lock:
-            self._live += capacity
-        return buffer
-
-    def _give_back(self, buffer: _Buffer, held: bool, reusable: bool = True, refused: bool = False) -> None:
-        freed = []  # outside the lock, for it may take long
-        with self._lock:
-            self._live -= buffer.capacity
-            self._counts["refused"] += refused
-            oversize = buffer.capacity > self.max_bytes  # it must not push out all the others first
-            self._counts["evictions"] += oversize
-            if self._closed or oversize or not reusable or not buffer.intact():
-                return
-            buffer.rank = (not refused, next(self._clock))
-            (self._held if held else self._idle)[id(buffer)] = buffer
-            kept = sorted([*self._held.values(), *self._idle.values()], key=lambda b: b.rank, reverse=True)
-            while sum(b.capacity for b in kept) > self.max_bytes:
-                freed.append(kept.pop())
-                for place in (self._held, self._idle):
-                    place.pop(id(freed[-1]), None)
-                self._counts["evictions"] += 1
-
-    def _reclaim(self) -> None:
-        for buffer in [*self._held.values()]:
-            alone, intact = _references(buffer.storage) == buffer.alone, buffer.intact()
-            if (alone or not intact) and self._held.pop(id(buffer), None) and intact:
-                buffer.rank = (True, buffer.rank[1])
-                self._idle[id(buffer)] = buffer
+            return _Buffer(nbytes, device, place)
 
 
-def _tensor(buffer: _Buffer | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    tensor = torch.empty(0 if buffer else shape, dtype=dtype, device=device)
-    return tensor.set_(buffer.storage, 0, shape) if buffer else tensor
+def _checked(shape, dtype, device) -> tuple[torch.Size, torch.device, int]:
+    """A tensor's shape as torch.Size, its device, and its bytes; TypeError or ValueError for bad arguments."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}")
+    try:
+        shape = torch.Size(shape)
+    except (TypeError, OverflowError):
+        raise TypeError(f"a shape must be a sequence of integers, got {short_repr(shape)}") from None
+    if any(size < 0 for size in shape):
+        raise ValueError(f"sizes of a tensor must be >= 0, got {tuple(shape)}")
+    return shape, check_device(device), math.prod(shape) * dtype.itemsize
 
 
 GLOBAL_POOL = MemoryPool()
-RESULTS = MemoryPool()  # what calls return on the CPU: a pool of its own, whose bounds do not push scratch out
+RESULTS = MemoryPool(waste=1.0)  # for the outputs of calls on a CPU, so that they do not evict scratch

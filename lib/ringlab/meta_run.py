@@ -1,9 +1,8 @@
-"""Run the engine without data: tensors on the meta device, which have shapes, strides and storages but no bytes, under
-the tracker that measurements use. So a call's peak is known for any length, and for hardware that is not here.
+"""Run the engine without data: on tensors of the meta device, under the tracker that measurements use.
 
-Index tensors of plans and tilings are real: they are small, and the engine looks into them.
-
-One call of attention, all but its length, run without data: on one device, or each of several ranks alone.
+Such tensors have shapes, strides and storages but no bytes. So the peak memory of a call is known for any length, and
+for hardware that is not here. Index tensors of plans have data: they are small, and the engine reads them.
+``MetaRun`` is the tracker, ``MetaCall`` one call of attention: on one device, or on several ranks one after another.
 """
 
 from __future__ import annotations
@@ -20,11 +19,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import cache as caches
 from . import checks, cost, hardware, kernels, memory
+from .attention import DEFAULT
 from .block_patterns import BlockSparse
-from .checks import LARGEST, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
-from .engine import Execution, fused, torch_sparse
-from .engine.autograd import _Attention, _Gradients
-from .kernels.base import HALF, Described, wants_dtype
+from .checks import (
+    LARGEST,
+    check_bool,
+    check_choice,
+    check_float_dtype,
+    check_int,
+    check_one_device,
+    short_repr,
+)
+from .engine import Execution, autograd, torch_sparse
+from .kernels.base import HALF, DeviceSpec, wants_dtype
+from .kernels.experimental import fused_merge
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
@@ -35,12 +43,8 @@ from .ring.schemes import SCHEMES, rank_of
 from .tracking import LiveStorageTracker, storages
 
 PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
-
-
 _ATEN = torch.ops.aten
 _TAKE_INDICES = {_ATEN.index, _ATEN.index_select}
-
-
 # torch's own rules for these without data are in Python, slow, and import the compiler.
 _ELEMENTWISE = {
     _ATEN.add, _ATEN.div, _ATEN.exp, _ATEN.floor_divide, _ATEN.log, _ATEN.logaddexp, _ATEN.mul, _ATEN.sigmoid,
@@ -68,11 +72,12 @@ def _without_data(value):
     return torch.empty_like(value, device="meta") if isinstance(value, Tensor) and not value.is_meta else value
 
 
-class DryRun(LiveStorageTracker):
-    """The tracker of one call without data: ``tensor`` makes its inputs, ``name`` says what its storages are for, and
-    ``peak_bytes``, ``parts`` and ``traffic`` tell what it would hold and send.
+class MetaRun(LiveStorageTracker):
+    """The tracker of one call without data: ``tensor`` makes its inputs, ``name`` says what storages are for.
 
-    >>> run = DryRun()
+    ``peak_bytes``, ``parts`` and ``traffic`` are what the call would hold and send.
+
+    >>> run = MetaRun()
     >>> with run.on(kernels.KERNELS["eager"]):
     ...     q = run.tensor("q", (1, 1 << 20, 8, 64), torch.float32)
     ...     run.name("out", q * 2)
@@ -90,9 +95,8 @@ class DryRun(LiveStorageTracker):
 
     @contextmanager
     def on(self, kernel, device_type: str = "cpu") -> Iterator[None]:
-        """Inside, operators on the run's tensors only count; every choice takes ``kernel``, and work is cut as for
-        ``device_type``."""
-        with kernels.settled(kernel, device_type), self:
+        """Inside, operators on the run's tensors only count, and every choice takes ``kernel`` on ``device_type``."""
+        with kernels.override_kernel(kernel, device_type), self:
             yield
 
     def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
@@ -103,7 +107,7 @@ class DryRun(LiveStorageTracker):
         return made
 
     def name(self, part: str, *tensors: Tensor | None) -> None:
-        """Say what the storages of these tensors are for, one of ``PARTS``; what was said first holds."""
+        """Say what the storages of these tensors are for, one of ``PARTS``; the first name stays."""
         for storage in (s for t in tensors if t is not None for s in storages(t, True)):
             self._names.setdefault(storage._cdata, (StorageWeakRef(storage), part))
 
@@ -162,21 +166,21 @@ class DryRun(LiveStorageTracker):
 
 
 @dataclass(frozen=True)
-class Cold(Execution):
-    """An execution as it is at a first call: nothing cached, pool empty; index tensors are built for real."""
+class FirstCall(Execution):
+    """An execution as at a first call: its cache and pools are empty. Index tensors are built with data."""
 
-    run: DryRun | None = None
+    run: MetaRun | None = None
 
     @classmethod
-    def of(cls, execution: Execution, run: DryRun) -> Cold:
-        """The same switches with an own, empty cache and pools of the same bounds."""
+    def of(cls, execution: Execution, run: MetaRun) -> FirstCall:
+        """The same switches with an empty cache and empty pools of the same bounds."""
         given = {f.name: getattr(execution, f.name) for f in fields(Execution)}
         if given["cache"] is not False:
             given["cache"] = copy.copy(caches.GLOBAL if given["cache"] is True else given["cache"])
         for name, usual in (("pool", memory.GLOBAL_POOL), ("results", memory.RESULTS)):
             if given[name] is not False:
                 pool = usual if given[name] is True else given[name]
-                given[name] = Scratch(pool.max_bytes, pool.threshold_bytes, pool.waste)
+                given[name] = MetaPool(pool.max_bytes, pool.threshold_bytes, pool.waste)
         return cls(**given, run=run)
 
     def cached(self, key, build):
@@ -187,24 +191,24 @@ class Cold(Execution):
         return super().cached(key, built)
 
 
-class Scratch(memory.MemoryPool):
+class MetaPool(memory.MemoryPool):
     """A pool that lends buffers without data, and reuses them by the rules of a real one."""
 
     def _place(self, device: torch.device, nbytes: int) -> tuple | None:
         return ("meta", 0, 0) if nbytes and nbytes >= self.threshold_bytes else None
 
 
-class Fused:
-    """What a fused GPU kernel holds, and no arithmetic: out and lse; in a backward dq, dk, dv, rowsum(dO * O), and for
-    half precision dq in fp32, as FlashAttention-2 allocates them (Dao 2023, arXiv 2307.08691).
+class FusedMeta:
+    """The memory of a fused GPU kernel, without arithmetic: out and lse; in a backward dq, dk, dv, rowsum(dO * O).
 
-    The log-sum-exp is padded to 32 rows, as CUTLASS's is. What else a library holds inside is not counted.
+    Half precision also has dq in fp32, as FlashAttention-2 allocates it (Dao 2023, arXiv 2307.08691). The log-sum-exp
+    is padded to 32 rows, as CUTLASS's is. What else a library holds inside is not counted.
     """
 
     name = "fused"
 
     def refuses(self, device, dtype, head_dim) -> str | None:
-        """Never: which dtypes such a kernel serves is ``kernel_for``'s to say."""
+        """Never: ``kernel_for`` knows which dtypes such a kernel serves."""
         return None
 
     def forward(self, q, k, v, causal, scale):
@@ -222,7 +226,7 @@ class Fused:
 
 def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, *, causal=False, backward=False,
                backend: str | tuple[str, ...] = "auto"):  # fmt: skip
-    """The kernel whose memory is told: on a CPU the one that runs here; for a GPU, which may be absent, by rule.
+    """The kernel of an estimate: on a CPU the one that runs here; for a GPU, which may be absent, by rule.
 
     A fused kernel serves fp32 and fp16, and bf16 from compute capability 8.0, where rows are whole 16 bytes; all else
     is eager. Raises as ``kernels.choose`` does, for a GPU ValueError for an unknown name alone.
@@ -234,7 +238,7 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     for name in names:
         checks.check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
     if capability is not None:
-        device = Described(device_type, capability)
+        device = DeviceSpec(device_type, capability)
         known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
         # What is not installed here may be where that hardware is.
         if len(known) == len(names) and all(why and NOT_INSTALLED not in why for why in known.values()):
@@ -242,34 +246,45 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
             raise NotImplementedError(f"backend {backend!r} cannot run on this hardware in {dtype}: {why}")
     half = dtype == torch.float16 or (dtype == torch.bfloat16 and (capability or (8, 0)) >= (8, 0))
     fused = (dtype == torch.float32 or half) and head_dim * dtype.itemsize % 16 == 0
-    return Fused() if fused and any(name not in ("eager", "cpu_flash") for name in names) else kernels.KERNELS["eager"]
+    return (
+        FusedMeta() if fused and any(name not in ("eager", "cpu_flash") for name in names) else kernels.KERNELS["eager"]
+    )
 
 
-MOST_ELEMENTS = 2**58  # bytes of several such tensors are still counted in 64 bits
+MOST_ELEMENTS = {"cpu": 2**35, "cuda": 2**40}  # beyond, a run takes minutes: the engine cuts it into small pieces
+MOST_RANKS = 128  # each is run
 
 
 @dataclass(frozen=True)
-class Call:
-    """All of a call but its length, checked."""
+class MetaCall:
+    """All of a call of attention but its length, checked; ``at`` runs it without data.
+
+    ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU.
+    """
 
     pattern: Pattern
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    causal: bool
-    passes: str
-    ranks: int
-    scheme: str
-    layout: object
-    backend: str | tuple[str, ...]
-    execution: Execution
-    profile: hardware.Profile | None
+    heads: int = 8
+    head_dim: int = 64
+    batch: int = 1
+    kv_heads: int | None = None
+    dtype: torch.dtype = torch.float32
+    causal: bool = False
+    passes: str = "fwd"
+    ranks: int = 1
+    scheme: str = "auto"
+    layout: object = "contiguous"
+    backend: str | tuple[str, ...] = "auto"
+    execution: Execution = DEFAULT
+    profile: hardware.Profile | str | None = None
 
     def __post_init__(self):
+        given = {"kv_heads": self.heads if self.kv_heads is None else self.kv_heads}
+        if isinstance(self.profile, str):
+            given["profile"] = hardware.resolve(self.profile)
         for name in ("batch", "heads", "kv_heads", "head_dim", "ranks"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+            given[name] = check_int(name, given.get(name, getattr(self, name)))
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
             raise ValueError(f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}")
         check_float_dtype(self.dtype)
@@ -294,39 +309,48 @@ class Call:
         return kernel_for(self.device_type, capability, self.dtype, self.head_dim, causal=self.causal,
                           backward=self.passes != "fwd", backend=self.backend)  # fmt: skip
 
-    def at(self, n: int) -> tuple[DryRun, str | None, str]:
+    def check(self, n: int) -> None:
+        """Raise ValueError for a length that is none, and for what takes minutes to run without data."""
+        check_int("seq_len", n, most=LARGEST)
+        if self.ranks > MOST_RANKS:
+            raise ValueError(
+                f"every rank is run without data, so at most {MOST_RANKS} ranks, got {short_repr(self.ranks)}"
+            )
+        elements, most = self.batch * n * self.heads * self.head_dim, MOST_ELEMENTS[self.device_type]
+        check_int("batch * seq_len * heads * head_dim", elements, most=most)
+
+    def at(self, n: int) -> tuple[MetaRun, str | None, str]:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
-        n = check_int("seq_len", n, most=LARGEST)
-        check_int("batch * seq_len * heads * head_dim", self.batch * n * self.heads * self.head_dim, most=MOST_ELEMENTS)
+        self.check(n)
         if self.ranks > 1:
             check_merge(self.execution, self.ranks)
-            return *self.shared(layout_named(self.layout, n, self.ranks)), ""
+            return *self._on_ranks(layout_named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
-            fused.check(Described(self.device_type, have or (8, 0)), self.dtype, self.pattern)
-        run = DryRun()
-        rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", Cold.of(self.execution, run)
+            fused_merge.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
+        run = MetaRun()
+        rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", FirstCall.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):
-            q, k, v, dout = self.inputs(run, n)
+            q, k, v, dout = self._inputs(run, n)
             if isinstance(self.pattern, BlockSparse) and (way := self.execution.blocks) in ("bsr", "flex"):
-                self.outside(run, way, q, k, dout)
+                self._lower_bound(run, way, q, k, dout)
                 return run, None, f"blocks={way!r} does not run without data"
-            out, lse = _Attention.forward(q, k, v, *rest)
+            out, lse = autograd.forward(q, k, v, *rest)
             run.name("out", out)
             run.name("lse", lse)
             if dout is not None:
-                grads = _Gradients.forward(dout, None, q, k, v, out, lse, *rest)
+                grads = autograd.backward(dout, None, q, k, v, out, lse, *rest)
                 run.name("gradients", *grads)
         return run, None, ""
 
-    def inputs(self, run: DryRun, rows: int):
+    def _inputs(self, run: MetaRun, rows: int):
         """q, k, v, and dout for a backward, else None."""
         shapes = [(self.batch, rows, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads)]
         made = [run.tensor(part, shape, self.dtype) for part, shape in zip("qkv", shapes)]
         return *made, run.tensor("gradients", shapes[0], self.dtype) if self.passes != "fwd" else None
 
-    def outside(self, run: DryRun, way: str, q, k, dout) -> None:
-        """A lower bound: inputs, results, and for torch.sparse, which needs data to run, one head's probabilities."""
+    def _lower_bound(self, run: MetaRun, way: str, q, k, dout) -> None:
+        """Inputs, results, and for torch.sparse, which needs data to run, one head's probabilities."""
         if why := wants_dtype(self.dtype, torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES):
             raise NotImplementedError(f"blocks={way!r} {why}")
         seen, size = self.pattern.blocks(q.shape[1]), self.pattern.block_size
@@ -336,24 +360,24 @@ class Call:
         made += [run.tensor("workspace", (held,), q.dtype)]
         made += [run.tensor("gradients", t.shape, t.dtype) for t in (q, k, k)] if dout is not None else []
 
-    def shared(self, layout) -> tuple[DryRun, str]:
+    def _on_ranks(self, layout) -> tuple[MetaRun, str]:
         """(run of the rank that holds most, scheme)."""
         problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
-        runs = [self.rank(problem, scheme, rank) for rank in range(layout.ranks)]
+        runs = [self._on_rank(problem, scheme, rank) for rank in range(layout.ranks)]
         most = max(runs, key=lambda run: run.peak_bytes)
         most.traffic.sent = {link: size for run in runs for link, size in run.traffic.sent.items()}
         return most, scheme
 
-    def rank(self, problem: Problem, scheme: str, number: int) -> DryRun:
+    def _on_rank(self, problem: Problem, scheme: str, number: int) -> MetaRun:
         """One rank of several, alone."""
-        run = DryRun()
-        execution = Cold.of(self.execution, run)
+        run = MetaRun()
+        execution = FirstCall.of(self.execution, run)
         forward, backward = SCHEMES[scheme]
         with torch.no_grad(), run.on(self.kernel, self.device_type):
-            q, k, v, dout = self.inputs(run, problem.layout.size(number))
+            q, k, v, dout = self._inputs(run, problem.layout.size(number))
             rank = rank_of(problem, number, self.kernel, self.head_dim**-0.5, execution)
 
             def drive(steps, parts=()):

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from . import ring
 from .advise import Advice, Auto
 from .attention import DEFAULT, REFUSED, attention
-from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_one_device
+from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_one_device, check_unknown
 from .engine import Execution
 from .kernels import device_of
 from .patterns import Pattern
@@ -21,13 +21,13 @@ class MultiheadAttention(nn.Module):
     ``num_kv_heads`` (default: ``num_heads``) must divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``.
     ``group``, ``scheme``, ``layout``, ``backend`` and ``execution`` are those of ``ringlab.attention``: over a
     ProcessGroup or 1-D mesh, x is this rank's shard of the sequence. The weights are replicated then, and their
-    gradients are this rank's part: sum them over the ranks. ``use_gradient_checkpointing`` keeps x alone for the
-    backward and computes the rest again, exchanges included. ``config="auto"`` chooses backend, scheme and execution by
-    advice for each shape that comes, where they were left at their defaults; an ``Advice``, as one that rests on
-    measured rows, is taken as it is. ``layer.advice`` is the last that was taken; no value changes. The state dict
-    holds ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``.
+    gradients are this rank's part: sum them over the ranks. ``use_gradient_checkpointing`` saves only x for the
+    backward and recomputes the rest, exchanges included. ``config="auto"`` chooses backend, scheme and execution for
+    each shape by advice, where they have their defaults; an ``Advice`` is taken as it is. ``layer.advice`` is the
+    advice that the last call followed; it changes no value. The state dict holds ``q_proj``, ``k_proj``, ``v_proj``
+    and ``out_proj``.
 
-    Raises ValueError for sizes that do not fit, TypeError for an argument that it does not have, as dropout or a mask.
+    Raises ValueError for sizes that do not fit, TypeError for unsupported arguments, as dropout or a mask.
 
     >>> from ringlab.patterns import Dilated
     >>> layer = MultiheadAttention(64, 8, Dilated([32, 64], [1, 2]), num_kv_heads=2, causal=True)
@@ -56,17 +56,14 @@ class MultiheadAttention(nn.Module):
         **refused,
     ):
         super().__init__()
-        _refuse(refused)
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, size in sizes.items():
-            check_int(name, size, most=LARGEST)
+        check_unknown("MultiheadAttention", refused, REFUSED)
+        embed_dim, num_heads = check_int("embed_dim", embed_dim, most=LARGEST), check_int("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
         if not isinstance(pattern, Pattern):
             raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
         if embed_dim % num_heads or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads must divide embed_dim and num_kv_heads num_heads, got {', '.join(map(str, sizes.values()))}"
-            )
+            wanted = "num_heads must divide embed_dim and num_kv_heads num_heads"
+            raise ValueError(f"{wanted}, got {embed_dim}, {num_heads}, {num_kv_heads}")
         check_bool("causal", causal)
         for name, value in (("bias", bias), ("use_gradient_checkpointing", use_gradient_checkpointing)):
             if not isinstance(value, int | None):  # 0, 1 and None, as torch's modules take them
@@ -90,7 +87,7 @@ class MultiheadAttention(nn.Module):
 
     def forward(self, x: Tensor, **refused) -> Tensor:
         """Attention of x (b, n, embed_dim) to itself; returns (b, n, embed_dim)."""
-        _refuse(refused)
+        check_unknown("MultiheadAttention", refused, REFUSED)
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
@@ -115,9 +112,3 @@ class MultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         said = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
         return said if self.auto is None else f"{said}, {self.auto}"
-
-
-def _refuse(arguments: dict) -> None:
-    for name, value in arguments.items():
-        if not (name.startswith("dropout") and value == 0):  # no dropout is what there is
-            raise TypeError(f"MultiheadAttention cannot honour {name!r}: {REFUSED.get(name, 'unknown argument')}")

@@ -1,14 +1,13 @@
-"""What attends to what: each pattern gives every (query, key, head) a multiplicity.
+"""Patterns: which key each query sees, as a multiplicity M for every (query, key, head).
 
-``out = softmax(scale * q k^T + log M) v``; ``M = 0`` hides a key, ``M = 2`` counts it twice.
-Patterns are values: frozen, hashable, comparable, and they know nothing of tensors' contents.
+``out = softmax(scale * q k^T + log M) v``; ``M = 0`` hides a key, ``M = 2`` counts it twice. Patterns are values:
+frozen, hashable and comparable. They do not depend on the contents of tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass
-from dataclasses import fields as dataclass_fields
+from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
@@ -17,12 +16,12 @@ from .checks import LARGEST, check_bool, check_choice, check_int, check_ints
 
 MIXINGS = ("lse", "head_groups")
 OFFSETS = ("head", "block", "branch", "kv_head")
-SHADES, CELL = " ░▒▓█", 24  # from nothing to all of a cell; positions looked at in one
+SHADES, CELL = " ░▒▓█", 24  # for none to all of a cell; the positions of a cell that are sampled
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One dilated branch as the engine runs it: segments of ``length`` rows, every ``rate``-th row of them.
+    """One dilated branch as the engine runs it: every ``rate``-th row of segments of ``length`` rows.
 
     ``heads[i]`` selects position x iff ``(x mod length) mod rate == offsets[i]``.
     """
@@ -52,11 +51,11 @@ class Dense:
         return torch.ones(len(queries), len(keys), dtype=torch.int64, device=queries.device)
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
-        """Key positions [start, stop) outside of which the queries first .. last see nothing."""
+        """Key positions [start, stop), outside of which the queries first .. last see nothing."""
         return 0, n
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
-        """The fewest keys that a call of a kernel sees, as a rule."""
+        """The fewest keys that one kernel call usually sees."""
         return n
 
     def to_dict(self) -> dict:
@@ -70,12 +69,12 @@ class Dense:
 class Dilated:
     """LongNet's dilated attention (Ding et al. 2023, arXiv 2307.02486), by segment lengths and dilation rates.
 
-    Branch i cuts the sequence into segments of ``segment_lengths[i]`` positions; head h keeps the positions x with
-    ``(x mod w_i) mod r_i == offset(h, i)``, as queries and as keys, and attends within its segment.
-    The last segment may be short; nothing is padded.
+    Branch i cuts the sequence into segments of w_i = ``segment_lengths[i]`` positions. Head h selects the positions x
+    with ``(x mod w_i) mod r_i == offset(h, i)``, as queries and as keys, and attends within each segment. The last
+    segment may be short; nothing is padded.
 
-    ``mixing="lse"`` (LongNet): every head runs every branch, mixed by their softmax denominators, M sums over branches.
-    ``mixing="head_groups"``: heads are split into contiguous groups, the first ones take the remainder, a branch each.
+    ``mixing="lse"`` (LongNet): every head runs every branch; M sums over branches.
+    ``mixing="head_groups"``: contiguous groups of heads run one branch each; the first groups take the remainder.
     ``offsets``: ``"head"`` h mod r (the paper), ``"block"`` floor(h / ceil(H / r)) (torchscale), ``"branch"`` i mod r,
     ``"kv_head"`` (index of the head's K/V head) mod r.
 
@@ -123,7 +122,7 @@ class Dilated:
         return range(start, start + size + (branch < extra))
 
     def branches(self, n: int, heads: int, kv_heads: int | None = None) -> tuple[Branch, ...]:
-        """The branches that have heads, in order; segments longer than ``n`` are cut to ``n``."""
+        """The branches that have heads, in order; segments are at most ``n`` long."""
         found = []
         for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
             members = tuple(self.heads_of(i, heads))
@@ -147,12 +146,12 @@ class Dilated:
         return total
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
-        """Key positions [start, stop) outside of which the queries first .. last see nothing."""
+        """Key positions [start, stop), outside of which the queries first .. last see nothing."""
         starts = [first // w * w for w in self.segment_lengths]
         return min(starts), min(n, max((last // w + 1) * w for w in self.segment_lengths))
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
-        """The fewest keys that a call of a kernel sees, as a rule: the rows that the shortest segments keep."""
+        """The fewest keys that one kernel call usually sees: the rows selected in the shortest segment."""
         return min(max(2, b.length // b.rate) for b in self.branches(n, heads, kv_heads))
 
     def to_dict(self) -> dict:
@@ -176,21 +175,20 @@ def from_dict(data: dict) -> Pattern:
     kinds = {"dense": Dense, "dilated": Dilated, "block_sparse": BlockSparse}
     if not isinstance(data, Mapping):
         raise ValueError(f"a pattern is restored from a dict, got {type(data).__name__}")
-    fields = dict(data)
-    kind = fields.pop("kind", None)
+    given = dict(data)
+    kind = given.pop("kind", None)
     check_choice("pattern kind", kind, kinds)
-    unknown = fields.keys() - kinds[kind].__dataclass_fields__.keys()
-    if unknown:
+    if unknown := given.keys() - kinds[kind].__dataclass_fields__.keys():
         raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(map(str, unknown)))}")
-    if lacking := [f.name for f in dataclass_fields(kinds[kind]) if f.default is MISSING and f.name not in fields]:
+    if lacking := [f.name for f in fields(kinds[kind]) if f.default is MISSING and f.name not in given]:
         raise ValueError(f"pattern {kind!r} lacks {', '.join(lacking)}")
-    return BlockSparse.from_dict(fields) if kind == "block_sparse" else kinds[kind](**fields)
+    return BlockSparse.from_dict(given) if kind == "block_sparse" else kinds[kind](**given)
 
 
 def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, head: int = 0, heads: int = 1) -> str:
-    """Draw what one head of ``heads`` sees of ``n`` positions: queries down, keys across, darker where more is seen.
+    """Draw what one head of ``heads`` sees of ``n`` positions: queries down, keys across, darker where it sees more.
 
-    At most ``width`` cells either way; of a cell that holds many positions some are looked at.
+    At most ``width`` cells each way; cells of many positions are sampled.
 
     >>> print(show(Dilated([2, 4], [1, 2]), 4))
     ███
@@ -198,10 +196,8 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
     █ ██
       ██
     """
-    check_int("n", n, most=LARGEST)
-    check_int("width", width, most=LARGEST)
-    check_int("head", head, 0)
-    check_int("heads", heads)
+    n, width = check_int("n", n, most=LARGEST), check_int("width", width, most=LARGEST)
+    head, heads = check_int("head", head, 0), check_int("heads", heads)
     check_bool("causal", causal)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")

@@ -1,4 +1,4 @@
-"""The float64 oracle: the one definition that every fast path is judged by, and the error that it is judged with."""
+"""The float64 reference: the definition that every fast path is compared with, and the error of the comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .patterns import Dense, Pattern
 
-PART = 1 << 27  # elements that are widened at a time
+PART = 1 << 27  # elements that are converted to float64 at a time
 EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 
@@ -50,7 +50,7 @@ def error(x: Tensor, ref: Tensor, floor: float) -> float:
     for part, right in zip(_parts(x.detach()), _parts(ref.detach())):
         part, right = part.double(), right.double()
         far, large = float((part - right).norm()), float(right.norm())
-        if not math.isfinite(far + large):  # looked at only then, for it takes longer than the rest
+        if not math.isfinite(far + large):  # only then, since it takes longer than the rest
             finite = torch.isfinite(right)
             if not torch.equal(finite, torch.isfinite(part)) or not torch.equal(part[~finite], right[~finite]):
                 return float("inf")
@@ -60,7 +60,7 @@ def error(x: Tensor, ref: Tensor, floor: float) -> float:
 
 
 def _parts(t: Tensor) -> tuple[Tensor, ...]:
-    """Parts of a tensor that are widened one by one: of a million tokens the whole would take tens of GB."""
+    """Parts of a tensor to convert one by one: in float64, a million tokens at once would take tens of GB."""
     if t.numel() <= PART:
         return (t,)
     longest = max(range(t.dim()), key=t.shape.__getitem__)
@@ -76,10 +76,11 @@ def gradient_floor(q, k, dout, scale: float | None = None) -> float:
 
 
 def tolerance(q, k, v, dout=None, *, pattern: Pattern | None = None, causal=False, scale=None) -> dict[str, float]:
-    """The error that each result may have: 1e-12 in fp64, 5e-6 in fp32, else twice that of one dense kernel call.
+    """The error that each result may have: 1e-12 in fp64, 5e-6 in fp32, else twice that of a dense kernel call.
 
-    The dense calls are torch's own ``scaled_dot_product_attention`` in q's dtype, on up to 1024 positions and, given a
-    ``pattern``, on as few rows as its queries see keys at least (few keys cancel more in a gradient); the worst counts.
+    The dense calls are torch's ``scaled_dot_product_attention`` in q's dtype, on up to 1024 positions and, given a
+    ``pattern``, on as few rows as the pattern's ``fewest_keys`` (gradients over few keys cancel more). The largest
+    error counts.
     """
     names = ("out", "lse", "dq", "dk", "dv")
     if q.dtype in EXACT:
@@ -92,7 +93,7 @@ def tolerance(q, k, v, dout=None, *, pattern: Pattern | None = None, causal=Fals
     # A call on a row or two may round nothing at all; storing a result rounds by up to half an epsilon.
     least = torch.finfo(q.dtype).eps / 2
     found = {name: max([least, *(2 * c[name] for c in calls)]) for name in ("out", "dq", "dk", "dv")}
-    return found | {"lse": found["out"]}  # kept in fp32: what its products lose is bounded by out's error
+    return found | {"lse": found["out"]}  # lse is in fp32; the rounding of its products is bounded by out's error
 
 
 def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, float]:
@@ -132,8 +133,8 @@ def sampled_errors(
     """Errors of a result at full size, exact on sampled rows: out, lse and dq by query, dk and dv by key.
 
     Costs O(samples * n) instead of O(n^2). out (b, n, h, d) and lse (b, h, n) or None; ``grads`` = (dq, dk, dv) for
-    the cotangent ``dout``. dk and dv need the exact softmax of every query that sees a sampled key, so those keys are
-    taken from one random stretch of the sequence (or one from ``start`` on), whose queries a segmented pattern shares.
+    the cotangent ``dout``. dk and dv need the exact softmax of every query that sees a sampled key, so those keys come
+    from one random stretch of the sequence (or one from ``start`` on): in a segmented pattern few queries see them.
     """
     b, n, heads, d = q.shape
     kv_heads, scale = k.shape[2], d**-0.5 if scale is None else scale

@@ -20,6 +20,14 @@ _PROC = Path("/proc/self")
 # torch.tensor(...) fills its memory out of sight of a dispatch mode and shows it first as the argument of this op.
 _SHOWS_NEW_MEMORY = {torch.ops.aten.lift_fresh.default}
 
+_ROWS = lambda t: (t.crow_indices(), t.col_indices(), t.values())  # noqa: E731
+_COLUMNS = lambda t: (t.ccol_indices(), t.row_indices(), t.values())  # noqa: E731
+_HELD = {  # the tensors that hold a tensor's bytes, by its layout
+    torch.strided: lambda t: (t,),
+    torch.sparse_coo: lambda t: (t._indices(), t._values()),
+    torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
+}  # fmt: skip
+
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -43,16 +51,8 @@ def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage
     """
     if isinstance(value, torch.UntypedStorage):
         parts = [value]
-    elif not isinstance(value, torch.Tensor):
-        parts = []
-    elif value.layout is torch.strided:
-        parts = [value.untyped_storage()]
-    elif value.layout is torch.sparse_coo:
-        parts = [value._indices().untyped_storage(), value._values().untyped_storage()]
-    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [t.untyped_storage() for t in (value.crow_indices(), value.col_indices(), value.values())]
-    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [t.untyped_storage() for t in (value.ccol_indices(), value.row_indices(), value.values())]
+    elif isinstance(value, torch.Tensor) and value.layout in _HELD:
+        parts = [t.untyped_storage() for t in _HELD[value.layout](value)]
     else:
         parts = []
     yield from (part for part in parts if meta or part.device.type != "meta")
@@ -68,7 +68,8 @@ class LiveStorageTracker(TorchDispatchMode):
     views, saved tensors of a graph. Views and in-place ops add nothing. Memory that existed before and was not
     registered does not count, unless `count_arguments=True`, which counts every storage an op reads or writes.
     The backward pass is seen too. Nesting is fine: each tracker sees all ops inside it. Units: bytes.
-    `operators` counts the aten ops themselves, those of a pattern that is built and kept aside (`not_counted`).
+    `operators` counts the aten ops, `views` those of them that only make another view and so start no kernel. Neither
+    counts what is built once and cached (`not_counted`).
 
     Blind spots: scratch inside a kernel and temporaries inside one fused or compiled op; the old copy while `resize_`
     moves a storage; memory that C++ libraries hold outside torch storages; ops of other Python threads; tensor
@@ -94,17 +95,7 @@ class LiveStorageTracker(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._current = 0
         self._peak = 0
-        self._operators = self._views = self._aside = 0
-
-    @property
-    def operators(self) -> int:
-        """Aten operators that were dispatched, views included."""
-        return self._operators
-
-    @property
-    def views(self) -> int:
-        """Those of `operators` that only make another view of a tensor, and so start no kernel."""
-        return self._views
+        self.operators = self.views = self._aside = 0
 
     @property
     def current_bytes(self) -> int:
@@ -137,12 +128,6 @@ class LiveStorageTracker(TorchDispatchMode):
         _at_work.set(_at_work.get()[:-1])
         return super().__exit__(*error)
 
-    def reset_peak(self) -> None:
-        """Let the peak begin again at what is alive now."""
-        with self._lock:
-            self._drop_freed()
-            self._peak = self._current
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # or the first operator would import the compiler: a second, and 70 MB that are not the caller's
@@ -151,8 +136,8 @@ class LiveStorageTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         with self._lock:
             if func.namespace == "aten" and not self._aside:
-                self._operators += 1
-                self._views += func.is_view
+                self.operators += 1
+                self.views += func.is_view
             given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
             if self._count_arguments:
                 self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta))

@@ -1,4 +1,5 @@
 import pytest
+import ringlab
 import torch
 from ringlab import Dense, Dilated, Simulated, attention
 
@@ -88,3 +89,9 @@ def test_torch_compile_runs_around_it_at_any_length():
         q = torch.randn(1, n, 2, 8, requires_grad=True)
         assert torch.equal(compiled(q), attention(2 * q, q, q, P) + 1)
         compiled(q).sum().backward()
+
+
+def test_the_presets_of_blocks_are_imported_by_their_public_name():
+    from ringlab.blocks import bigbird
+
+    assert bigbird is ringlab.blocks.bigbird is ringlab.block_patterns.bigbird

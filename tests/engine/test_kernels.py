@@ -1,54 +1,49 @@
 import pytest
 import torch
 from ringlab import Dense, attention, kernels, reference
-from ringlab.kernels import KERNELS, Eager, probe
-from ringlab.kernels.base import takes_lower_right
+from ringlab.kernels import KERNELS, Eager, forget_probes, probe
+from ringlab.kernels.base import supports_lower_right_causal
 from ringlab.kernels.torch_kernels import CpuFlash
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def check(kernel, dtype, m, more, causal):
+    """The last m queries of attention by all m + more keys are the oracle's, on strided (b, m, h, d)."""
+    torch.manual_seed(m)
+    q, k, v, dout = (torch.randn(3, 2 * (m + more), 5, 16).to(dtype)[:, ::2, 1:4] for _ in range(4))
+    dout[:, :more] = 0
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    ref, ref_lse = reference.attention(*exact, Dense(), causal=causal, scale=0.3)
+    want = torch.autograd.grad(ref, exact, dout.double())
+    bound = reference.tolerance(q, k, v, dout, causal=causal, scale=0.3)
+    last = q[:, more:]
+    out, lse = kernel.forward(last, k, v, causal, 0.3)
+    assert out.shape == last.shape and out.dtype.itemsize >= dtype.itemsize and lse.shape == (3, 3, m)
+    assert reference.error(out, ref[:, more:], 1.0) <= bound["out"]
+    assert reference.error(lse, ref_lse[..., more:], 1.0) <= bound["lse"]
+    grads = kernel.backward(dout[:, more:], last, k, v, out, lse, causal, 0.3)
+    floor = reference.gradient_floor(q, k, dout, 0.3)
+    for name, got, exact_grad in zip(("dq", "dk", "dv"), grads, (want[0][:, more:], *want[1:])):
+        assert reference.error(got, exact_grad, floor) <= bound[name], (name, causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", [CpuFlash(), Eager(), Eager(tile_bytes=1 << 14)])
 @pytest.mark.parametrize("m", [1, 2, 64, 127, 129, 200])
 def test_kernel_equals_the_oracle(kernel, dtype, m):
-    torch.manual_seed(m)
-    views = [torch.randn(3, 2 * m, 5, 16).to(dtype)[:, ::2, 1:4] for _ in range(4)]  # strided (b, m, h, d)
-    q, k, v, dout = views
     for causal in (False, True):
-        out, lse = kernel.forward(q, k, v, causal, 0.3)
-        assert out.shape == q.shape and out.dtype.itemsize >= dtype.itemsize and lse.shape == (3, 3, m)
-        exact = [t.double().requires_grad_() for t in (q, k, v)]
-        ref, ref_lse = reference.attention(*exact, Dense(), causal=causal, scale=0.3)
-        want = torch.autograd.grad(ref, exact, dout.double())
-        bound = reference.tolerance(q, k, v, dout, causal=causal, scale=0.3)
-        assert reference.error(out, ref, 1.0) <= bound["out"] and reference.error(lse, ref_lse, 1.0) <= bound["lse"]
-        floor = reference.gradient_floor(q, k, dout, 0.3)
-        grads = kernel.backward(dout, q, k, v, out, lse, causal, 0.3)
-        for name, got, exact_grad in zip(("dq", "dk", "dv"), grads, want):
-            assert reference.error(got, exact_grad, floor) <= bound[name], (name, causal)
+        check(kernel, dtype, m, 0, causal)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", [Eager(tile_bytes=1 << 14), *filter(takes_lower_right, KERNELS.values())])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [Eager(tile_bytes=1 << 14), *filter(supports_lower_right_causal, KERNELS.values())])
 @pytest.mark.parametrize("m, more", [(1, 1), (1, 40), (30, 1), (64, 130), (129, 70)])
 def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more):
-    """What a kernel that says ``lower_right`` computes: the oracle over m + more positions, its last m rows."""
-    torch.manual_seed(m)
-    q, k, v, dout = (torch.randn(3, 2 * (m + more), 5, 16).to(dtype)[:, ::2, 1:4] for _ in range(4))
-    exact = [t.double().requires_grad_() for t in (q, k, v)]
-    ref, ref_lse = reference.attention(*exact, Dense(), causal=True, scale=0.3)
-    dout[:, :more] = 0
-    want = torch.autograd.grad(ref, exact, dout.double())
-    bound = reference.tolerance(q, k, v, dout, causal=True, scale=0.3)
-    last = q[:, more:]
-    out, lse = kernel.forward(last, k, v, True, 0.3)
-    assert reference.error(out, ref[:, more:], 1.0) <= bound["out"]
-    assert reference.error(lse, ref_lse[..., more:], 1.0) <= bound["lse"]
-    grads = kernel.backward(dout[:, more:], last, k, v, out, lse, True, 0.3)
-    floor = reference.gradient_floor(q, k, dout, 0.3)
-    for name, got, exact_grad in zip(("dq", "dk", "dv"), grads, (want[0][:, more:], *want[1:])):
-        assert reference.error(got, exact_grad, floor) <= bound[name], name
+    check(kernel, dtype, m, more, True)
 
 
 def test_every_refusal_has_a_reason():
@@ -65,6 +60,16 @@ def test_chain_reports_what_it_passed_over():
     choice = kernels.choose("cpu", torch.float32, 64, backend=("xformers", "efficient", "eager"))
     assert choice.name == "eager" and list(choice.refusals) == ["xformers", "efficient"]
     assert kernels.choose("cpu", torch.bfloat16, 64, backend="sdpa").name == "cpu_flash"
+
+
+def test_a_choice_is_made_once_and_arguments_are_still_checked():
+    choice = kernels.choose(CPU, torch.float32, 64, causal=True)
+    assert kernels.choose("cpu", torch.float32, 64, causal=True) is choice
+    forget_probes()
+    assert kernels.choose("cpu", torch.float32, 64, causal=True) is not choice
+    with pytest.raises(TypeError, match="causal must be True or False, got 1"):
+        kernels.choose(CPU, torch.float32, 64, causal=1)
+    assert kernels.choose(CPU, torch.float32, 64, backend=["eager"]).name == "eager"
 
 
 def test_forced_backends_agree():
@@ -101,14 +106,14 @@ class Crashing(Eager):
 def test_probe_finds_wrong_and_failing_kernels(monkeypatch):
     for kernel in (Broken(), Crashing()):
         monkeypatch.setitem(KERNELS, kernel.name, kernel)
-    probe.cache_clear()
+    forget_probes()
     try:
         assert probe("broken", CPU, torch.float32, 16, False, False).startswith("wrong result: lse is off by 4")
         assert probe("crashing", CPU, torch.float32, 16, False, False) is None  # its forward is right
         why = probe("crashing", CPU, torch.float32, 16, False, True)
         assert why == "RuntimeError: no kernel image is available for execution on the device"
     finally:
-        probe.cache_clear()
+        forget_probes()
 
 
 def test_order_follows_the_hardware(monkeypatch):

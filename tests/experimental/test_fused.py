@@ -1,19 +1,23 @@
-"""The strided path with one join: which rows it reads, what it moves and holds, and where it is refused.
+"""The fused merge: its values by Triton's interpreter, the rows it reads, the bytes it moves and holds, refusals."""
 
-What it computes is checked where Triton's interpreter runs: test_triton.py.
-"""
-
+import importlib
 import random
 import re
 import sys
 
 import pytest
 import torch
+from compiled import used
+from interpreted import JOINED, printed, within_bounds
 from ringlab import Dense, Dilated, Execution, Simulated, attention, block_patterns, estimate
-from ringlab.engine import execution_of, fused
+from ringlab.engine import execution_of
 from ringlab.engine.dilated import make_plan
-from ringlab.kernels.base import Described
+from ringlab.kernels import triton_config
+from ringlab.kernels.base import DeviceSpec
+from ringlab.kernels.experimental import fused_merge
 from ringlab.patterns import MIXINGS, OFFSETS
+
+pytest.importorskip("triton")
 
 TARGET = Dilated([2048, 4096, 8192], [1, 2, 4])
 FUSED = Execution(merge="fused")
@@ -49,7 +53,7 @@ def test_rows_of_a_call_are_those_that_its_views_read_and_are_joined_once():
         shapes = [(c.segments, c.rows, c.heads) for c in calls]
         strides = tuple(((m * h, h, 1), (h * m, m, 1)) for _, m, h in shapes)  # results of head_dim 1
         group = rng.choice([1, heads // kv_heads]) if first is None else 1
-        rows = fused.make_rows(calls, heads, n, group, strides, first is not None)
+        rows = fused_merge.make_rows(calls, heads, n, group, strides, first is not None)
         positions = torch.arange(n)[None, :, None, None].expand(1, n, heads, 1)
         held = torch.zeros(heads, n, dtype=torch.bool)
         for i, (call, shape) in enumerate(zip(calls, shapes)):
@@ -74,13 +78,13 @@ def test_rows_of_a_call_are_those_that_its_views_read_and_are_joined_once():
 def test_rows_of_one_class_are_walked_without_gaps():
     plan = make_plan(TARGET, 65536, 16, 16)
     calls = plan.blocks[0][1][1:]
-    rows = fused.make_rows(calls, 16, 65536, 1, (((1, 1, 1), (1, 1, 1)),) * len(calls), True)
+    rows = fused_merge.make_rows(calls, 16, 65536, 1, (((1, 1, 1), (1, 1, 1)),) * len(calls), True)
     assert (len(calls), rows.step, rows.firsts.tolist()) == (6, 2, [0, 1] * 8)
 
 
 def test_bytes_of_the_target_are_those_that_were_planned():
     """bf16, 65,536 rows of 16 heads of 128: 1.25 and 0.5 times as many rows are read and written as out has."""
-    read, written = fused.join_bytes(make_plan(TARGET, 65536, 16, 16), 1, 65536, 16, 128, torch.bfloat16)
+    read, written = fused_merge.join_bytes(make_plan(TARGET, 65536, 16, 16), 1, 65536, 16, 128, torch.bfloat16)
     rows = 65536 * 16
     assert (read, written) == (rows * 5 // 4 * 260, rows // 2 * 260)
     assert (round(read / 260 * 256 / 1e6), round(written / 260 * 256 / 1e6)) == (336, 134)
@@ -91,7 +95,7 @@ def test_bytes_follow_from_the_rows_that_branches_keep():
     in_place = 0
     for _ in range(200):
         pattern, n, heads, kv_heads, plan = random_plan(rng)
-        read, written = fused.join_bytes(plan, 3, n, heads, 8, torch.float32)
+        read, written = fused_merge.join_bytes(plan, 3, n, heads, 8, torch.float32)
         kept = selected(pattern, n, heads, kv_heads)
         parts, union = sum(int(x.sum()) for x in kept), heads * n
         first = next((i for i, b in enumerate(pattern.branches(n, heads, kv_heads)) if b.rate == 1), None)
@@ -149,12 +153,12 @@ def test_what_a_gpu_needs_for_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     gpu = torch.device("cuda", 0)
     with pytest.raises(NotImplementedError, match="triton is not installed"):
-        fused.check(gpu, torch.bfloat16, TARGET)
+        fused_merge.check(gpu, torch.bfloat16, TARGET)
     monkeypatch.setitem(sys.modules, "triton", sys)
-    fused.check(gpu, torch.bfloat16, TARGET)
+    fused_merge.check(gpu, torch.bfloat16, TARGET)
     monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (7, 5))
     with pytest.raises(NotImplementedError, match="needs compute capability 8.0 or newer, this is 7.5"):
-        fused.check(Described("cuda", (7, 5)), torch.float16, TARGET)
+        fused_merge.check(DeviceSpec("cuda", (7, 5)), torch.float16, TARGET)
 
 
 def test_the_switch_is_checked_and_travels():
@@ -166,3 +170,59 @@ def test_the_switch_is_checked_and_travels():
         execution_of(FUSED.text()) == FUSED
         and execution_of(Execution(merge="eager", cache=False).text()).merge == "eager"
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what it computes
+
+
+def test_values_equal_the_oracle_and_wrong_joins_are_found():
+    found = printed("variants")
+    half = [name for name in JOINED if "bfloat16" in name]
+    within_bounds({name: found[f"joined, {name}"] for name in JOINED if name not in half})
+    within_bounds({name: found[f"joined, {name}"] for name in half}, 2e-2)
+    for wrong in ("joined, all parts weigh alike", "joined, a head forgotten"):
+        assert min(found[wrong]["error"].values()) > 0.01
+
+
+@pytest.mark.parametrize("name", ["in place", "short segments, grouped"])
+def test_it_moves_the_bytes_that_are_computed_and_leaves_rows_of_one_call_alone(name):
+    found = printed("variants")[f"joined, bytes, {name}"]
+    assert found["moved"] == found["told"] and min(found["told"]) > 0 and found["untouched"]
+
+
+def test_the_bytes_that_it_holds_are_estimated():
+    found = printed("variants")["joined, held"]
+    assert found["peak"] == found["told"] and found["grads"] == 3
+
+
+def join_resources(capability: int, head_dim: int, parts: int, weigh: bool, over: bool, group: int, dtype: str):
+    """What a program of the join of so many calls takes, and its PTX."""
+    code = importlib.import_module("ringlab.kernels.experimental.fused_merge_code")
+    pad = triton_config.padded(head_dim)
+    fixed = {"WEIGH": weigh, "OVER": over, "GROUP": group, "ROWS": fused_merge.tile_rows(head_dim), "DIM": head_dim,
+             "PAD": pad, "ALIGNED": 8 if head_dim % 16 else 16}  # fmt: skip
+    kinds = {"parts": (f"*{dtype}",) * parts, "lses": ("*fp32" if weigh else f"*{dtype}",) * parts, "out": f"*{dtype}",
+             "lse": "*fp32" if weigh else f"*{dtype}", "table": "*i64", "firsts": "*i64"}  # fmt: skip
+    return used(code.join, kinds, fixed, capability, num_warps=4)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (80, 64, 3, True, True, 1, "bf16"),
+        (86, 128, 3, True, False, 1, "bf16"),
+        (89, 64, 2, False, True, 1, "fp32"),
+        (90, 128, 3, True, True, 1, "bf16"),
+        (100, 64, 2, False, False, 4, "bf16"),
+        (120, 136, 2, False, False, 1, "bf16"),
+    ],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def test_joins_fit_every_architecture_and_read_16_bytes_at_a_time(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found, ptx = join_resources(*case)
+    assert (found["stack"], found["local"]) == (0, 0) and 0 < found["registers"] <= 255
+    assert re.search(r"ld\.global\S*v4\.b32", ptx) and not re.search(r"ld\.global\S*b16", ptx)
+    if case[4]:  # in place: what stands there is read by all before one writes
+        assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global")

@@ -1,19 +1,22 @@
-"""The kernels in Gluon without a GPU: values and protocol on a small machine, device code by the compiler."""
+"""Other ways of reading than by pointers, without a GPU.
 
+Descriptors: values by Triton's interpreter. Gluon: values and protocol on a small machine. Device code: compiled.
+"""
+
+import re
 import subprocess
-import sys
 from functools import cache
 
 import pytest
 import torch
 from compiled import fed, fits, resources
-from gluon_machine import BACKWARD, CODE, FORWARD, SOURCES, Hazard, Machine
+from gluon_machine import SOURCE, Hazard, running
 from helpers import NAMES, errors, results
+from interpreted import DESCRIBED, printed, within_bounds
 from ringlab import Dense, Dilated, block_patterns, reference
-from ringlab.kernels import tile_schedule, triton
-from ringlab.kernels.experimental import sandbox
-from ringlab.kernels.triton import TritonLists
-from ringlab.kernels.triton_config import CANDIDATES, TILE_PASSES, Sizes, Use
+from ringlab.kernels import experimental, tile_schedule, triton
+from ringlab.kernels.triton import TritonKernel
+from ringlab.kernels.triton_config import TILE_PASSES, Sizes, Use
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -30,8 +33,8 @@ CASES = {
     "head groups": (Dilated([512, 1024], [2, 2], "head_groups"), 1024, 3, 1, 16, False, F16, 1, 64, 2, "gluon"),
     "dense, causal": (Dense(), 300, 1, 1, 16, True, BF16, 1, 64, 2, "persistent"),
     "block-sparse, grouped, queries that see nothing": (
-        block_patterns.from_mask(torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 1]]) > 0, block_size=128), 384, 2, 1, 16, True, F16,
-        1, 128, 2, "gluon",
+        block_patterns.from_mask(torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 1]]) > 0, block_size=128), 384, 2, 1, 16,
+        True, F16, 1, 128, 2, "gluon",
     ),
 }  # fmt: skip
 
@@ -58,20 +61,18 @@ def row_sums(dout, out, dlse):
     return ((dout.float() * out).sum(3).transpose(1, 2) - dlse).contiguous()
 
 
-def run(monkeypatch, case, sources=SOURCES, seed=0):
+def run(monkeypatch, case, change=lambda source: source, seed=0):
     """For each result, its error over what is allowed."""
     pattern, n, heads, kv_heads, d, causal, dtype, batch, cols, stages, reads = CASES[case]
-    for name in (FORWARD, BACKWARD):
-        machine = Machine({part: sources[part] for part in (CODE, name)}, seed)
-        monkeypatch.setitem(sys.modules, name, machine)
     monkeypatch.setattr(triton, "row_sums", row_sums)
     (q, k, v, dout, dlse), want, bound = problem(case, seed % 2)
-    kernel = TritonLists(lambda *_: Sizes(128, cols, 4, stages, reads))
+    kernel = TritonKernel(lambda *_: Sizes(128, cols, 4, stages, reads))
     for name in TILE_PASSES:
         (launch,) = kernel.launches(name, q, k, v, pattern, causal, dout=None if name == "forward" else dout)
         assert launch.why is None and launch.size.reads == reads
-    out, lse = kernel.attend(q, k, v, pattern, causal, d**-0.5)
-    got = out, lse, *kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, d**-0.5)
+    with running(change, seed):
+        out, lse = kernel.attend(q, k, v, pattern, causal, d**-0.5)
+        got = out, lse, *kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, d**-0.5)
     found = errors(dict(zip(NAMES, got)), want, q, k, dout)
     return {name: found[name] / bound[name] for name in found}
 
@@ -83,6 +84,7 @@ def test_values_equal_the_oracle_whatever_the_order_of_events(monkeypatch, case)
         assert max(found.values()) <= 1, found
 
 
+CODE, FORWARD, BACKWARD = re.split(r"(?=@gluon.jit\ndef _(?:forward|dq)_step)", SOURCE)
 FOLDED, CAUSAL, SHORT, UNEVEN = "folded", "dense, causal", "one branch, batch", "a last tile that is not full"
 PARTIAL = "folded, causal, grouped, a last segment that ends early"
 GROUPED = "block-sparse, grouped, queries that see nothing"
@@ -91,7 +93,7 @@ FREE_A, FREE_B = (f"    free(barriers, met, {kind}_FREE, STAGES)\n" for kind in 
 WAIT_B = "    wait(barriers, met, B_READY, STAGES)\n"
 WHOLE = "        whole = gl.minimum(full, last)\n"
 MINUS = "    minus = gl.load(less + at, mask=valid, other=0.0)"
-# module, what is changed in it, to what -> the case that shows it
+# part of the source, what is changed in it, to what -> the case that shows it
 MUTANTS = {
     "nothing is waited for": (CODE, WAIT, "", SHORT),
     "a phase too early": (CODE, WAIT, WAIT.replace("& 1", "& 1 ^ 1"), SHORT),
@@ -137,11 +139,11 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_kernel_is_found(monkeypatch, mutant):
-    module, old, new, case = MUTANTS[mutant]
-    assert SOURCES[module].count(old) == 1
+    part, old, new, case = MUTANTS[mutant]
+    assert part.count(old) == 1
     for seed in range(5):
         try:
-            found = run(monkeypatch, case, SOURCES | {module: SOURCES[module].replace(old, new)}, seed)
+            found = run(monkeypatch, case, lambda source: source.replace(part, part.replace(old, new)), seed)
         except Hazard as why:
             print(seed, why)
             return
@@ -151,17 +153,23 @@ def test_a_wrong_kernel_is_found(monkeypatch, mutant):
     raise AssertionError(f"not found: {mutant}: {found}")
 
 
-@pytest.mark.parametrize("name, head_dim", [("forward", 128), ("backward_q", 64), ("backward_kv", 128)])
-def test_device_code_fits_and_computes_while_products_run(name, head_dim, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, head_dim, reads",
+    [
+        ("forward", 64, "descriptors"), ("forward", 64, "specialized"), ("backward_kv", 64, "descriptors"),
+        ("forward", 128, "gluon"), ("backward_q", 64, "gluon"), ("backward_kv", 128, "gluon"),
+    ],
+)  # fmt: skip
+def test_device_code_fits_and_computes_while_products_run(name, head_dim, reads, tmp_path, monkeypatch):
     """A sample; RINGLAB_SWEEP=1 compiles every candidate, in test_triton."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    size = next(x for x in CANDIDATES["9.x"][name][head_dim] if x.reads == "gluon")
+    size = next(x for x in experimental.candidates(name, head_dim, (9, 0), False) if x.reads == reads)
     found = resources(name, 90, head_dim, size)
     assert fits(found, 90) and fed(name, found, size)
 
 
-def test_what_the_kernels_cannot_serve_is_refused():
-    kernel, q = TritonLists(lambda *_: Sizes(128, 64, 4, 2, "gluon")), torch.zeros(1, 256, 2, 16, dtype=F16)
+def test_what_the_kernels_in_gluon_cannot_serve_is_refused():
+    kernel, q = TritonKernel(lambda *_: Sizes(128, 64, 4, 2, "gluon")), torch.zeros(1, 256, 2, 16, dtype=F16)
 
     def why(pattern, t=q):
         return [one.why for one in kernel.launches("forward", t, t, t, pattern, False)]
@@ -169,7 +177,7 @@ def test_what_the_kernels_cannot_serve_is_refused():
     assert why(Dense()) == [None]
     assert why(Dilated([128, 256], [1, 2])) == [None, "the kernels in Gluon start from nothing"]
     many = torch.zeros(1, 1, 1, 1, dtype=F16).expand(1 << 15, 256, 1 << 9, 16)
-    assert "count rows" in triton.why_pointers(Sizes(128, 64, 4, 2, "gluon"), None, (many,))
+    assert "count rows" in experimental.unfit(Sizes(128, 64, 4, 2, "gluon"), None, (many,))
 
 
 USE = Use.of("forward", 64, F16, True, False, 1)
@@ -177,10 +185,46 @@ SIZE = Sizes(128, 128, 4, 3, "gluon")
 
 
 def test_a_first_run_happens_elsewhere_and_its_end_is_told(monkeypatch):
-    assert "a first run ended with status 1" in sandbox.trial(USE, SIZE, torch.device("cpu"))  # Triton needs a GPU
+    assert "a first run ended with status 1" in experimental.trial(USE, SIZE, torch.device("cpu"))  # Triton needs a GPU
 
     def hangs(command, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(sandbox.subprocess, "run", hangs)
-    assert sandbox.trial(USE, SIZE, torch.device("cpu")).startswith("hangs: ")
+    monkeypatch.setattr(experimental.subprocess, "run", hangs)
+    assert experimental.trial(USE, SIZE, torch.device("cpu")).startswith("hangs: ")
+
+
+def test_the_first_run_of_a_kernel_in_gluon_finds_a_wrong_one():
+    found = printed("variants")["first run"]
+    assert found["right"] == [None] * 3 and found["wrong"].startswith("wrong result: off by ")
+    assert found["unfit"] == "the kernels in Gluon start from nothing"
+
+
+def test_descriptors_give_the_values_of_the_oracle_and_are_used_where_they_can_be():
+    found = printed("variants")
+    within_bounds({name: found[name] for name in DESCRIBED})
+    asked = {name: {name.split(",")[0], *["pointers"] * name.startswith("specialized")} for name in DESCRIBED}
+    asked |= {"descriptors, odd length": {"pointers"}}  # the backward of "specialized" reads by pointers
+    assert {name: set(found[name]["reads"]) for name in DESCRIBED} == asked
+    wrong = found["neighbours in place of a class"]
+    assert min(wrong["error"].values()) > 0.01 and wrong["reads"] == ["descriptors"]
+
+
+def test_descriptors_are_asked_for_what_they_cannot_read():
+    size, q = Sizes(16, 16, 4, 1, "descriptors"), torch.randn(1, 64, 2, 16)
+    pattern = Dilated([32, 64], [1, 2])
+
+    def why(q, pattern=pattern, size=size):
+        kernel = TritonKernel(lambda *_: size)
+        one, *more = kernel.launches("forward", q, q, q, pattern, False)
+        assert not more and (one.size.reads == "pointers") == (one.why is not None)
+        return one.why
+
+    assert why(q) is None
+    assert "are no block" in why(q[:, :63])
+    assert "are no block" in why(q, Dilated([32, 32], [1, 2], "head_groups"))
+    assert "shorter than tiles of 32 x 16" in why(q, Dilated([16], [1]), Sizes(32, 16, 4, 1, "descriptors"))
+    assert "head_dim of 2 to some power" in why(torch.randn(1, 64, 2, 24))
+    assert "strides of 16 bytes" in why(torch.randn(1, 64, 2, 18)[..., :16])
+    assert "strides of 16 bytes" in why(torch.randn(1, 64, 1, 16).expand(1, 64, 2, 16))
+    assert "strides of 16 bytes" in why(torch.randn(1 + 64 * 2 * 16)[1:].view(1, 64, 2, 16))

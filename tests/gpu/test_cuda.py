@@ -11,10 +11,9 @@ import torch
 from helpers import errors, results
 from ring_cases import parity, tensors
 from ringlab import Dense, Dilated, Execution, Ladder, attention, block_patterns, kernels, reference
-from ringlab.engine import fused
 from ringlab.engine.autograd import IN_GRAPHS
-from ringlab.kernels import triton, triton_config, triton_tune
-from ringlab.kernels.experimental import sandbox
+from ringlab.kernels import experimental, triton, triton_config, triton_tune
+from ringlab.kernels.experimental import fused_merge
 from ringlab.memory import MemoryPool
 from ringlab.ring import contiguous, zigzag
 from ringlab.ring.launch import launch
@@ -51,7 +50,7 @@ def draw(*shape, dtype, seed: int, layout: str = "own") -> torch.Tensor:
 def fused_here(dtype) -> Execution:
     """One join of a kernel's results, or a skipped test that says why there is none here."""
     try:
-        fused.check(DEVICE, dtype, FOLDED)
+        fused_merge.check(DEVICE, dtype, FOLDED)
     except NotImplementedError as why:
         pytest.skip(str(why))
     return Execution(merge="fused")
@@ -191,9 +190,9 @@ def test_every_size_that_tuning_may_choose_is_right(monkeypatch, causal, head_di
             monkeypatch.setattr(triton_config, "chosen", lambda use, *_, of={name: size}: of.get(use.name))
             (one,) = kernel.launches(name, q, k, v, pattern, causal)
             assert one.size == size
-            if size.reads in triton_config.BY_HAND:  # one that hangs must not hang what comes after
+            if size.reads in experimental.IN_GLUON:  # one that hangs must not hang what comes after
                 use = triton_config.Use.of(name, head_dim, BF16, causal, False, 2)
-                assert sandbox.trial(use, size, DEVICE) is None
+                assert experimental.trial(use, size, DEVICE) is None
             check(pattern, 2048, 4, 2, head_dim, BF16, causal=causal, backend="triton")
 
 
@@ -208,8 +207,6 @@ def test_what_is_tuned_here_is_kept_and_taken(monkeypatch, tmp_path):
 
 
 def test_the_triton_operator_is_one_graph_and_passes_torchs_checks():
-    from ringlab.kernels import triton
-
     kernel_for("triton", BF16, 64)
     q, k, v, dout = (draw(1, 700, 4, 64, dtype=BF16, seed=i) for i in range(4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
@@ -222,7 +219,7 @@ def test_the_triton_operator_is_one_graph_and_passes_torchs_checks():
                     for f in (step, torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")))  # fmt: skip
     assert {name for name in eager if not torch.equal(eager[name], graph[name])} == set()
     text = triton._text(FOLDED)
-    checks = torch.library.opcheck(triton.lists_forward, (q, k, v, text, True, 0.125))
+    checks = torch.library.opcheck(triton.triton_attention, (q, k, v, text, True, 0.125))
     assert set(checks.values()) == {"SUCCESS"}
 
 

@@ -1,95 +1,46 @@
-"""The Triton kernels without a GPU: their values by the interpreter, device code by the compiler, and refusals.
+"""The Triton kernels without a GPU: values by the interpreter, device code by the compiler, tuning and refusals.
 
-No test here can say how fast they are.
+No test here can say how fast they are. The other ways of reading are in tests/experimental.
 """
 
-import json
 import os
-import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled import SHARED, fed, fits, resources, used
+from compiled import SHARED, fed, fits, resources
+from interpreted import PLAIN, printed, within_bounds
 from ringlab import Dilated, attention, cli, kernels
-from ringlab.engine import fused
-from ringlab.kernels import tile_schedule, triton, triton_config, triton_tune
+from ringlab.kernels import experimental, triton, triton_config, triton_tune
 from ringlab.kernels.base import HALF
-from ringlab.kernels.triton_config import CANDIDATES, TILE_PASSES, Sizes, Use
+from ringlab.kernels.triton_config import TILE_PASSES, Sizes, Use
 
-HERE = Path(__file__).parents[1] / "helpers"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, dict]:
-    """What interpreted.py printed, by case; a process of its own, for Triton decides as it is imported."""
-    path = os.pathsep.join([str(HERE.parents[1] / "lib"), str(HERE), *sys.path])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {found.pop("case"): found for found in map(json.loads, done.stdout.splitlines())}
+@needs_triton
+def test_values_equal_the_oracle_forward_and_backward():
+    within_bounds({name: printed("plain")[name] for name in PLAIN})
+    assert all(printed("plain")[name]["reads"] == ["pointers"] for name in PLAIN)
 
 
 @needs_triton
-def test_values_equal_the_oracle_forward_and_backward(interpreted):
-    checked = {name: found for name, found in interpreted.items() if "bound" in found and name not in WRONG}
-    assert len(checked) == 13 + 7
-    for name, found in checked.items():
-        assert found["error"].keys() == {"out", "lse", "dq", "dk", "dv"}
-        for what, error in found["error"].items():
-            assert error <= found["bound"][what] < (2e-2 if "bfloat16" in name else 2e-3), (name, what)
-
-
-WRONG = (
-    "each pair once", "neighbours in place of a class", "joined, all parts weigh alike", "joined, a head forgotten"
-)  # fmt: skip
+def test_a_wrong_answer_is_found():
+    assert min(printed("plain")["each pair once"]["error"].values()) > 0.01
 
 
 @needs_triton
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_is_found(interpreted, name):
-    assert min(interpreted[name]["error"].values()) > 0.01
+def test_it_compiles_into_one_graph_with_the_same_bits():
+    found = printed("plain")["compiled"]
+    assert all(found["same"].values()) and set(found["checks"].values()) == {"SUCCESS"}
 
 
 @needs_triton
-def test_rows_are_read_as_tuned_where_they_can_be(interpreted):
-    for name, found in interpreted.items():
-        if "reads" in found:
-            asked = {"descriptors, odd length": "pointers", "neighbours in place of a class": "descriptors"}.get(
-                name, name.split(",")[0] if name.startswith(("descriptors", "specialized")) else "pointers"
-            )
-            assert set(found["reads"]) == {asked, *["pointers"] * (asked == "specialized")}, name  # backward: pointers
-
-
-@needs_triton
-@pytest.mark.parametrize("name", ["in place", "short segments, grouped"])
-def test_a_join_moves_the_bytes_that_are_told_and_leaves_rows_of_one_call_alone(interpreted, name):
-    found = interpreted[f"joined, bytes, {name}"]
-    assert found["moved"] == found["told"] and min(found["told"]) > 0 and found["untouched"]
-
-
-@needs_triton
-def test_what_a_join_holds_is_told(interpreted):
-    found = interpreted["joined, held"]
-    assert found["peak"] == found["told"] and found["grads"] == 3
-
-
-@needs_triton
-def test_it_compiles_into_one_graph_with_the_same_bits(interpreted):
-    assert all(interpreted["compiled"]["same"].values())
-    assert set(interpreted["compiled"]["checks"].values()) == {"SUCCESS"}
-
-
-@needs_triton
-def test_what_the_interpreter_gets_wrong_is_refused(interpreted):
-    assert "bfloat16" in interpreted["bfloat16"]["refusal"]
+def test_what_the_interpreter_gets_wrong_is_refused():
+    assert "bfloat16" in printed("plain")["bfloat16"]["refusal"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,51 +64,6 @@ def test_default_sizes_fit_every_architecture(name, capability, head_dim, tmp_pa
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     size = triton_config.sizes(name, head_dim, torch.bfloat16, divmod(capability, 10))
     assert fits(resources(name, capability, head_dim, size), capability)
-
-
-def join_resources(capability: int, head_dim: int, parts: int, weigh: bool, over: bool, group: int, dtype: str):
-    """The same of the join of so many calls, and its PTX."""
-    from ringlab.kernels.experimental import fused_merge
-
-    pad = triton_config.padded(head_dim)
-    fixed = {"WEIGH": weigh, "OVER": over, "GROUP": group, "ROWS": fused.tile_rows(head_dim), "DIM": head_dim,
-             "PAD": pad, "ALIGNED": 8 if head_dim % 16 else 16}  # fmt: skip
-    kinds = {"parts": (f"*{dtype}",) * parts, "lses": ("*fp32" if weigh else f"*{dtype}",) * parts, "out": f"*{dtype}",
-             "lse": "*fp32" if weigh else f"*{dtype}", "table": "*i64", "firsts": "*i64"}  # fmt: skip
-    return used(fused_merge.join, kinds, fixed, capability, num_warps=4)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "case",
-    [
-        (80, 64, 3, True, True, 1, "bf16"),
-        (86, 128, 3, True, False, 1, "bf16"),
-        (89, 64, 2, False, True, 1, "fp32"),
-        (90, 128, 3, True, True, 1, "bf16"),
-        (100, 64, 2, False, False, 4, "bf16"),
-        (120, 136, 2, False, False, 1, "bf16"),
-    ],
-    ids=lambda case: f"{case[0]}-{case[1]}",
-)
-def test_joins_fit_every_architecture_and_read_16_bytes_at_a_time(case, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found, ptx = join_resources(*case)
-    assert (found["stack"], found["local"]) == (0, 0) and 0 < found["registers"] <= 255
-    assert re.search(r"ld\.global\S*v4\.b32", ptx) and not re.search(r"ld\.global\S*b16", ptx)
-    if case[4]:  # in place: what stands there is read by all before one writes
-        assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global")
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "name, reads", [("forward", "descriptors"), ("forward", "specialized"), ("backward_kv", "descriptors")]
-)
-def test_the_copy_engine_reads_and_tensor_cores_are_not_held_up(name, reads, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    size = next(x for x in CANDIDATES["9.x"][name][64] if x.reads == reads)
-    found = resources(name, 90, 64, size)
-    assert fits(found, 90) and fed(name, found, size)
 
 
 @needs_triton
@@ -190,13 +96,12 @@ def test_candidates_are_few_and_start_with_the_default():
                 for joins in (False, True):
                     found = triton_config.candidates(name, head_dim, dtype, compute, joins)
                     assert found[0] == triton_config.sizes(name, head_dim, dtype, compute, joins)
-                    hand = [x for x in found if x.reads in triton_config.BY_HAND]
-                    assert len(set(found)) == len(found) <= 6 + len(hand) and len(hand) <= 2
-                    by_pointers = head_dim == 96 or joins or compute[0] not in (9, 10)
-                    assert not by_pointers or {x.reads for x in found} == {"pointers"}
+                    in_gluon = [x for x in found if x.reads in experimental.IN_GLUON]
+                    assert len(set(found)) == len(found) <= 6 + len(in_gluon) and len(in_gluon) <= 2
                     ways = {x.reads for x in found}
+                    assert ways == {"pointers"} or head_dim != 96 and not joins and compute[0] in (9, 10)
                     assert "specialized" not in ways or (name, compute) == ("forward", (9, 0))
-                    assert not ways & set(triton_config.BY_HAND) or compute == (9, 0) and head_dim >= 64
+                    assert not in_gluon or compute == (9, 0) and head_dim >= 64
 
 
 @needs_triton
@@ -263,9 +168,8 @@ class Calls:
 
     def launches(self, name, taken):
         size = self.last(taken)
-        lists = SimpleNamespace(rows=size.rows, cols=size.cols if size != SHORT else 8)
-        one = triton.Launch(DEFAULT, lists, "descriptors cannot" if size == NO_FIT else None)
-        return [one]
+        schedule = SimpleNamespace(rows=size.rows, cols=size.cols if size != SHORT else 8)
+        return [triton.Launch(DEFAULT, schedule, "descriptors cannot" if size == NO_FIT else None)]
 
     def last(self, taken):
         return next(reversed(taken.values()), DEFAULT)
@@ -281,7 +185,7 @@ class Calls:
 
 
 SLOW, OFF, NAN, FAILS, NO_FIT, SHORT = (Sizes(16, cols, 4, 1) for cols in range(16, 22))
-BY_HAND = Sizes(128, 64, 4, 2, "gluon")
+IN_GLUON = Sizes(128, 64, 4, 2, "gluon")
 
 
 @needs_triton
@@ -290,56 +194,29 @@ def test_the_fastest_right_candidate_wins(monkeypatch):
     results = {DEFAULT: right, SLOW: right, OTHER: right, OFF: wrong, NAN: (torch.tensor([torch.nan] * 2),),
                FAILS: RuntimeError("out of\nresources"), NO_FIT: right, SHORT: right}  # fmt: skip
     seconds = {DEFAULT: 3.0, SLOW: 4.0, OTHER: 2.0}
-    (found,) = triton_tune._tuned(Calls(results), "forward", lambda call: seconds[call.size])
+    (found,) = triton_tune.tune_pass(Calls(results), "forward", lambda call: seconds[call.size])
     assert found.best == OTHER and found.seconds == seconds and found.default == DEFAULT
     assert found.refused == {
         OFF: "wrong result: off by 2.0e-01", NAN: "wrong result: off by nan",
         FAILS: "RuntimeError: out of resources", NO_FIT: "descriptors cannot",
-        SHORT: "the pattern's pieces are shorter than tiles of 16 x 21",
+        SHORT: "the row intervals of the pattern are shorter than tiles of 16 x 21",
     }  # fmt: skip
-    calls = Calls({DEFAULT: right, BY_HAND: RuntimeError("it was run")})
+    calls = Calls({DEFAULT: right, IN_GLUON: RuntimeError("it was run")})
     calls.tensors = (torch.zeros(1),)
-    monkeypatch.setattr(triton_tune, "trial", lambda use, size, device: "hangs")
-    (found,) = triton_tune._tuned(calls, "forward", lambda call: 1.0)
-    assert found.refused == {BY_HAND: "hangs"}
-    (found,) = triton_tune._tuned(Calls({DEFAULT: right, OTHER: right}), "forward", lambda call: 1.0)
+    monkeypatch.setattr(experimental, "trial", lambda use, size, device: "hangs")
+    (found,) = triton_tune.tune_pass(calls, "forward", lambda call: 1.0)
+    assert found.refused == {IN_GLUON: "hangs"}
+    (found,) = triton_tune.tune_pass(Calls({DEFAULT: right, OTHER: right}), "forward", lambda call: 1.0)
     assert found.best == DEFAULT
 
 
 @needs_triton
-def test_attention_takes_what_was_tuned(interpreted):
-    found = interpreted["tuned"]
+def test_attention_takes_what_was_tuned():
+    found = printed("plain")["tuned"]
     assert found["uses"] == ["forward, head_dim 64, float16, groups of 1"] and found["refused"] == []
-    want = [str(x) for x in triton_config.candidates("forward", 64, torch.float16, (9, 0))]
+    every = triton_config.candidates("forward", 64, torch.float16, (9, 0))
+    want = [str(x) for x in every if x.reads == "pointers"]
     assert found["timed"] == want and (found["before"], found["after"]) == (want[0], want[-1])
-
-
-@needs_triton
-def test_the_first_run_of_a_kernel_in_gluon_finds_a_wrong_one(interpreted):
-    found = interpreted["first run"]
-    assert found["right"] == [None] * 3 and found["wrong"].startswith("wrong result: off by ")
-    assert found["unfit"] == "the kernels in Gluon start from nothing"
-
-
-def test_descriptors_are_asked_for_what_they_cannot_read(monkeypatch):
-    monkeypatch.setattr(tile_schedule, "LONG", 1)
-    size, q = Sizes(16, 16, 4, 1, "descriptors"), torch.randn(1, 64, 2, 16)
-    pattern = Dilated([32, 64], [1, 2])
-
-    def why(q, pattern=pattern, size=size):
-        kernel = triton.TritonLists(lambda *_: size)
-        one, *more = kernel.launches("forward", q, q, q, pattern, False)
-        assert not more and (one.size.reads == "pointers") == (one.why is not None)
-        return one.why
-
-    assert why(q) is None
-    assert "are no block" in why(q[:, :63])
-    assert "are no block" in why(q, Dilated([32, 32], [1, 2], "head_groups"))
-    assert "shorter than tiles of 32 x 16" in why(q, Dilated([16], [1]), Sizes(32, 16, 4, 1, "descriptors"))
-    assert "head_dim of 2 to some power" in why(torch.randn(1, 64, 2, 24))
-    assert "strides of 16 bytes" in why(torch.randn(1, 64, 2, 18)[..., :16])
-    assert "strides of 16 bytes" in why(torch.randn(1, 64, 1, 16).expand(1, 64, 2, 16))
-    assert "strides of 16 bytes" in why(torch.randn(1 + 64 * 2 * 16)[1:].view(1, 64, 2, 16))
 
 
 def test_tuning_without_a_gpu_is_one_line(capsys):
@@ -365,7 +242,7 @@ def test_without_a_gpu_it_is_listed_and_refused():
 
 
 def test_what_it_cannot_serve_on_a_gpu_is_said(monkeypatch):
-    gpu, refuses = torch.device("cuda", 0), triton.TritonLists().refuses
+    gpu, refuses = torch.device("cuda", 0), triton.TritonKernel().refuses
     monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", None)
     assert refuses(gpu, torch.bfloat16, 64).startswith("triton is not installed (")

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import torch
-from ringlab.kernels import triton, triton_config
+from ringlab.kernels import experimental, triton, triton_config
 from ringlab.kernels.triton_config import Sizes
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take (CUDA programming guide)
@@ -18,9 +18,9 @@ RESULTS = ("out", "dq", "dk", "dv")  # the same, or fp32 where several launches 
 def resources(name: str, capability: int, head_dim: int, size: Sizes, dtype: str = "bf16", *, causal: bool = True,
               join: bool = False, mask: bool = True) -> dict[str, int]:  # fmt: skip
     """What a program takes: registers, stack, local and shared bytes, warps; and how often some instructions occur."""
-    if size.reads in triton_config.BY_HAND:
-        return by_hand(name, capability, head_dim, size, dtype, causal, join)
-    kernel = getattr(importlib.import_module(f"ringlab.kernels.{triton.CODE[name]}"), name)
+    if size.reads in experimental.IN_GLUON:
+        return in_gluon(name, head_dim, size, dtype, causal, join, capability)
+    kernel = getattr(triton.device_code(), name)
     kind, compute = torch.float32 if dtype == "fp32" else torch.bfloat16, divmod(capability, 10)
     fixed = {"ROWS": size.rows, "COLS": size.cols, "DIM": head_dim, "PAD": triton_config.padded(head_dim),
              "CAUSAL": causal, "JOIN": join, "PRECISION": triton_config.precision(head_dim, kind),
@@ -35,17 +35,17 @@ def resources(name: str, capability: int, head_dim: int, size: Sizes, dtype: str
     return used(kernel, kinds, fixed, capability, num_warps=size.warps, num_stages=size.stages)[0]
 
 
-def by_hand(name, capability, head_dim, size, dtype, causal, wide) -> dict[str, int]:
-    """The same of a kernel in Gluon; ``wide``: results in fp32."""
-    kernel = getattr(importlib.import_module(f"ringlab.kernels.{triton.BY_HAND_CODE[name]}"), name)
+def in_gluon(name, head_dim, size, dtype, causal, fp32: bool, capability) -> dict[str, int]:
+    """The same of a kernel in Gluon; ``fp32``: its results are."""
+    kernel = getattr(importlib.import_module("ringlab.kernels.experimental.gluon"), name)
     fixed = {"COLS": size.cols, "DIM": head_dim, "STEP": 4, "CAUSAL": causal, "STAGES": size.stages}
     kinds = {"scale": "fp32", "lse": "*fp32", "less": "*fp32", "tiles": "*i32", "entries": "*i32"}
-    kinds |= dict.fromkeys(RESULTS, "*fp32" if wide else f"*{dtype}")
+    kinds |= dict.fromkeys(RESULTS, "*fp32" if fp32 else f"*{dtype}")
     owned = ("k", "v") if name == "backward_kv" else ("q", "dout")
     for x in ELEMENTS:
-        rows = triton.GROUP_ROWS if x in owned else size.cols
-        kinds[x] = f"tensordesc<{dtype}[1, 1, 1, {rows}, {head_dim}],{triton.layout(head_dim, 16)!r}>"
-    return used(kernel, kinds, fixed, capability, num_warps=size.warps, maxnreg=triton.REGISTERS)[0]
+        rows = experimental.GROUP_ROWS if x in owned else size.cols
+        kinds[x] = f"tensordesc<{dtype}[1, 1, 1, {rows}, {head_dim}],{experimental.layout(head_dim, 16)!r}>"
+    return used(kernel, kinds, fixed, capability, num_warps=size.warps, maxnreg=experimental.REGISTERS)[0]
 
 
 def used(kernel, kinds: dict, fixed: dict, capability: int, **options) -> tuple[dict[str, int], str]:
@@ -99,10 +99,10 @@ def fed(name: str, found: dict[str, int], size: Sizes) -> bool:
 
     By hand, each of two groups waits as often as the source says, and computes while its products run.
     """
-    described, own = size.reads != "pointers", size.reads in ("specialized", *triton_config.BY_HAND)
+    described, own = size.reads != "pointers", size.reads in ("specialized", *experimental.IN_GLUON)
     waits = 4 if name == "forward" else 8
-    if size.reads in triton_config.BY_HAND:
+    if size.reads in experimental.IN_GLUON:
         waits = 2 * {"forward": 4, "backward_q": 7, "backward_kv": 5}[name]
     overlapped = (found["HGMMA"] > 0 or size.rows < 64) and found["WARPGROUP.DEPBAR"] <= waits
-    overlapped &= size.reads not in triton_config.BY_HAND or found["beside"] > 0.4
+    overlapped &= size.reads not in experimental.IN_GLUON or found["beside"] > 0.4
     return overlapped and (found["UTMALDG"] > 0) == described and found["warps"] == (12 if own else size.warps)

@@ -17,13 +17,15 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
-from ringlab import kernels
+from ringlab.kernels import experimental
 
-CODE, FORWARD, BACKWARD = (f"ringlab.kernels.experimental.gluon_{part}" for part in ("code", "forward", "backward"))
-SOURCES = {
-    name: (Path(kernels.__file__).parent / "experimental" / f"{name.rpartition('.')[2]}.py").read_text(encoding="utf-8")
-    for name in (CODE, FORWARD, BACKWARD)
-}
+NAME = f"{experimental.__name__}.gluon"
+SOURCE = (Path(experimental.__file__).parent / "gluon.py").read_text(encoding="utf-8")
+
+
+def running(change=lambda source: source, seed: int = 0):
+    """Context manager: the kernels in Gluon run on a machine, with their source changed."""
+    return mock.patch.dict(sys.modules, {NAME: Machine(change(SOURCE), seed)})
 
 
 class Hazard(AssertionError):
@@ -95,21 +97,13 @@ class Product:
 
 
 class Machine:
-    """Runs programs of a kernel one after the other, each with random turns.
+    """Runs programs of a kernel one after the other, each with random turns. Its attributes are the kernels."""
 
-    ``sources``: text by module, in the order in which they import each other; an attribute is a kernel of the last one.
-    """
-
-    def __init__(self, sources: dict[str, str], seed: int = 0):
+    def __init__(self, source: str = SOURCE, seed: int = 0):
         self.draw, self.written = random.Random(seed), {}
-        stood_in = self._gluon()
-        for name, source in sources.items():
-            made = ModuleType(name)
-            made.__package__ = name.rpartition(".")[0]
-            with mock.patch.dict(sys.modules, stood_in):
-                exec(compile(source, name, "exec"), made.__dict__)
-            stood_in[name] = made
-        self.code = made
+        self.code = ModuleType(NAME)
+        with mock.patch.dict(sys.modules, self._gluon()):
+            exec(compile(source, NAME, "exec"), self.code.__dict__)
 
     def __getattr__(self, kernel):
         return _Kernel(self, getattr(self.code, kernel))

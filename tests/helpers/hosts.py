@@ -1,33 +1,60 @@
-"""Shared by the tests that measure: one process that forks the workers of all their runs."""
+"""Workers for tests of sessions: real ones that measure the CPU's rates once, and made-up ones without a process."""
 
-import pytest
-from ringlab.measure import session, workers
+from ringlab.measure.workers import Workers
+
+RATES: dict[tuple, dict] = {}
 
 
-class SharedHost(workers.Host):
-    """The host of every session within its ``with`` block, as importing torch takes longer than what is measured.
+class OneProbe(Workers):
+    """Real workers; what the CPU's rates are is asked of the first that is to say."""
 
-    Its workers say once what the CPU's rates are.
+    def ask(self, command, timeout_s, **arguments):
+        if command != "probe":
+            return super().ask(command, timeout_s, **arguments)
+        names = tuple(arguments["dtypes"])
+        if names not in RATES:
+            RATES[names] = super().ask(command, timeout_s, **arguments)
+        return dict(RATES[names])
+
+
+COST = {"pairs": 1, "distinct_pairs": 1, "flops": 1, "folded_flops": 1, "floor_bytes": 8}
+REPLIES = {
+    "prepare": {"cost": COST, "errors": {"out": 0.0}, "tolerance": {"out": 1.0}, "warmups": 1, "known": {},
+                "memory": {"tracked_peak_bytes": 8, "floor_bytes": 8}},
+    "calibrate": {"estimate": 0.5, "warmups": 2, "loops": 1},
+    "sample": {"seconds": 0.5},
+    "probe": {"peaks": {"float32": [1e9, 1e9, 1e9]}},
+}  # fmt: skip
+
+
+class MadeUp:
+    """``workers`` of a session: answers each command at once, and keeps what was asked in ``asked``.
+
+    ``reply(system, command, arguments)`` changes a reply, or raises.
     """
 
-    def __enter__(self):
-        self.patch, ask, rates = pytest.MonkeyPatch(), workers.Handle.ask, {}
+    def __init__(self, reply=lambda system, command, arguments: {}):
+        self.reply, self.asked = reply, []
 
-        def remembered(handle, command, timeout_s, **arguments):
-            if command != "probe":
-                return ask(handle, command, timeout_s, **arguments)
-            names = tuple(arguments["dtypes"])
-            if names not in rates:
-                rates[names] = ask(handle, command, timeout_s, **arguments)
-            return dict(rates[names])
+    def __call__(self, settings, ranks=1):
+        point = settings.get("point", {"system": "probe"})
+        self.asked.append(("start", point))
+        return MadeUpWorkers(self, point)
 
-        self.patch.setattr(workers.Handle, "ask", remembered)
-        self.patch.setattr(session, "Host", lambda: self)
-        return self
+    @property
+    def started(self) -> list[str]:
+        """The systems whose processes were started, the probe's aside."""
+        return [point["system"] for command, point in self.asked if command == "start" and point["system"] != "probe"]
 
-    def __exit__(self, *_):
-        self.patch.undo()
-        super().close()
 
-    def close(self) -> None:
-        """The end of a run, and not of the host."""
+class MadeUpWorkers:
+    def __init__(self, owner: MadeUp, point: dict):
+        self.owner, self.point = owner, point
+
+    def ask(self, command, timeout_s, **arguments):
+        self.owner.asked.append((command, self.point))
+        found = {"status": "ok", "reason": "", "cpu_s": 0.0} | REPLIES.get(command, {})
+        return found | self.owner.reply(self.point["system"], command, arguments)
+
+    def close(self):
+        pass

@@ -1,10 +1,10 @@
 """Real runs: no number without a passed check, no failure that stops a run, no sample lost or counted twice."""
 
-import functools
 import itertools
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +14,11 @@ from statistics import median
 
 import pytest
 import torch
-from hosts import SharedHost
-from processes import rows_of
+from hosts import MadeUp, OneProbe
 from ringlab import patterns
-from ringlab.measure import STATUSES, Busy, Group, Interrupted, Point, load, ratio, run, select, sgemm, workers
+from ringlab.measure import STATUSES, Busy, Group, Point, load, ratio, run, select, sgemm, workers
+from ringlab.ring import processes
+from started import alive, gone, rows_of
 
 from ringlab.measure import session, provenance, store, timing  # isort: skip
 
@@ -27,7 +28,7 @@ import torch
 from dataclasses import replace
 from pathlib import Path
 from ringlab import attention
-from ringlab.measure.systems import System
+from ringlab.measure.systems import Refused, System
 
 HERE = Path(__file__).parent
 
@@ -48,6 +49,8 @@ def short(p, d): return system(lambda q, k, v: (right(q, k, v)[0][:, :-1], None)
 def bad_grad(p, d): return system(lambda q, k, v: (right(q, k, v)[0] + 0.1 * (q - q.detach()), None), p, d)
 def raises(p, d): return system(lambda q, k, v: 1 / 0, p, d)
 def refuses(p, d): raise NotImplementedError("needs another machine")
+def declines(p, d): raise Refused("not this pattern")
+def buggy(p, d): return system(lambda q, k, v: int("x"), p, d)
 def starves(p, d): return system(lambda q, k, v: (torch.ones(1 << 31, dtype=torch.uint8), None), p, d)
 def exhausted(p, d): raise MemoryError
 def too_fast(p, d): return system(right, p, d, folded_flops=10**18)
@@ -73,7 +76,6 @@ def slow(p, d):
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
-QUIET = session.CROWDED
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,19 +86,13 @@ def broken(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
         patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
+        patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         yield folder
 
 
-@pytest.fixture(autouse=True, scope="module")
-def host(broken):
-    """The host of all runs but those that are about theirs."""
-    with SharedHost() as host:
-        yield host
-
-
-def measure(groups, folder, **how):
-    return run(groups, folder, **{"profile": "cpu"} | how)
+def measure(groups, folder, force=False, minutes=None, workers=OneProbe, **how):
+    return session.Session(folder, **{"profile": "cpu", "workers": workers} | how).run(groups, force, minutes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,6 +108,8 @@ VERDICTS = {
     "aborts": ("crashed", "the worker was ended by SIGABRT"),
     "killed": ("crashed", "the worker was ended by SIGKILL (the system may have run out of memory)"),
     "refuses": ("unsupported", "needs another machine"),
+    "declines": ("unsupported", "not this pattern"),
+    "buggy": ("crashed", "ValueError: invalid literal"),
     "exhausted": ("oom", "MemoryError"),
     "starves": ("oom", "can't allocate memory"),
     "too_fast": ("suspect", "is below its bound of"),
@@ -142,7 +140,7 @@ def test_what_cannot_be_quoted_says_why(measured, system):
     row = found(measured, "table", system=f"broken:{system}")
     assert row.status == status and said in row.reason and "\n" not in row.reason
     assert (row.median is not None) == (status == "suspect"), "no time without a passed check"
-    assert row.final == (system not in ("aborts", "killed")), "killed from outside, perhaps: worth another try"
+    assert row.final == (status != "crashed"), "a fault is tried again, a refusal is not"
 
 
 def test_a_right_system_is_checked_then_timed(measured):
@@ -199,14 +197,6 @@ def test_rows_say_where_they_come_from_and_not_on_which_host(measured):
 # again
 
 
-def asked(monkeypatch) -> list:
-    """Which (group, points) a run would have measured."""
-    todo = []
-    monkeypatch.setattr(session.Session, "run_group", lambda self, group, points, earlier: todo.append(
-        (group.name, points)))  # fmt: skip
-    return todo
-
-
 def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, capsys):
     folder, results = measured
     rows = (folder / store.NAME).read_text().splitlines(keepends=True)
@@ -221,59 +211,49 @@ def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, 
     bad = [line for line in lines if not line.endswith("}")]
     assert len(bad) == 1 and bad[0] == text.splitlines()[-1], "the next row starts on a fresh line"
 
-    todo = asked(monkeypatch)
-    assert measure([ALONE], tmp_path) == again and not todo, "all done: no process"
-    measure([ALONE], tmp_path, rehearsal=True)
-    assert todo.pop() == ("alone", [TINY, CAUSAL]), "a rehearsal's rows are not real ones"
-    measure([ALONE], tmp_path, force=True)
-    assert todo.pop() == ("alone", [TINY, CAUSAL])
+    def started(**how) -> list[str]:
+        shutil.copy(tmp_path / store.NAME, (other := tmp_path / "other") / store.NAME)
+        measure([ALONE], other, workers=(made := MadeUp()), **how)
+        return made.started
+
+    (tmp_path / "other").mkdir()
+    assert measure([ALONE], tmp_path) == again and started() == [], "all done: no process"
+    assert started(rehearsal=True) == ["ringlab"] * 2, "a rehearsal's rows are not real ones"
+    assert started(force=True) == ["ringlab"] * 2
     monkeypatch.setattr(provenance, "engine_hash", lambda: "another")
-    measure([ALONE], tmp_path)
-    assert todo.pop() == ("alone", [TINY, CAUSAL])
+    assert started() == ["ringlab"] * 2
 
 
-def test_only_the_points_that_were_killed_are_tried_again(measured, monkeypatch):
-    todo = asked(monkeypatch)
-    measure([TABLE, CHECKED], measured[0])
-    assert [(name, [p.system for p in points]) for name, points in todo] == [
-        ("table", ["broken:aborts", "broken:killed"])]  # fmt: skip
+def test_only_what_crashed_is_tried_again(measured, tmp_path):
+    shutil.copy(measured[0] / store.NAME, tmp_path)
+    measure([TABLE, CHECKED], tmp_path, workers=(made := MadeUp()))
+    assert made.started == [f"broken:{name}" for name, (status, _) in VERDICTS.items() if status == "crashed"]
 
 
 def test_processes_of_a_gpus_group_start_side_by_side(tmp_path, monkeypatch):
-    calls, start, step = [], session.Session._start_point, session.Session._step
     monkeypatch.setattr(session, "EARLY", ("cpu",))
-    monkeypatch.setattr(session.Session, "_start_point", lambda self, *a: (calls.append("start"), start(self, *a))[1])
-    monkeypatch.setattr(session.Session, "_step", lambda self, group, member, command, *a, **k: (
-        calls.append(command), step(self, group, member, command, *a, **k))[1])  # fmt: skip
-    results = measure([Group("both", [TINY, TINY.but(system="nothing"), CAUSAL], timed=False)], tmp_path)
-    assert calls == ["start"] * 3 + ["prepare"] * 3
+    points = [TINY, TINY.but(system="nothing"), CAUSAL]
+    results = measure([Group("both", points, timed=False)], tmp_path, workers=(made := MadeUp()))
+    assert [command for command, _ in made.asked] == ["start"] * 3 + ["prepare"] * 3
+    results = measure([Group("real", points, timed=False)], tmp_path)
     assert [r.status for r in results] == ["ok", "unsupported", "ok"] and results[0].errors["out"] <= 5e-6
     assert [r.reason[:24] for r in results] == ["", "unknown system 'nothing'", ""]
 
 
-def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(measured, tmp_path, monkeypatch, capsys):
-    folder, results = measured
-    begun, now = [], [100.0]
+def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(tmp_path, capsys):
+    now, groups = [100.0], [Group(name, [TINY], timed=False) for name in "abc"]
 
-    def run_group(self, group, points, earlier):
-        begun.append(group.name)
-        now[0] += 45.0
+    def begun(minutes, reply=lambda *_: now.__setitem__(0, now[0] + 45.0) or {}):
+        made = MadeUp(reply)
+        found = measure(groups, tmp_path, workers=made, clock=lambda: now[0], minutes=minutes)
+        return len(made.started), [r.group for r in found]
 
-    monkeypatch.setattr(session.Session, "run_group", run_group)
-    monkeypatch.setattr("ringlab.measure.runner.time.monotonic", lambda: now[0])
-    three = [ALONE, CHECKED, TABLE]
-    measure(three, tmp_path, minutes=1.0)
-    assert begun == ["alone", "checked"]
-    said = f"1 minutes are over: {len(TABLE.points)} points are left, of table; run again to go on\n"
-    assert capsys.readouterr().err.endswith(said)
-    measure(three, tmp_path, minutes=0.1)
-    assert begun.pop() == "alone", "one always is"
-    rows = (folder / store.NAME).read_text().splitlines(keepends=True)
-    (tmp_path / store.NAME).write_text("".join(row for row in rows if select(results, "alone")[0].run in row))
-    begun.clear()
-    assert measure(three, tmp_path, minutes=0.1) == select(results, "alone") and begun == ["checked"]
+    assert begun(1.0) == (2, ["a", "b"])
+    assert capsys.readouterr().err.endswith("1 minutes are over: 1 points are left, of c; run again to go on\n")
+    groups.append(Group("d", [TINY], timed=False))
+    assert begun(0.1) == (1, ["a", "b", "c"]), "one always is"
     with pytest.raises(ValueError, match="minutes must be positive, got 0"):
-        measure(three, tmp_path, minutes=0)
+        begun(0)
 
 
 STOPS = (signal.SIGINT, signal.SIGKILL)
@@ -296,13 +276,6 @@ for points, folder in json.loads(sys.argv[1]):
 print(json.dumps(children), flush=True)
 print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken):
@@ -333,9 +306,7 @@ def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken)
             assert said[-1] == "interrupted: 0 points and the finished samples of others are kept; run again to go on"
         assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left)")
         assert not [line for line in said if "Traceback" in line]
-    while any(map(alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(alive, workers)), "workers end with their runner"
+    assert gone(workers, 60.0), "workers end with their session"
 
     for points, folder in zip(SLOW, folders):
         before = rows_of(folder, "sample")
@@ -360,44 +331,49 @@ def test_a_point_that_never_ends_is_timed_out(tmp_path):
     assert time.monotonic() - start < 60
 
 
-def test_a_host_that_cannot_start_or_talks_nonsense(tmp_path, monkeypatch):
+def test_a_server_of_processes_that_cannot_start(tmp_path, monkeypatch):
     script = "import sys; print('no', file=sys.stderr); sys.exit('ImportError: no torch')"
-    host = functools.partial(workers.Host, command=[sys.executable, "-c", script])
-    monkeypatch.setattr(session, "Host", host)
+    monkeypatch.setattr(processes, "_server", None)
+    monkeypatch.setattr(processes.ForkServer, "COMMAND", [sys.executable, "-c", script])
     results = measure([Group("g", [TINY, sgemm(8)])], tmp_path)
     assert [r.status for r in results] == ["crashed"] * 2 and not results[0].final
     assert results[0].reason == "the worker ended with exit code 1: ImportError: no torch"
 
 
-def test_a_host_that_dies_is_started_again(tmp_path, monkeypatch, host):
-    hosts = []
+@pytest.mark.parametrize("when", ["start", "sample"])
+def test_a_server_of_processes_that_is_killed_is_started_again(when, tmp_path, monkeypatch):
+    """Its workers live on."""
+    monkeypatch.setattr(processes, "_server", None)
+    begun = []
 
-    class Mortal(workers.Host):
-        def ask(self, message, descriptors=()):
-            reply = super().ask(message, descriptors)
-            if message["do"] == "spawn":
-                self.process.kill()
-            return reply
+    class Mortal(OneProbe):
+        def __init__(self, *settings):
+            super().__init__(*settings)
+            self.kill("start")
 
-    monkeypatch.setattr(session, "Host", lambda: hosts.append(host if hosts else Mortal()) or hosts[-1])
-    results = measure([Group("g", [TINY, CAUSAL, sgemm(8)], timed=False)], tmp_path)
-    assert [r.status for r in results] == ["ok", "crashed", "ok"] and len(hosts) == 2
-    assert "SIGKILL" in results[1].reason and not results[1].final
+        def ask(self, command, timeout_s, **arguments):
+            self.kill(command)
+            return super().ask(command, timeout_s, **arguments)
+
+        def kill(self, command):
+            begun.append(command)
+            if command == when and begun.count(when) == 2:
+                processes._server.process.kill()
+                processes._server.process.wait()
+
+    results = measure([Group("g", [TINY, CAUSAL, sgemm(8)]), Group("h", [TINY])], tmp_path, workers=Mortal)
+    assert [r.status for r in results] == ["ok"] * 4
 
 
-def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, monkeypatch, capsys):
-    ask = workers.Handle.ask
-
-    def dying(self, command, timeout_s, **arguments):
+def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
+    def reply(system, command, arguments):
         if command == "probe":
-            raise workers.Died("crashed", "a bad day", False)
-        return ask(self, command, timeout_s, **arguments)
+            raise workers.Died("crashed", "a bad day")
+        return {}
 
-    monkeypatch.setattr(workers.Handle, "ask", dying)
-    group, long = Group("g", [TINY], rounds=23), Group("long", [TINY], sample_s=10 * timing.MIN_SAMPLE_S)
-    result, other = measure([group, long], tmp_path)
-    assert len(result.seconds) == 23 > timing.MAX_SAMPLES, "as many rounds as the group asks for"
-    assert other.loops > 3 * result.loops and len(other.seconds) < 23, "as long samples, and fewer of them"
+    group, long = Group("g", [TINY], rounds=23), Group("long", [TINY], sample_s=2.0)
+    result, other = measure([group, long], tmp_path, workers=MadeUp(reply))
+    assert len(result.seconds) == 23 > len(other.seconds), "as many rounds as the group asks for"
     assert len({g.composition(TINY) for g in (group, long, Group("g", [TINY]))}) == 3
     assert result.status == "ok" and result.median and result.bound_seconds is None
     assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
@@ -414,54 +390,41 @@ def test_progress_is_a_line_a_group_and_a_point(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_progress_in_a_pipe_says_at_times_what_is_at_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(session, "EVERY_S", 0.0)
-    measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True)
+def test_progress_in_a_pipe_says_at_times_what_is_at_work(tmp_path, capsys):
+    clock = itertools.count(0, 11)
+    measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True, workers=MadeUp(), clock=lambda: next(clock))
     lines = capsys.readouterr().err.splitlines()
     assert any(line.startswith("g: prepare ringlab") and line.endswith(" left)") for line in lines)
-    assert any(line.startswith("g: round 2 of ") and line.endswith(" left)") for line in lines)
+    assert any(line.startswith("g: round ") and " of 6 (" in line and line.endswith(" left)") for line in lines)
 
 
-def test_times_taken_beside_other_work_are_marked(tmp_path, capsys, monkeypatch):
-    clock = itertools.count(0, 1000.0)  # others use a thousand seconds of CPU time in each sample
-    monkeypatch.setattr(session.Neighbours, "busy", staticmethod(lambda: next(clock)))
-    monkeypatch.setattr(session, "LEAST_S", 0.0)
-    monkeypatch.setattr(session, "CROWDED", QUIET)
-    (result,) = measure([Group("g", [TINY])], tmp_path, progress=True)
-    assert result.unstable and result.provenance["crowded"] and result.provenance["others_cores"] > 1
-    assert "so that these times are too long" in capsys.readouterr().err
-
-
-def test_others_are_the_busy_time_that_is_not_ours(monkeypatch, tmp_path):
-    stat, wall, own, workers = tmp_path / "stat", [0.0], [0.0], [0.0]
-    monkeypatch.setattr(session, "STAT", stat)
-    monkeypatch.setattr(session, "CROWDED", QUIET)
-    monkeypatch.setattr(session.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(session.time, "monotonic", lambda: wall[0])
-    monkeypatch.setattr(session.time, "process_time", lambda: own[0])
-    tick = os.sysconf("SC_CLK_TCK")
+def test_others_are_the_busy_time_that_is_not_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "CONTENTION", 0.1)  # other tests run beside this one, and do not count
+    stat, wall, ours, tick = tmp_path / "stat", [0.0], [0.0], os.sysconf("SC_CLK_TCK")
 
     def busy(user, idle, stolen=0):
         stat.write_text(f"cpu  {user * tick} 0 0 {idle * tick} 0 0 0 {stolen * tick} 0 0\ncpu0 0\n")
 
-    others = session.Neighbours(threads=3)
+    def contention():
+        return session.CpuContention(threads=3, cores=4, stat=stat, clock=lambda: wall[0])
+
+    others = contention()
     busy(10, 50)
-    with others.watched(lambda: workers[0]):  # 6 seconds busy: 2 of the workers, 1 our own, 1 stolen
+    with others.watched(lambda: ours[0]):  # 6 seconds busy: 3 of them ours, 1 stolen
         busy(15, 90, stolen=1)
-        wall[0], own[0], workers[0] = 2.0, 1.0, 2.0
-    assert others.cores == 1.5 and others.crowded, "2.5 cores for 3 threads"
-    with others.watched():
+        wall[0], ours[0] = 2.0, 3.0
+    assert others.cores == 1.5 and others.high, "2.5 cores for 3 threads"
+    with others.watched(lambda: ours[0]):
         wall[0] = 8.0
-    assert others.cores == 0.38 and not others.crowded
-    short = session.Neighbours(threads=3)
-    with short.watched():
+    assert others.cores == 0.38 and not others.high
+    with (short := contention()).watched():
         busy(99, 90)
         wall[0] += 0.5
-    assert short.cores is None and not short.crowded, "too short to tell"
+    assert short.cores is None and not short.high, "too short to tell"
     stat.unlink()
-    with (alone := session.Neighbours(threads=3)).watched():
+    with (alone := contention()).watched():
         wall[0] += 5.0
-    assert alone.cores is None and not alone.crowded
+    assert alone.cores is None and not alone.high
 
 
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
@@ -469,28 +432,31 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
         measure([ALONE], tmp_path)
 
 
-def test_interrupted_is_a_keyboard_interrupt():
-    with pytest.raises(KeyboardInterrupt):
-        raise Interrupted("is one")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # what a later run does not take as done
 
 
-def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, monkeypatch, capsys):
+def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, capsys):
+    class Crowded(session.CpuContention):
+        cores, high = 1.5, True
+
+        @classmethod
+        def now(cls, threads):
+            return cls(threads)
+
+    class Quiet(Crowded):
+        high = False
+
     group = Group("g", [TINY])
-    monkeypatch.setattr(session.Neighbours, "crowded", True)
-    monkeypatch.setattr(session.Neighbours, "cores", 1.5)
-    monkeypatch.setattr(session.Neighbours, "now", session.Neighbours)  # a second each to look on for the above
-    (first,) = measure([group], tmp_path)
-    assert first.unstable and first.bound_seconds is None, "rates that others disturb give no bound"
-    (kept,) = measure([group], tmp_path, progress=True)
+    (first,) = measure([group], tmp_path, workers=MadeUp(), contention=Crowded)
+    assert first.unstable and first.provenance["crowded"] and first.provenance["others_cores"] == 1.5
+    assert first.bound_seconds is None, "rates that others disturb give no bound"
+    assert "so that these times are too long" in capsys.readouterr().err
+    (kept,) = measure([group], tmp_path, workers=MadeUp(), contention=Crowded, progress=True)
     assert kept.run == first.run and "rows that other work disturbed are kept" in capsys.readouterr().err
-    monkeypatch.setattr(session.Neighbours, "crowded", False)
-    (again,) = measure([group], tmp_path)
+    (again,) = measure([group], tmp_path, workers=MadeUp(), contention=Quiet)
     assert again.run != first.run and again.bound_seconds
-    assert measure([group], tmp_path)[0].run == again.run
+    assert measure([group], tmp_path, workers=MadeUp(), contention=Quiet)[0].run == again.run
 
 
 def test_a_time_that_was_too_short_is_tried_again_with_more(tmp_path):
@@ -513,21 +479,3 @@ def test_a_run_that_cannot_be_is_one_line(tmp_path, groups, more, why):
     with pytest.raises(ValueError, match=why):
         run(groups, tmp_path, **({"profile": "cpu"} | more))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_host_that_is_killed_costs_the_points_on_their_way(tmp_path, monkeypatch, host):
-    """Its workers live on, and closing them may not take its closed channel for a folder that cannot be written."""
-    step, done, hosts = session.Session._step, [], [host, workers.Host()]
-    monkeypatch.setattr(session, "Host", hosts.pop)
-
-    def killing(self, group, member, command, *rest, **more):
-        done.append(command)
-        if done.count("sample") == 2 and command == "sample":
-            self.host.process.kill()
-            self.host.process.wait()
-            self.close()
-        return step(self, group, member, command, *rest, **more)
-
-    monkeypatch.setattr(session.Session, "_step", killing)
-    results = measure([Group("g", [TINY, CAUSAL])], tmp_path)
-    assert len(results) == 2 and {r.status for r in results} <= {"ok", "crashed"}

@@ -4,9 +4,10 @@ import pytest
 import torch
 from ringlab import block_patterns, patterns
 from ringlab.measure import Point, peers, sgemm
-from ringlab.measure.systems import BLOCK_SPARSE, SYSTEMS, build
+from ringlab.measure.systems import BLOCK_SPARSE, SYSTEMS, Refused, build
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
+PUBLISHED = patterns.Dilated([16, 32], [1, 2], "head_groups", "branch")
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
 
 
@@ -74,10 +75,16 @@ def test_inputs_come_from_the_points_own_seed():
         ({"system": "RingDilatedAttentionV2Flash"}, "head groups with offsets by branch"),
         ({"system": "BlockSparseOptimized"}, "BlockSparseOptimized computes block-sparse patterns, not dilated"),
         ({"system": "flex"}, "flex computes block-sparse patterns, not dilated"),
+        ({"system": "cache_workload"}, "looks block-sparse patterns up"),
+        ({"system": "adaptive", "batch": 2, "options": {"block_size": 16, "top_k": 3}}, "is measured with batch 1"),
+        ({"system": "adaptive", "world_size": 2}, "adaptive runs on one device, not on 2 ranks"),
+        ({"system": "pool_workload", "options": {"size": 3}}, "pool_workload has no option 'size'"),
+        ({"options": {"blocks": "odd"}}, "blocks"),
+        ({"system": "RingDilatedAttentionSDPA", "pattern": PUBLISHED, "options": {"ring_size": 0}}, "ring_size"),
     ],
 )
 def test_a_point_that_makes_no_sense_is_refused_in_one_line(changes, said):
-    with pytest.raises(ValueError, match="^[^\n]*$") as error:
+    with pytest.raises(Refused, match="^[^\n]*$") as error:
         build(TINY.but(**changes), "cpu")
     assert said in str(error.value)
 

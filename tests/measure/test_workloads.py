@@ -77,14 +77,3 @@ def test_chosen_blocks_are_checked_with_their_choice(causal, monkeypatch):
     choose = adaptive.choose
     monkeypatch.setattr(adaptive, "choose", lambda z, *rest: choose(-z, *rest))
     assert system.check(given, system.run(given))[0]["out"] == float("inf"), "the worst blocks, consistently"
-
-
-@pytest.mark.parametrize("point, why", [
-    (LOOKUP.but(pattern=patterns.Dense()), "looks block-sparse patterns up"),
-    (CHOSEN.but(batch=2), "adaptive is measured with batch 1"),
-    (CHOSEN.but(world_size=2), "adaptive runs on one device, not on 2 ranks"),
-    (SCRATCH.but(options={"size": 3}), "pool_workload has no option 'size'"),
-])  # fmt: skip
-def test_bad_points_are_refused(point, why):
-    with pytest.raises(ValueError, match=why):
-        build(point, "cpu")

@@ -11,7 +11,6 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from processes import make
 from reporting import made_up, whole_suite, write_rows
 from ringlab import cli
 from ringlab.measure import Group, Point, ratio, stats
@@ -19,6 +18,7 @@ from ringlab.patterns import Dilated
 from ringlab.report import compare_chance
 from ringlab.report.compare import compare
 from ringlab.report.compare_sides import read_side
+from started import make
 
 PATTERN = Dilated([64, 128], [1, 2])
 GROUP = Group("lengths", tuple(Point("ringlab", PATTERN, seq_len=256 * n) for n in range(1, 9)))

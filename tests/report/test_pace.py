@@ -9,7 +9,7 @@ from reporting import write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point, stats
 from ringlab.patterns import Dense, Dilated
-from ringlab.report import compare_sides, findings, pace, reading, study
+from ringlab.report import compare_sides, findings, pace, reading, study, verdicts
 
 CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [Point("dense_sdpa", Dense())]
 
@@ -53,6 +53,21 @@ def test_intervals_of_two_runs_at_other_paces_meet_only_when_widened():
 
     assert agree(first, second) < 0.3
     assert agree(*(pace.widened(rows, pace.spread(rows)) for rows in (first, second))) >= 0.9
+
+
+def test_an_interval_is_widened_by_both_errors_together():
+    one = row(CALLS[0], "group", 1.0)
+    one = replace(one, ci=(one.median * math.exp(-0.03), one.median * math.exp(0.03)))
+    (wide,) = pace.widened([one], 0.04 / pace.NORMAL)
+    assert [abs(math.log(end / one.median)) for end in wide.ci] == pytest.approx([0.05, 0.05])
+
+
+def test_a_verdict_includes_what_the_same_work_differs_by():
+    clear = stats.Ratio(2.0, 1.9, 2.1, 10, True)
+    assert verdicts.by_interval(clear, 1.85, 2.15, "it").word == "reproduced"
+    assert verdicts.by_interval(clear, 2.2, 3.0, "it").word == "refuted"
+    for low, high in ((1.85, 2.15), (2.2, 3.0)):
+        assert verdicts.by_interval(replace(clear, resolution=1.1), low, high, "it").word == "undecided"
 
 
 def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):

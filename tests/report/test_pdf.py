@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import gone
 from ringlab import cli, hardware
 from ringlab.report import pdf
 from ringlab.report.places import ReportError, UsageError
+from started import gone
 
 CPU = hardware.Machine(cpu_model="a CPU", cores=2)
 PAGE = "<!DOCTYPE html><html lang='en'><title>A report</title><p>hello <img alt='' src='http://example.invalid/x.png'>"

@@ -5,22 +5,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from processes import alive, gone
 from ring_cases import (
+    fails_in_its_own_way,
     fault,
     late_rank,
     returns_what_cannot_be_had,
+    sleeps,
     starts_a_child_and_raises,
 )
 from ringlab.patterns import Dilated
 from ringlab.ring import contiguous, launch
-from ringlab.ring import launch as forked
 from ringlab.ring.launch import RankFailed
+from started import alive, gone
 
 PATTERN = Dilated([8, 24], [1, 2])
 FAULTS = {
@@ -28,7 +28,6 @@ FAULTS = {
     "kill": "rank 1 was ended by SIGKILL before it was done",
     "leave": "rank 1 left with exit code 0 before it was done",
     "hang": "rank 1 hangs: after 3 s it has begun 0 exchanges, others 1",
-    "ahead": "rank 1 hangs: after 3 s it has begun 6 exchanges, others 5",
     "other shapes": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
     "heads is 4 / 4 on rank 1, 2 / 2 on the others",
     "other scheme": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
@@ -42,40 +41,48 @@ FAULTS = {
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
-    timeout_s = 3.0 if kind in ("hang", "ahead") else 60.0
-    forked.launch(dist.get_rank, 3)  # the forkserver is there
+    timeout_s = 3.0 if kind == "hang" else 60.0
+    launch.launch(dist.get_rank, 3)  # the forkserver is there
     start = time.monotonic()
     with pytest.raises(RankFailed) as failure:
-        forked.launch(fault, 3, kind, PATTERN, contiguous(24, 3), timeout_s=timeout_s)
+        launch.launch(fault, 3, kind, PATTERN, contiguous(24, 3), timeout_s=timeout_s)
     assert time.monotonic() - start < timeout_s + 2
     assert str(failure.value) == FAULTS[kind] and failure.value.rank == 1
     shown = "".join(getattr(failure.value, "__notes__", [])) + capfd.readouterr().err
     assert shown.count("Traceback") == ("raise" in FAULTS[kind] or "differs" in FAULTS[kind]), "the culprit's alone"
 
 
-def clock_past_joining(monkeypatch, launcher, counts: list[int]) -> None:
-    """The launcher's clock is past the time to join once ranks have come so far: a busy machine lets that take long."""
-    read, seen = launch.beats, []
+OWN = {
+    "peer": "rank 1 raised RuntimeError: peer table is empty",
+    "gloo": "rank 1 raised RuntimeError: connection of the nccl experiment timed out",
+    "interrupt": "rank 1 raised KeyboardInterrupt: ",
+    "exit": "rank 1 left with exit code 7 before it was done",
+}
 
-    def beats(folder, ranks):
-        seen.append(read(folder, ranks))
-        return seen[-1]
 
-    def monotonic():
-        return time.monotonic() + launch.JOIN_S * (seen[-1:] == [counts])
+@pytest.mark.parametrize("kind", OWN)
+def test_an_error_of_a_ranks_own_is_not_taken_for_that_of_another(kind):
+    """Whatever its words; the other rank waits meanwhile, and sees it go."""
+    with pytest.raises(RankFailed) as failure:
+        launch.launch(fails_in_its_own_way, 2, kind)
+    assert str(failure.value) == OWN[kind] and failure.value.rank == 1
 
-    monkeypatch.setattr(launch, "beats", beats)
-    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+
+def test_ranks_that_all_hang_end_in_time(tmp_path):
+    launch.launch(dist.get_rank, 2)  # the server is there
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="hangs: after 6 s it has begun 0 exchanges, others 0"):
+        launch.launch(sleeps, 2, str(tmp_path), timeout_s=6.0)
+    assert 6 <= time.monotonic() - start < 12
 
 
 def test_a_rank_that_never_joins_is_named(monkeypatch):
-    monkeypatch.setattr(forked, "_rank", late_rank)
-    clock_past_joining(monkeypatch, forked, [launch.WAITING, launch.ABSENT, launch.WAITING])
-    start = time.monotonic()
+    launch.launch(dist.get_rank, 3)
+    monkeypatch.setattr(launch, "_rank", late_rank)
+    monkeypatch.setattr(launch, "JOIN_S", 8.0)
     with pytest.raises(RankFailed) as failure:
-        forked.launch(dist.get_rank, 3)
-    assert time.monotonic() - start < launch.JOIN_S, "nothing waits on for a rank that is late"
-    assert str(failure.value) == "rank 1 has not joined within 60 s" and failure.value.rank == 1
+        launch.launch(dist.get_rank, 3)
+    assert str(failure.value) == "rank 1 has not joined within 8 s" and failure.value.rank == 1
 
 
 CALLER = """
@@ -91,7 +98,7 @@ def parent(pid: int) -> int:
 
 
 def sleeping(folder) -> tuple[int, list[int]]:
-    """The process that started two ranks which never end, and theirs, once they are there."""
+    """The process that forked two ranks which never end, and theirs, once they are there."""
     deadline, files = time.monotonic() + 90, [folder / f"{rank}.pid" for rank in range(2)]
     while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -106,35 +113,33 @@ def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
     paths = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": paths},
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    forkserver, ranks = sleeping(tmp_path)
+    server, ranks = sleeping(tmp_path)
     process.kill()
-    assert gone([forkserver, *ranks], 5.0)
+    assert gone([server, *ranks], 60.0)  # at once; a busy machine may take its time
     assert process.wait(5) != 0
 
 
 def test_as_many_ranks_as_memory_and_open_files_allow(monkeypatch):
-    assert forked.most_ranks() > 2
+    assert launch.most_ranks() > 2
     for memory, files, most in ((1 << 30, 1024, 128), (1 << 30, 64, 32), (None, 64, 32), (1 << 30, -1, 128)):
-        monkeypatch.setattr(forked.host, "ram_bytes", lambda read, memory=memory: memory)
-        monkeypatch.setattr(forked.resource, "getrlimit", lambda which, files=files: (files, files))
-        assert forked.most_ranks() == most
+        monkeypatch.setattr(launch, "ram_bytes", lambda read, memory=memory: memory)
+        monkeypatch.setattr(launch.resource, "getrlimit", lambda which, files=files: (files, files))
+        assert launch.most_ranks() == most
 
 
-BARE = "import torch.distributed as dist\nfrom ringlab.ring.launch import launch\nlaunch(dist.get_rank, 2)\n"
+BARE = "import torch.distributed as dist\nfrom ringlab.ring.launch import launch\nprint(launch(dist.get_rank, 2))\n"
 
 
-def test_a_script_without_its_guard_is_told_so_once(tmp_path):
+def test_a_script_needs_no_guard(tmp_path):
     (tmp_path / "script.py").write_text(BARE)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
-    said = "left with exit code 1 before it was done: it never began; a script must call launch under `if __name__ =="
-    assert said in done.stderr.splitlines()[-1]
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
 
 
 def test_a_function_of_a_cell_is_refused():
     with pytest.raises(ValueError, match="put it into a module"):
-        forked.launch(lambda: 0, 2)
+        launch.launch(lambda: 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -159,26 +164,24 @@ def test_a_function_of_a_cell_is_refused():
     ],
 )
 def test_what_cannot_be_launched_is_one_line(function, args, more, why):
+    ranks = more.get("ranks", 2)
     with pytest.raises(ValueError, match=why) as failure:
-        forked.launch(function, *(more.get("ranks", 2), *args), **{k: v for k, v in more.items() if k != "ranks"})
+        launch.launch(function, ranks, *args, **{k: v for k, v in more.items() if k != "ranks"})
     assert "\n" not in str(failure.value)
 
 
-@pytest.mark.parametrize(
-    "launch, how, why",
-    [
-        (forked.launch, "sent", "^rank 1 raised TypeError: its result, of type lock, cannot be sent back: "
-         "TypeError: cannot pickle '_thread.lock' object"),
-        (forked.launch, "read", "^rank 1 returned what cannot be read back: TypeError: TwoParts"),
-    ],
-)  # fmt: skip
-def test_a_result_that_cannot_come_back_names_its_rank_and_why(launch, how, why):
+@pytest.mark.parametrize("how, why", [
+    ("sent", "^rank 1 raised TypeError: its result, of type lock, cannot be sent back: "
+     "TypeError: cannot pickle '_thread.lock' object"),
+    ("read", "^rank 1 returned what cannot be read back: TypeError: TwoParts"),
+])  # fmt: skip
+def test_a_result_that_cannot_come_back_names_its_rank_and_why(how, why):
     with pytest.raises(RankFailed, match=why) as failure:
-        launch(returns_what_cannot_be_had, 2, how)
+        launch.launch(returns_what_cannot_be_had, 2, how)
     assert failure.value.rank == 1 and "\n" not in str(failure.value)
 
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
     with pytest.raises(RankFailed, match="rank 1 raised"):
-        forked.launch(starts_a_child_and_raises, 2, str(tmp_path / "child"))
-    assert gone([int((tmp_path / "child").read_text())], 5.0)
+        launch.launch(starts_a_child_and_raises, 2, str(tmp_path / "child"))
+    assert gone([int((tmp_path / "child").read_text())], 60.0)

@@ -10,8 +10,7 @@ import torch
 from reporting import GOOD, made_up, whole_suite
 from ringlab import Dense, Dilated, Evidence, Execution, Simulated, advise, cli, hardware
 from ringlab.advise import ladder, local
-from ringlab.advise.render import duration, size
-from ringlab.cost import count_pairs
+from ringlab.cost import count_pairs, format_bytes, format_seconds
 from ringlab.estimate import estimate, longest
 from ringlab.measure import Group, Point
 from ringlab.nn import MultiheadAttention
@@ -288,9 +287,9 @@ def test_what_is_given_stays_and_an_advice_is_taken_as_it_is():
     "arguments, message",
     [
         (dict(ranks=0), "ranks must be a positive integer, got 0"),
-        (dict(seq_len=0), "seq_len must be a positive integer, got 0"),
+        (dict(seq_len=0), "seq_len must be a positive integer up to 2**40, got 0"),
         (dict(heads=1.5), "heads must be a positive integer, got 1.5"),
-        (dict(kv_heads=3), "heads must be a multiple of kv_heads: 8 and 3"),
+        (dict(kv_heads=3), "query heads must be a multiple of K/V heads: 8 and 3"),
         (dict(seq_len=2, ranks=4), "4 ranks are more than 2 tokens"),
         (dict(profile="gtx180"), "unknown profile 'gtx180'; did you mean 'gtx1080'?"),
         (dict(passes="bwd"), "unknown passes 'bwd'; known: fwd, fwd+bwd"),
@@ -332,7 +331,7 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
 def test_times_and_sizes_are_never_in_exponent_form():
     times = [2e-9, 2.5e-7, 9.999e-4, 0.0213, 0.9999, 1.0, 999.4, 999.6, 86400.0]
     said = ["0.002 µs", "0.25 µs", "1,000 µs", "21.3 ms", "1,000 ms", "1 s", "999 s", "1,000 s", "86,400 s"]
-    assert [duration(x) for x in times] == said
+    assert [format_seconds(x) for x in times] == said
     sizes = [7, 1536, 660.8 * 2**20, 1.002 * 2**30, 9999.4 * 2**30, 9999.6 * 2**30, 2**50]
     said = ["7 B", "1.5 KiB", "660.8 MiB", "1.002 GiB", "9999 GiB", "10,000 GiB", "1,048,576 GiB"]
-    assert [size(x) for x in sizes] == said
+    assert [format_bytes(x) for x in sizes] == said

@@ -1,17 +1,20 @@
-"""Pattern cache: keys, LRU by bytes, one build per key, failures, statistics, threads."""
+"""The pattern cache: eviction by bytes, one build per key, failures, counts, threads."""
 
+import copy
 import dataclasses
-import gc
 import os
+import pickle
 import random
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from ringlab import cache
+from ringlab import block_patterns, cache
 from ringlab.cache import CacheStats, PatternCache, key
+from ringlab.patterns import Dilated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SOAK_SECONDS = float(os.environ.get("RINGLAB_SOAK_SECONDS", "1"))
@@ -22,129 +25,37 @@ def filler(nbytes: int):
 
 
 def run_threads(count: int, work) -> list:
-    """Run work(i) in threads; return results in order, re-raise the first error, fail on a hang."""
-    results, errors = [None] * count, []
-
-    def call(i: int) -> None:
-        try:
-            results[i] = work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=SOAK_SECONDS + 30)
-    assert not any(thread.is_alive() for thread in threads), "threads hang"
-    if errors:
-        raise errors[0]
-    return results
-
-
-def wait_until(condition) -> None:
-    stop = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < stop, "condition never came true"
-        time.sleep(0.001)
-
-
-# --- keys
-
-
-@dataclasses.dataclass(frozen=True)
-class Pattern:
-    segment_lengths: tuple
-    dilation_rates: tuple
-    mixing: str = "lse"
-
-
-@dataclasses.dataclass(frozen=True)
-class OtherPattern(Pattern):
-    pass
+    """The results of work(i) in as many threads, in order; raises the first error."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, range(count)))
 
 
 def test_every_field_of_a_configuration_changes_the_key():
-    base = {
-        "pattern": Pattern((8, 16), (1, 2)),
-        "n": 64,
-        "causal": False,
-        "dtype": torch.float32,
-        "device": torch.device("cuda", 0),
-    }
-    changes = {
-        "pattern": [Pattern((8, 32), (1, 2)), Pattern((8, 16), (1, 4)), Pattern((8, 16), (1, 2), "head_groups")]
-        + [OtherPattern((8, 16), (1, 2))],
-        "n": [65],
-        "causal": [True],
-        "dtype": [torch.float64],
-        "device": [torch.device("cuda", 1), torch.device("cpu")],
-    }
-    keys = [key(base)] + [key({**base, name: value}) for name, values in changes.items() for value in values]
-    assert len(set(keys)) == len(keys)
-    assert key(base) == key(dict(reversed(base.items())))  # equal configurations, equal keys
-    assert key(Pattern((8, 16), (1, 2))) == key(Pattern([8, 16], (1, 2)))
-
-
-def test_equal_numbers_of_different_type_do_not_share_a_key():
-    values = [True, 1, 1.0, "1", b"1", False, 0, 0.0, -0.0, None, "None", float("nan")]
-    assert len({key(v) for v in values}) == len(values)
-    assert len({key((v,)) for v in values} | {key({"x": v}) for v in values}) == 2 * len(values)
-    assert key(float("nan")) == key(float("nan"))
-
-
-def test_nesting_is_part_of_the_key():
-    assert len({key(1, 2, 3), key((1, 2), 3), key(1, (2, 3)), key((1, 2, 3)), key({1, 2, 3}), key(range(1, 4))}) == 6
-    assert key(torch.Size([2, 3])) == key((2, 3)) == key([2, 3])
-    assert key(slice(0, 8, 2)) != key(slice(1, 8, 2))
-
-
-def test_device_without_index_is_the_current_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert key(torch.device("cuda")) == key("cuda") == key("cuda:1") == key(torch.device("cuda", 1))
-    assert key("cuda") != key("cuda:0")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert key("cuda") == key("cuda:0") != key("cuda:1")
-    assert key("cpu") == key(torch.device("cpu")) == key(torch.device("cpu", 0))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_cuda_without_a_gpu_is_refused():
-    with pytest.raises(ValueError, match="no CUDA device"):
-        key("cuda")
-
-
-@pytest.mark.parametrize("part", [torch.zeros(2), lambda: 0, object()])
-def test_what_has_no_value_is_no_key(part):
-    with pytest.raises(TypeError, match="cache key: cannot use a"):
-        key("x", part)
-
-
-# --- one thread
+    windows = [block_patterns.sliding_window(before, block_size=size) for before, size in ((1, 8), (2, 8), (1, 16))]
+    patterns = [Dilated([8, 16], [1, 2]), Dilated([8, 32], [1, 2]), Dilated([8, 16], [1, 2], "head_groups"), *windows]
+    base = ("plan", patterns[0], 64, torch.float32, torch.device("cpu"))
+    changes = [("rows",), patterns[1:], (65,), (torch.float64,), (torch.device("cuda", i) for i in (0, 1))]
+    keys = {key(*base)} | {key(*base[:i], x, *base[i + 1 :]) for i, values in enumerate(changes) for x in values}
+    assert len(keys) == 1 + 1 + 5 + 1 + 1 + 2
+    assert key("plan", Dilated((8, 16), (1, 2)), 64) == key("plan", Dilated([8, 16], [1, 2]), 64)
 
 
 def test_a_hit_is_the_same_object_and_copies_nothing():
-    store = PatternCache()
-    built = []
+    store, built, ops = PatternCache(), [], []
 
     def build():
         built.append(1)
         return {"rows": torch.arange(10), "plan": (1, 2)}
-
-    first = store.get("k", build)
-    ops = []
 
     class Ops(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             ops.append(func)
             return func(*args, **(kwargs or {}))
 
+    first = store.get("k", build)
     with Ops():
         second = store.get("k", build)
-        assert not ops
-        second["rows"].clone()
-        assert len(ops) == 1  # the mode does see copies
-    assert second is first and second["rows"] is first["rows"] and len(built) == 1
+    assert second is first and not ops and len(built) == 1
     assert store.stats() == CacheStats(hits=1, misses=1, entries=1, bytes=80)
 
 
@@ -152,33 +63,22 @@ def test_least_recently_used_goes_first_not_the_oldest():
     store = PatternCache(max_bytes=300)
     for name in "abc":
         store.get(name, filler(100))
-    store.get("a", filler(100))  # a hit: a is now the youngest; FIFO would drop it next
+    store.get("a", filler(100))  # a hit: "a" is now the most recently used
     store.get("d", filler(100))
     assert store.stats() == CacheStats(hits=1, misses=4, evictions=1, entries=3, bytes=300)
     for name in "acd":
         store.get(name, lambda: pytest.fail("was evicted"))
-    store.get("b", filler(100))
-    assert store.stats().misses == 5
+    store.get("large", filler(250))  # evicts as many as it needs
+    assert store.stats() == CacheStats(hits=4, misses=5, evictions=4, entries=1, bytes=250)
 
 
-def test_bound_counts_bytes_not_entries():
-    store = PatternCache(max_bytes=1000)
-    for i in range(10):
-        store.get(i, filler(100))
-    assert store.stats().entries == 10
-    store.get("large", filler(950))  # pushes out as many as it needs
-    assert store.stats() == CacheStats(misses=11, evictions=10, entries=1, bytes=950)
-    store.get("fits beside", filler(50))
-    assert store.stats().entries == 2 and store.stats().bytes == 1000
-
-
-def test_an_entry_above_the_bound_is_returned_but_not_kept():
+def test_a_value_above_the_bound_is_returned_but_not_stored():
     store = PatternCache(max_bytes=100)
     store.get("small", filler(60))
-    assert store.get("large", filler(101)).numel() == 101
-    assert store.get("large", filler(101)).numel() == 101
+    for _ in range(2):
+        assert store.get("large", filler(101)).numel() == 101
     assert store.stats() == CacheStats(misses=3, entries=1, bytes=60, uncached=2)
-    store.get("small", lambda: pytest.fail("the large entry pushed the small one out"))
+    store.get("small", lambda: pytest.fail("the large value evicted the small one"))
 
 
 def test_entries_without_tensors_are_bounded_too():
@@ -199,41 +99,33 @@ class Slotted:
     tensor: torch.Tensor
 
 
+BASE = torch.zeros(100, dtype=torch.float64)
+LOOP: list = []
+LOOP.append(LOOP)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_bytes_are_those_of_the_storages_each_once():
-    base = torch.zeros(100, dtype=torch.float64)  # 800 bytes, and a view keeps all of them
-    csr = torch.sparse_csr_tensor(torch.arange(9), torch.arange(8), torch.ones(8), (8, 8))
-    bsr = torch.sparse_bsr_tensor(torch.arange(3), torch.arange(2), torch.ones(2, 4, 4), (8, 8))
-    loop = []
-    loop.append(loop)
-    for value, expected in [
-        (base, 800),
-        (base[:1], 800),
-        ((base, base[3:], [base.view(10, 10)]), 800),
-        ({"a": {"b": (torch.zeros(3, dtype=torch.uint8),)}, torch.zeros(5, dtype=torch.uint8): 1}, 8),
-        (Plain(torch.zeros(7)), 28),
-        (Slotted(torch.zeros(7)), 28),
-        (Pattern(torch.zeros(2), (torch.zeros(3),)), 20),
-        (torch.eye(8).to_sparse_coo(), 2 * 8 * 8 + 8 * 4),
-        (csr, 9 * 8 + 8 * 8 + 8 * 4),
-        (bsr, 3 * 8 + 2 * 8 + 2 * 16 * 4),
-        (torch.zeros(9, device="meta"), 0),
-        (loop, 0),
-        (None, 0),
-    ]:
-        store = PatternCache()
-        store.get("k", lambda value=value: value)
-        assert store.stats().bytes == expected, value
-
-
-def test_none_and_false_are_values():
+@pytest.mark.parametrize("make, expected", [
+    (lambda: BASE[:1], 800),  # a view keeps the whole storage
+    (lambda: (BASE, BASE[3:], [BASE.view(10, 10)]), 800),
+    (lambda: {"a": {"b": (torch.zeros(3, dtype=torch.uint8),)}, torch.zeros(5, dtype=torch.uint8): 1}, 8),
+    (lambda: Plain(torch.zeros(7)), 28),
+    (lambda: Slotted(torch.zeros(7)), 28),
+    (lambda: torch.eye(8).to_sparse_coo(), 2 * 8 * 8 + 8 * 4),
+    (lambda: torch.sparse_csr_tensor(torch.arange(9), torch.arange(8), torch.ones(8), (8, 8)), 9 * 8 + 8 * 8 + 8 * 4),
+    (lambda: torch.sparse_bsr_tensor(torch.arange(3), torch.arange(2), torch.ones(2, 4, 4), (8, 8)), 40 + 32 * 4),
+    (lambda: torch.zeros(9, device="meta"), 0),
+    (lambda: LOOP, 0),
+    (lambda: None, 0),
+])  # fmt: skip
+def test_bytes_are_those_of_the_storages_each_once(make, expected):
     store = PatternCache()
-    for value in (None, False, 0, ()):
-        assert store.get(("v", repr(value)), lambda value=value: value) is value
-        assert store.get(("v", repr(value)), lambda: pytest.fail("built again")) is value
+    value = store.get("k", make)
+    assert store.stats().bytes == expected
+    assert store.get("k", lambda: pytest.fail("built again")) is value
 
 
-def test_a_failed_build_leaves_no_debris():
+def test_a_failed_build_is_not_stored():
     store = PatternCache()
     for error in (ValueError("no"), KeyboardInterrupt()):
 
@@ -243,20 +135,16 @@ def test_a_failed_build_leaves_no_debris():
         with pytest.raises(type(error)):
             store.get("k", build)
     assert store.stats() == CacheStats(misses=2)
-    assert store.get("k", lambda: 7) == 7
-    assert not store._building and not store._waiting
+    assert store.get("k", lambda: 7) == 7 and store.stats() == CacheStats(misses=3, entries=1)
 
 
-def test_a_build_may_use_other_keys_but_not_its_own():
+def test_a_build_may_use_other_keys():
     store = PatternCache()
     assert store.get("sum", lambda: store.get("a", lambda: 1) + store.get("b", lambda: 2)) == 3
-    assert store.stats().entries == 3
-    with pytest.raises(RuntimeError, match="'own' needs its own result"):
-        store.get("own", lambda: store.get("between", lambda: store.get("own", lambda: 1)))
-    assert not store._building and store.get("own", lambda: 4) == 4
+    assert store.stats() == CacheStats(misses=3, entries=3)
 
 
-def test_clear_forgets_entries_counts_and_builds_in_flight():
+def test_clear_drops_entries_counts_and_builds_in_flight():
     store = PatternCache()
     store.get("a", filler(8))
 
@@ -280,14 +168,13 @@ def test_built_in_inference_mode_serves_training():
 
 
 def test_values_that_require_grad_are_refused():
-    weight = torch.ones(3, requires_grad=True)
-    store = PatternCache()
-    with torch.no_grad(), pytest.raises(ValueError, match="must not require grad"):
+    store, weight = PatternCache(), torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="must not require grad"):
         store.get("w", lambda: [weight * 2])
     assert store.stats() == CacheStats(misses=1)
 
 
-def test_fake_tensors_are_not_kept():
+def test_fake_tensors_are_not_stored():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     store = PatternCache()
@@ -297,42 +184,43 @@ def test_fake_tensors_are_not_kept():
     assert type(store.get("rows", lambda: torch.arange(3))) is torch.Tensor
 
 
-@pytest.mark.parametrize("bound", [{"max_bytes": -1}, {"max_entries": -1}])
-def test_negative_bounds_are_refused(bound):
-    with pytest.raises(ValueError, match="must be >= 0"):
-        PatternCache(**bound)
-
-
-def test_there_is_a_global_cache():
+def test_bounds_are_checked_and_copied_and_the_global_cache_has_its_own():
+    for bound in ({"max_bytes": -1}, {"max_entries": -1}):
+        with pytest.raises(ValueError, match="must be >= 0"):
+            PatternCache(**bound)
+    store = PatternCache(100, 7)
+    store.get("a", filler(8))
+    for made in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        assert (made.max_bytes, made.max_entries, made.stats()) == (100, 7, CacheStats())
     assert isinstance(cache.GLOBAL, PatternCache) and cache.GLOBAL.max_bytes == 64 << 20
 
 
-# --- threads
-
-
-@pytest.mark.parametrize("max_bytes", [1 << 20, 0])  # 0: never kept, and still one build serves those who wait
-def test_threads_that_miss_together_build_once(max_bytes):
-    store = PatternCache(max_bytes=max_bytes)
-    started, release, built = threading.Event(), threading.Event(), []
+@pytest.mark.parametrize("max_bytes", [1 << 20, 0])  # 0: never stored, and still one build serves those who wait
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_that_miss_together_build_once_and_try_again_after_a_failure(max_bytes, fails):
+    store, entered, built = PatternCache(max_bytes=max_bytes), threading.Semaphore(0), []
 
     def build():
         built.append(1)
-        started.set()
-        assert release.wait(20)
+        if len(built) == 1:
+            for _ in range(6):
+                assert entered.acquire(timeout=20)
+            time.sleep(0.2)  # now all wait for this build
+            if fails:
+                raise OSError("first attempt")
         return torch.zeros(4)
 
     def work(i):
-        if i == 7:
-            started.wait(20)
-            wait_until(lambda: len(store._waiting) == 6)
-            release.set()
-            return None
-        return store.get("k", build)
+        entered.release()
+        try:
+            return store.get("k", build)
+        except OSError as error:
+            return str(error)
 
-    results = run_threads(8, work)[:7]
-    assert len(built) == 1 and len({id(r) for r in results}) == 1
-    stats = store.stats()
-    assert (stats.hits, stats.misses) == (6, 1)
+    results = run_threads(6, work)
+    assert len(built) == 1 + fails and len({id(r) for r in results}) == 1 + fails
+    assert sum(r == "first attempt" for r in results if isinstance(r, str)) == fails
+    assert (store.stats().hits, store.stats().misses) == (5 - fails, 1 + fails)
 
 
 def test_a_build_does_not_block_other_keys():
@@ -356,54 +244,6 @@ def test_a_build_does_not_block_other_keys():
     assert run_threads(2, work) == ["slow", (1, 2, 2)]
 
 
-def test_waiters_of_a_failed_build_try_again():
-    store = PatternCache()
-    started, attempts = threading.Event(), []
-
-    def build():
-        attempts.append(1)
-        if len(attempts) == 1:
-            started.set()
-            wait_until(lambda: len(store._waiting) == 5)
-            raise OSError("first attempt")
-        return "good"
-
-    def work(i):
-        if i:
-            started.wait(20)
-        try:
-            return store.get("k", build)
-        except OSError as error:
-            return str(error)
-
-    results = run_threads(6, work)
-    assert results == ["first attempt"] + ["good"] * 5 and len(attempts) == 2
-    assert not store._building and not store._waiting
-
-
-def test_a_key_that_needs_itself_across_threads_raises_instead_of_hanging():
-    store = PatternCache()
-    barrier = threading.Barrier(2)
-
-    def half(own, other):
-        def build():
-            barrier.wait(20)
-            return store.get(other, lambda: pytest.fail("both keys are in the making"))
-
-        return store.get(own, build)
-
-    def work(i):
-        try:
-            return half(*("xy" if i == 0 else "yx"))
-        except RuntimeError as error:
-            return str(error)
-        except BaseException as error:  # the other half retries once the first has failed
-            return type(error).__name__
-
-    assert any("needs its own result" in str(r) for r in run_threads(2, work))
-    assert not store._building and not store._waiting
-
-
 @pytest.fixture
 def frequent_switches():
     before = sys.getswitchinterval()
@@ -413,7 +253,7 @@ def frequent_switches():
 
 
 def test_soak_eight_threads(frequent_switches):
-    """Random keys, sizes, failures, nested builds and clears: values right, bound kept, counts add up, no growth."""
+    """Random keys, sizes, failures, nested builds and clears: values right, bound kept, counts add up."""
     store = PatternCache(max_bytes=64 << 10)
     stop = time.monotonic() + SOAK_SECONDS
 
@@ -440,11 +280,9 @@ def test_soak_eight_threads(frequent_switches):
         return calls
 
     calls = run_threads(8, work)
-    assert min(calls) > 10
     stats = store.stats()
-    assert stats.bytes == sum(entry.bytes for entry in store._entries.values())
-    assert stats.hits + stats.misses >= sum(calls)
-    assert not store._building and not store._waiting
+    assert min(calls) > 10 and stats.hits + stats.misses >= sum(calls)
+    store.get("all of it", filler(64 << 10))  # fits only if every other entry's bytes were counted rightly
+    assert (store.stats().entries, store.stats().bytes) == (1, 64 << 10)
     store.clear()
-    gc.collect()
     assert store.stats() == CacheStats()

@@ -78,6 +78,11 @@ def test_a_gpu_that_torch_cannot_drive_gets_one_screen_with_the_install_line(cap
         (["profiles", "x"], "unrecognized arguments: x"),
         (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
         (["measure", "--group"], "argument --group: expected one argument"),
+        (["measure", "--group=--"], "argument --group: expected one argument"),
+        (["pdf", "--profile=--"], "argument --profile: expected one argument"),
+        (["check", "cpu", "--tolerance=--"], "argument --tolerance: expected one argument"),
+        (["estimate", "--pattern=--"], "argument --pattern: expected one argument"),
+        (["advise", "--seq-len", "1", "--memory", "9" * 5000], "invalid size_in_bytes value"),
     ],
 )
 def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
@@ -87,7 +92,20 @@ def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
     assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
 
 
-@pytest.mark.parametrize("command", ["report", "measure", "compare", "check", "pdf"])
+@pytest.mark.parametrize("command", ["estimate", "advise"])
+@pytest.mark.parametrize(
+    "option", ["--seq-len", "--batch", "--heads", "--kv-heads", "--head-dim", "--ranks", "--memory"]
+)
+def test_numbers_beyond_any_machine_are_one_line(capsys, command, option):
+    """Integers of hundreds of digits, and what would run for minutes."""
+    for number in ["9" * 300, *["1_000"] * (option in ("--ranks", "--batch"))]:
+        size = [] if option == "--seq-len" else ["--seq-len", "131072"]
+        code, _, err = said(capsys, command, "--profile", "cpu", *size, option, number)
+        fits = (command, option) == ("advise", "--memory")
+        assert code == (0 if fits else 2) and err.count("\n") == (not fits) and len(err) < 700
+
+
+@pytest.mark.parametrize("command", ["report", "measure", "compare", "check", "pdf", "estimate", "tune"])
 def test_help_shows_the_default_of_every_option(capsys, command):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])

@@ -19,6 +19,19 @@ def test_pairs_equal_the_multiplicity_matrix():
         assert cost.count_pairs(p, n, heads, kv_heads, causal) == (int(m.sum()), int((m > 0).sum())), p
 
 
+def test_branches_that_do_not_nest_are_counted_or_refused():
+    lengths, rates = [30, 42, 70, 8, 12, 90, 51], [4, 3, 5, 8, 5, 7, 2]  # 8 divides 30 and 42 in neither way
+    p, x = Dilated(lengths, rates, offsets="kv_head"), torch.arange(700)
+    m = p.multiplicity(x, x, head=0, heads=1)
+    assert cost.count_pairs(p, 700, 1) == (int(m.sum()), int((m > 0).sum()))
+    long = Dilated([2048 << i for i in range(25)], [1 << i for i in range(25)])  # nested, over 2**36 positions
+    pairs, distinct = cost.count_pairs(long, 2**36, 1)
+    assert distinct == pairs - sum(2**36 * 2048 >> i + 2 for i in range(24))
+    odd = Dilated([2 * i + 101 for i in range(25)], [1 + i % 7 for i in range(25)])
+    with pytest.raises(ValueError, match="^25 branches that do not nest have too many pairs in common[^\n]*$"):
+        cost.count_pairs(odd, 8192, 8)
+
+
 @pytest.mark.parametrize(
     "pattern, share", [(Dilated([2048, 4096, 8192], [1, 2, 4]), 0.786), (Dilated([2048, 4096], [1, 2]), 0.833)]
 )

@@ -1,17 +1,21 @@
 """What a call will cost, told without running it: equal to what the tracker sees when it runs."""
 
+import sys
+
+import numpy as np
 import pytest
 import torch
-from ringlab import Execution, attention, block_patterns, hardware, kernels, longest, memory, meta_run
+from ringlab import Execution, attention, block_patterns, hardware, kernels, longest, memory, meta_run, ring
 from ringlab.cache import PatternCache
-from ringlab.estimate import MARGIN, Rates, estimate
-from ringlab.measure import timing
+from ringlab.estimate import estimate
+from ringlab.hardware import Rates
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem
 from ringlab.ring.layout import layout_named
 from ringlab.ring.volume import sent_bytes
 from ringlab.tracking import LiveStorageTracker
 
+estimate_module = sys.modules["ringlab.estimate"]  # the package's name of it is the function
 LADDER = Dilated([256, 512], [1, 2])
 WIDE = Dilated([256, 1024], [1, 4], mixing="head_groups", offsets="branch")
 BLOCKS = block_patterns.bigbird(1, 1, 1, block_size=64)
@@ -115,7 +119,39 @@ def test_bounds_are_the_profiles_rates_and_say_which_binds():
     assert found.bounded(Rates(link_bytes_per_s=1.0)).binds == "network"
     assert estimate(Dense(), seq_len=64).bounds == {} and estimate(Dense(), seq_len=64).binds is None
     assert estimate(Dense(), seq_len=64, ranks=2, profile="generic").bounds == {}
-    assert MARGIN == timing.MARGIN
+
+
+def test_the_busiest_rank_decides():
+    """Not the average: ranks that hold and send unequal amounts."""
+    layout = ring.uneven((900, 60, 40))
+    found = estimate(Dense(), seq_len=1000, ranks=3, layout=layout, scheme="all_gather", profile="gtx1080", **SHAPE)
+    assert found.parts["q"] == 900 * 4 * 16 * 4
+    sent = [sum(size for (source, _), size in found.sent.items() if source == rank) for rank in range(3)]
+    assert sent == [2 * 2 * rows * 4 * 16 * 4 for rows in (900, 60, 40)]
+    assert found.bounds["network"] == pytest.approx(sent[0] / 15.75e9)
+
+
+def test_numpy_integers_and_what_takes_too_long():
+    plain = estimate(LADDER, seq_len=1000, batch=2, ranks=2, **SHAPE)
+    wide = {name: np.int64(size) for name, size in SHAPE.items()}
+    assert plain == estimate(LADDER, seq_len=np.int32(1000), batch=np.int64(2), ranks=np.int64(2), **wide)
+    assert longest(LADDER, np.int64(4 << 20), **SHAPE) == longest(LADDER, 4 << 20, **wide)
+    for huge in ({"ranks": 1000}, {"batch": 1000}, {"heads": 10**300}, {"seq_len": 10**300}):
+        with pytest.raises(ValueError, match="at most 128 ranks, got 1000|up to 2..(35|40), got"):
+            estimate(Dense(), **{"seq_len": 131072, "head_dim": 64} | huge)
+
+
+def test_a_cpus_rates_are_measured_once_and_only_for_its_profile(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        hardware, "measure_cpu_peaks", lambda name: asked.append(name) or hardware.Peaks(1e11, 4e10, 4e10)
+    )
+    estimate_module._probed.cache_clear()
+    assert estimate(Dense(), seq_len=64).bounds == estimate(Dense(), seq_len=64, profile="generic").bounds == {}
+    first, again = (estimate(Dense(), seq_len=64, profile="cpu") for _ in range(2))
+    estimate_module._probed.cache_clear()
+    assert asked == ["float32"] and first == again
+    assert first.bounds["memory"] == pytest.approx(first.cost.floor_bytes / (1.1 * 4e10))
 
 
 def test_a_gpus_kernel_is_told_by_rule():

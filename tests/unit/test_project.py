@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from processes import make
+from started import make
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "lib"

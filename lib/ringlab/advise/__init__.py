@@ -1,6 +1,562 @@
-"""Advice: which settings for which length on which hardware, and ``config="auto"`` of the modules."""
+"""Advice: which settings for which length on which hardware, and ``config="auto"`` of the modules.
 
-from .choose import Auto, advise, ladder, local
-from .render import Advice, Choice, Evidence, Proposal
+Each setting is chosen by measured rows (``Evidence``) where they bear on it, else by the hardware's policy or by
+estimate. ``ringlab.report.evidence`` makes evidence from stored rows. Only the pattern changes results: it is proposed,
+and one that is given stays.
+"""
 
-__all__ = ["Advice", "Auto", "Choice", "Evidence", "Proposal", "advise", "ladder", "local"]
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import hardware, kernels
+from ..block_patterns import BlockSparse, local_global, sliding_window
+from ..checks import LARGEST, check_bool, check_float_dtype, check_int, is_real, short_repr
+from ..cost import Cost, format_bytes, format_seconds
+from ..engine import Execution
+from ..engine.chunked import Ladder
+from ..estimate import Estimate, cost_of, estimate_of, rates_of
+from ..meta_run import MetaCall
+from ..patterns import Dense, Dilated, Pattern
+from ..ring import SCHEMES, Layout, Problem, Simulated, group_size
+from ..ring.layout import layout_named
+from ..ring.volume import sent_bytes, unevenness
+from .render import ASKED, ESTIMATE, POLICY, Advice, Decision, Evidence, Proposal
+
+__all__ = ["Advice", "Auto", "Decision", "Evidence", "Proposal", "advise", "ladder", "local"]
+
+PAPER = 2048  # LongNet's first segment (Ding et al. 2023, arXiv 2307.02486)
+BLOCK, MOST_BLOCKS = 128, 4096  # positions of a block, and larger ones where there would be more of them
+KINDS = ("auto", "dense", "ladder", "local")
+EVEN = 1.1  # work of the busiest rank over the average, up to which shards stay side by side
+TILE = 512
+SWITCHES = {"gather": "gathered copies", "cache": "the pattern cache", "pool": "the pool", "blocks": "ways for blocks"}
+SWITCHES_OF = {"dilated": ("gather", "cache", "pool"), "blocks": ("cache", "blocks")}  # by the kind of a pattern
+SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
+SHORTEST = 256  # first segment of a ladder
+MOST_RANKS = 32  # tried for a sequence that does not fit
+STEP, TRIES = 128, 6  # positions a rank of a length that is tried to fit, and how many are
+NEAR = 1.5  # a row of so many times the share of dense's products, or one part in so many, is of like work
+
+
+def ladder(seq_len: int, first: int = PAPER) -> Pattern:
+    """LongNet's ladder up to the sequence: segments first, 2 first, ... at rates 1, 2, ...; dense where one holds all.
+
+    >>> str(ladder(10000)), str(ladder(2048))
+    ('dilated [2048, 4096, 8192, 16384] / [1, 2, 4, 8]', 'dense')
+    """
+    steps = max(0, (-(-seq_len // first) - 1).bit_length())
+    return Dilated([first << i for i in range(steps + 1)], [1 << i for i in range(steps + 1)]) if steps else Dense()
+
+
+def local(seq_len: int, ranks: int = 1, width: int = PAPER) -> BlockSparse:
+    """A sliding window of about ``width`` positions; on one rank a global block too, which needs rows of everyone's.
+
+    >>> str(local(10000)), str(local(10000, ranks=2))
+    ('blocks of 128: window 8, 1 global', 'blocks of 128: window 8')
+    """
+    block = min(max(BLOCK, 1 << (seq_len // MOST_BLOCKS).bit_length()), seq_len, width // 2)
+    before = max(1, width // (2 * block))
+    return local_global(before, 1, block_size=block) if ranks == 1 else sliding_window(before, block_size=block)
+
+
+def advise(
+    profile: hardware.Profile | str,
+    seq_len: int,
+    *,
+    ranks: int = 1,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    causal: bool = False,
+    passes: str = "fwd+bwd",
+    layers: int = 1,
+    pattern: str | Pattern = "auto",
+    dtype: torch.dtype | None = None,
+    layout: str | Layout | None = None,
+    memory_bytes: int | None = None,
+    seconds: float | None = None,
+    estimates: bool = True,
+    rows: Iterable[Evidence] = (),
+) -> Advice:
+    """Advise dtype, backend, scheme, layout, pattern, execution and checkpointing for ``seq_len`` tokens on ``ranks``.
+
+    ``pattern``: one to keep, or what to propose: "dense", "ladder" (LongNet: segments w, 2w, 4w at rates 1, 2, 4 and so
+    on up to the sequence), "local" (sliding window, global block), "auto" (the ladder where it pays, else dense).
+    ``seconds``: what a call may take at its lower bound; the ladder then starts as long as that allows. ``layers``: as
+    many hold their tensors from forward to backward. ``memory_bytes``: of a rank (None: the profile's). ``rows``: what
+    was measured. A ``dtype`` or ``layout`` given is kept. ``estimates=False`` goes by policy, rows
+    and bytes sent alone: memory and lower bounds, which take seconds to find, stay unknown.
+
+    Raises ValueError, in one line, for an unknown profile, numbers that are not positive, memory that cannot hold
+    the inputs of a rank, and what takes minutes to estimate.
+
+    >>> advice = advise("gtx1080", 131072, ranks=2)
+    >>> advice["dtype"], advice["scheme"], advice["pattern"].segment_lengths[:3], advice.fits
+    (torch.float32, 'plan', (2048, 4096, 8192), True)
+    """
+    if not isinstance(profile, str | hardware.Profile):
+        raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(profile)}")
+    if isinstance(profile, str):
+        machine = hardware.detect()
+        profile = hardware.resolve(profile, machine).on(machine)
+    if not isinstance(pattern, Pattern) and not (isinstance(pattern, str) and pattern in KINDS):
+        raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {short_repr(pattern)}")
+    seq_len = check_int("seq_len", seq_len, most=LARGEST)
+    layers = check_int("layers", layers, most=LARGEST)
+    call = MetaCall(Dense(), heads, head_dim, batch, kv_heads, causal=causal, passes=passes, ranks=ranks,
+                    profile=profile)  # fmt: skip
+    if call.ranks > seq_len:
+        raise ValueError(f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens")
+    if dtype is not None:
+        check_float_dtype(dtype)
+    for name, value in (("memory_bytes", memory_bytes), ("seconds", seconds)):
+        if value is not None and not (is_real(value) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a positive number, got {short_repr(value)}")
+    check_bool("estimates", estimates)
+    if layout is not None:
+        layout_named(layout, seq_len, call.ranks)  # raises what is wrong with it
+    rows = tuple(rows) if isinstance(rows, Iterable) else (rows,)
+    if not all(isinstance(row, Evidence) for row in rows):
+        raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
+    budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
+    return _Advising(call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds).advice(pattern)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A pattern as it is run: its settings, the bytes that each rank sends, and ``run``, which estimates the call."""
+
+    pattern: Pattern
+    execution: Decision
+    run: Callable[[], Estimate]
+    across: tuple[Decision, ...] = ()  # scheme and layout
+    sent: tuple[int, ...] = (0,)
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        return self.run()
+
+
+@dataclass(frozen=True)
+class _Advising:
+    """What advice is asked for, and the decisions that follow: dtype and kernel first, then the pattern as placed."""
+
+    call: MetaCall  # its pattern, dtype, backend, execution, scheme and layout are replaced by what is decided
+    seq_len: int
+    layers: int
+    budget: int | None
+    rows: tuple[Evidence, ...]
+    layout: str | Layout | None
+    given_dtype: torch.dtype | None
+    estimates: bool
+    seconds: float | None
+
+    def advice(self, wanted: str | Pattern) -> Advice:
+        self._check_inputs()
+        decided = self._pattern(wanted)
+        placed = self._place(decided.value)
+        checkpointing = self._checkpointing(placed)
+        need = self._need(placed.estimate, checkpointing.value) if self.estimates else None
+        short = need is not None and self.budget is not None and need > self.budget
+        names = ("profile", "ranks", "batch", "heads", "kv_heads", "head_dim", "causal", "passes")
+        return Advice(
+            **{name: getattr(self.call, name) for name in names}, seq_len=self.seq_len, layers=self.layers,
+            choices=(decided, self.dtype, self.backend[0], *placed.across, placed.execution, checkpointing),
+            proposals=self._proposals(decided, wanted, checkpointing.value) if self.estimates else (),
+            need_bytes=need, budget_bytes=self.budget,
+            longest=self._longest(placed, checkpointing.value) if short else None,
+            enough_ranks=self._enough_ranks(decided.value, checkpointing.value) if short else None,
+        )  # fmt: skip
+
+    def _check_inputs(self) -> None:
+        c = self.call
+        rows = -(-self.seq_len // c.ranks)
+        least = c.batch * rows * (c.heads + 2 * c.kv_heads) * c.head_dim * self.dtype.value.itemsize
+        if self.budget is not None and least > self.budget:
+            few = f"q, k and v of a rank are {format_bytes(least)}" if least < 2**60 else "q, k and v are far larger"
+            raise ValueError(f"{format_bytes(self.budget)} cannot hold the inputs: {few}")
+        if self.estimates:
+            c.check(self.seq_len)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # from rows
+
+    def _measured(self, about: str, default: str, rows=None, **match) -> tuple[Evidence, ...]:
+        """Comparisons with ``default``, turned to it: of each other setting the one nearest to what is asked for."""
+        found = [e.turned() if e.setting == default else e for e in (self.rows if rows is None else rows)
+                 if e.about == about and default in (e.setting, e.against)]  # fmt: skip
+        found = [e for e in found if all(getattr(e, name) == value for name, value in match.items())]
+        found.sort(key=lambda e: (not e.counts, e.distance(self.seq_len, self.call.passes, self.call.causal)))
+        nearest: dict[str, Evidence] = {}
+        for e in found:
+            nearest.setdefault(e.setting, e)
+        return tuple(nearest.values())
+
+    @staticmethod
+    def _fastest(name: str, default, why: str, found: tuple[Evidence, ...], how: str = POLICY) -> Decision:
+        """The fastest that was measured faster than the default, else the default."""
+        counting = sorted((e for e in found if e.counts), key=lambda e: -e.ratio)
+        if quicker := [e for e in counting if e.faster]:
+            best = quicker[0]
+            return Decision(name, best.setting, best.how, f"faster than {best.against}, {best.label}", found)
+        if counting and all(e.slower for e in counting):
+            best = counting[0].turned()
+            return Decision(name, default, best.how, f"faster than {best.against}, {best.label}; {why}", found)
+        return Decision(name, default, how, why, found)
+
+    @cached_property
+    def dtype(self) -> Decision:
+        if self.given_dtype is not None:
+            return Decision("dtype", self.given_dtype, ASKED, "a dtype that is given is kept")
+        name, why = self.call.profile.dtype_reason().split(": ", 1)
+        decided = self._fastest("dtype", name, why, self._measured("dtype", name))
+        return replace(decided, value=getattr(torch, decided.value))
+
+    @cached_property
+    def backend(self) -> tuple[Decision, str]:
+        """The backend, and the kernel that should run."""
+        profile, dtype = self.call.profile, self.dtype.value
+        try:
+            found = kernels.expected(profile.kind, profile.capability, dtype, self.call.head_dim)
+            for_cpu = profile.kind == "cpu"  # where all that is for GPUs is refused, and it goes without saying
+            refused = [f"{name} {why}" for name, why in found.refusals.items() if not for_cpu and name != "cpu_flash"]
+            kernel, why = found.name, "; ".join([f"{found.name} of torch's own kernels", *refused])
+        except NotImplementedError as error:
+            kernel, why = "auto", str(error)
+        # A row of the kernel that "auto" comes to is a row of "auto".
+        as_auto = [
+            replace(e, **{s: "auto" if getattr(e, s) == kernel else getattr(e, s) for s in ("setting", "against")})
+            for e in self.rows
+            if e.about == "backend" and {e.setting, e.against} != {"auto", kernel}
+        ]
+        found = self._measured("backend", "auto", as_auto, dtype=str(dtype).removeprefix("torch."))
+        decided = self._fastest("backend", "auto", why, found)
+        if decided.value == "auto":
+            return decided, kernel
+        return replace(decided, value=(decided.value, "auto")), decided.value
+
+    def _execution(self, pattern: Pattern) -> Decision:
+        plain, found, taken = Execution(), (), {}
+        how, why = POLICY, "strided views, the pattern cache, no pool and no tiles"
+        kind = "blocks" if isinstance(pattern, BlockSparse) else "dilated"
+        for name in SWITCHES_OF[kind]:
+            if name == "gather" and self.call.ranks > 1:
+                continue
+            default = str(getattr(plain, name))
+            decided = self._fastest(name, default, "", self._measured(name, default, kind=kind))
+            found += decided.evidence
+            if decided.value != default:
+                taken[name] = {"True": True, "False": False}.get(decided.value, decided.value)
+                how, why = decided.how, f"{SWITCHES[name]}: {decided.why}"
+        return Decision("execution", replace(plain, **taken), how, why, found)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # by estimate
+
+    def _estimate(self, pattern: Pattern, execution: Execution, seq_len: int | None = None, **across) -> Estimate:
+        made = replace(self.call, pattern=pattern, dtype=self.dtype.value, backend=self.backend[1],
+                       execution=execution, **across)  # fmt: skip
+        return estimate_of(made, seq_len or self.seq_len)
+
+    def _cost(self, pattern: Pattern) -> tuple[MetaCall, Cost]:
+        call = replace(self.call, pattern=pattern, dtype=self.dtype.value)
+        return call, cost_of(call, self.seq_len)
+
+    def _bounded(self, pattern: Pattern) -> Estimate:
+        """The work of a call and its lower bounds alone: nothing is run, and memory is not known."""
+        call, counted = self._cost(pattern)
+        sent = {(rank, -1): size for rank, size in enumerate(self._place(pattern).sent)}
+        return Estimate(counted, call.ranks, None, {}, 0, sent).bounded(rates_of(call, counted))
+
+    def _need(self, found: Estimate, checkpointing: bool = False) -> int:
+        """Bytes of the rank that needs most: one layer at its peak, the others with what they save."""
+        saved = found.parts["q"] if checkpointing else sum(found.parts[name] for name in SAVED)
+        return found.peak_bytes + (saved * (self.layers - 1) if self.call.passes == "fwd+bwd" else 0)
+
+    def _fits(self, found: Estimate, checkpointing: bool = False) -> bool:
+        return self.budget is None or self._need(found, checkpointing) <= self.budget
+
+    @cached_property
+    def _placed(self) -> dict[Pattern, _Placed]:
+        return {}
+
+    def _place(self, pattern: Pattern) -> _Placed:
+        """The pattern with the execution, scheme and layout that suit it, decided once.
+
+        Eager scores, which alone fill memory, are computed in tiles where they do not fit.
+        """
+        if pattern in self._placed:
+            return self._placed[pattern]
+        execution, eager = self._execution(pattern), self.backend[1] == "eager"
+        if eager and not self.estimates and self.call.profile.kind == "cuda":
+            tiled = replace(execution.value, tile=Ladder())
+            execution = replace(execution, value=tiled, why=f"smaller tiles where memory runs out; {execution.why}")
+        placed = self._on_ranks(pattern, execution)
+        if eager and self.estimates and not self._fits(placed.estimate):
+            tiled = replace(execution.value, tile=TILE)
+            why = f"{format_bytes(self._need(placed.estimate))} without tiles; {execution.why}"
+            tried = self._on_ranks(pattern, replace(execution, value=tiled, how=ESTIMATE, why=why))
+            if tried.estimate.peak_bytes < placed.estimate.peak_bytes:
+                placed = tried
+        return self._placed.setdefault(pattern, placed)
+
+    def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
+        c = self.call
+        if c.ranks == 1:
+            return _Placed(pattern, execution, lambda: self._estimate(pattern, execution.value))
+        for name in (self.layout,) if self.layout is not None else ("contiguous", "zigzag"):
+            problem = Problem(pattern, layout_named(name, self.seq_len, c.ranks), c.causal, c.heads, c.kv_heads)
+            sent, refused = self._sent(problem)
+            uneven = unevenness(problem, min(sent, key=lambda scheme: sum(sent[scheme])))
+            if uneven <= EVEN:
+                break
+
+        def placed(scheme: str) -> _Placed:
+            run = lambda: self._estimate(pattern, execution.value, scheme=scheme, layout=problem.layout)  # noqa: E731
+            return _Placed(pattern, execution, run, sent=sent[scheme])
+
+        scheme, found = self._scheme(problem, sent, refused, placed)
+        how = ESTIMATE if self.layout is None else ASKED
+        busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
+        return replace(found, across=(scheme, Decision("layout", name, how, busiest)))
+
+    def _sent(self, problem: Problem) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+        """Bytes of one call by scheme and rank; and why the other schemes cannot serve."""
+        sent, refused, c = {}, [], self.call
+        how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": self.dtype.value, "passes": c.passes}
+        for scheme in SCHEMES:
+            try:
+                problem.check(scheme)
+            except ValueError as error:
+                refused.append(str(error))
+                continue
+            sent[scheme] = tuple(sent_bytes(problem, rank, scheme, **how) for rank in range(c.ranks))
+        return sent, refused
+
+    def _scheme(self, problem: Problem, sent: dict, refused: list, placed: Callable) -> tuple[Decision, _Placed]:
+        """The scheme that sends the fewest bytes of those that fit; where equal the ring, which holds the least."""
+        total = {scheme: sum(each) for scheme, each in sent.items()}
+        order = sorted(total, key=lambda scheme: (total[scheme], scheme != ("ring" if total[scheme] else "plan")))
+        found = {scheme: placed(scheme) for scheme in order}
+        least = order[0]
+        if self.estimates and self.budget is not None:
+            least = next((scheme for scheme in order if self._fits(found[scheme].estimate)), least)
+        listed = ", ".join(f"{scheme} {format_bytes(total[scheme])}" for scheme in order)
+        why = [f"all ranks together send in a call: {listed}"]
+        if not total[order[0]]:
+            why = ["what each rank's queries see is on it, so nothing moves"]
+        if least != order[0]:
+            need = format_bytes(self._need(found[order[0]].estimate))
+            why.append(f"{order[0]} needs {need} on a rank, more than there is")
+        rows = self._measured("scheme", least, ranks=self.call.ranks, pattern=str(problem.pattern))
+        rows = tuple(e for e in rows if e.setting in sent)
+        decided = self._fastest("scheme", least, "; ".join([*why, *refused]), rows, ESTIMATE)
+        return decided, found[decided.value]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # the pattern
+
+    def _pattern(self, wanted: str | Pattern) -> Decision:
+        n = self.seq_len
+        if isinstance(wanted, Pattern):
+            return Decision("pattern", wanted, ASKED, "a pattern that is given is kept")
+        if wanted in ("dense", "local"):
+            made = Dense() if wanted == "dense" else local(n, self.call.ranks)
+            return Decision("pattern", made, ASKED, "as proposed")
+        if self.seconds is not None:
+            return self._in_time()
+        found = ladder(n)
+        share = self._cost(found)[1].pairs / self._cost(Dense())[1].pairs
+        why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
+        if wanted == "ladder":
+            return Decision("pattern", found, ASKED, why)
+        if isinstance(found, Dense):
+            return Decision("pattern", found, ESTIMATE, f"a segment of {PAPER:,}, LongNet's first, holds all")
+        if share >= 1:
+            return Decision("pattern", Dense(), ESTIMATE, f"it needs no more than {found}: {why}")
+        return self._against_dense(found, share, why)
+
+    def _against_dense(self, found: Dilated, share: float, why: str) -> Decision:
+        """The ladder, unless rows of such work (pass, causal or not, dtype, density) show that it does not pay."""
+        rows = [e if e.against == "dense" else e.turned() for e in self.rows if e.about == "pattern" and "dense" in (
+                e.setting, e.against)]  # fmt: skip
+        work = self.call.passes, self.call.causal, 1, str(self.dtype.value).removeprefix("torch.")
+        rows = [e for e in rows if (e.passes, e.causal, e.ranks, e.dtype) == work and e.setting.startswith("dilated")]
+        rows = tuple(sorted((e for e in rows if 1 / NEAR <= e.share / share <= NEAR), key=lambda e: e.seq_len))
+        counting = [e for e in rows if e.counts]
+        if not counting:
+            return Decision("pattern", found, POLICY, why, rows)
+        e = min(counting, key=lambda e: abs(e.seq_len - self.seq_len))
+        at = f"{e.setting}, {100 * e.share:.3g} %, at {e.seq_len:,} tokens"
+        if not e.faster:
+            return Decision("pattern", Dense(), e.how, f"{at} is no faster than dense; {why}", rows)
+        return Decision("pattern", found, e.how, f"{at}; {why}", rows)
+
+    def _in_time(self) -> Decision:
+        """The ladder whose first segment is the longest that the time allows; dense if one holds all."""
+        allowed, first = format_seconds(self.seconds), 1 << (self.seq_len - 1).bit_length()
+        while True:
+            pattern = ladder(self.seq_len, first)
+            bound = self._bounded(pattern).bound_s
+            if not bound:
+                name = self.call.profile.name
+                raise ValueError(f"profile {name!r} has no rates, so no bound to hold to {allowed}")
+            at = f"{format_seconds(bound)} at the lower bound"
+            if bound <= self.seconds:
+                return Decision("pattern", pattern, ESTIMATE, f"the longest first segment within {allowed}: {at}")
+            if first <= SHORTEST:
+                return Decision("pattern", pattern, ESTIMATE, f"no ladder keeps to {allowed}: this one takes {at}")
+            first //= 2
+
+    def _proposals(self, decided: Decision, wanted: str | Pattern, checkpointing: bool) -> tuple[Proposal, ...]:
+        """What is advised, dense attention, and the two sparse kinds where no pattern was given.
+
+        Only the first two with their memory: it takes seconds to find.
+        """
+        kinds = {"advised": decided.value, "dense": Dense()}
+        if not isinstance(wanted, Pattern):
+            kinds |= {"ladder": ladder(self.seq_len), "local": local(self.seq_len, self.call.ranks)}
+        full = self._cost(Dense())[1].distinct_pairs
+        found: dict[Pattern, Proposal] = {}
+        for name, pattern in kinds.items():
+            placed, bounded = self._place(pattern), self._bounded(pattern)
+            peak = self._need(placed.estimate, checkpointing) if name in ("advised", "dense") else None
+            found.setdefault(pattern, Proposal(name, pattern, bounded.cost.distinct_pairs / full, bounded.bound_s,
+                                               bounded.binds, peak, sum(placed.sent)))  # fmt: skip
+        return tuple(found.values())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # memory
+
+    def _checkpointing(self, placed: _Placed) -> Decision:
+        if self.call.passes == "fwd":
+            return Decision("checkpointing", False, POLICY, "nothing is kept for a backward")
+        if self.layers == 1:
+            why = "of one layer it saves nothing: its backward holds it all"
+            return Decision("checkpointing", False, ESTIMATE, why)
+        if not self.estimates:
+            return Decision("checkpointing", False, POLICY, "memory was not estimated")
+        without, with_ = self._need(placed.estimate), self._need(placed.estimate, checkpointing=True)
+        said = f"{self.layers} layers need {format_bytes(without)} without, {format_bytes(with_)} with"
+        return Decision("checkpointing", not self._fits(placed.estimate) and with_ < without, ESTIMATE, said)
+
+    def _longest(self, placed: _Placed, checkpointing: bool) -> int | None:
+        """A length of this pattern, shared out this way, that fits: what is needed is nearly linear in it."""
+        if isinstance(self.layout, Layout):
+            return None  # it is of one length
+        across = {c.name: c.value for c in placed.across}
+        unit, n, need = STEP * self.call.ranks, self.seq_len, self._need(placed.estimate, checkpointing)
+        for _ in range(TRIES):
+            n = int(n * self.budget / need) // unit * unit
+            if n < unit:
+                return None
+            found = self._estimate(placed.pattern, placed.execution.value, n, **across)
+            need = self._need(found, checkpointing)
+            if need <= self.budget:
+                return n
+        return None
+
+    def _enough_ranks(self, pattern: Pattern, checkpointing: bool) -> int | None:
+        """Ranks, doubled from those asked for, that hold the sequence; none is tried that can hold it by no means."""
+        ranks, need = 2 * self.call.ranks, self._need(self._place(pattern).estimate, checkpointing)
+        while ranks <= min(MOST_RANKS, self.seq_len):
+            if need * self.call.ranks / ranks <= 1.1 * self.budget:
+                more = replace(self, call=replace(self.call, ranks=ranks), layout=None)
+                if more._fits(more._place(pattern).estimate, checkpointing):
+                    return ranks
+            ranks *= 2
+        return None
+
+
+class Auto:
+    """Backend, scheme and execution by advice, where a module was told none; ``advice`` is the last that was taken.
+
+    ``config``: "auto", which asks for each shape once, or an ``Advice``, as one that rests on measured rows: it is then
+    taken for every shape. The pattern, the layout and the dtype of tensors stay as they are. A compiler's graph ends
+    where it is asked, over a group too.
+    Raises ValueError for anything else.
+
+    >>> Auto("fast")
+    Traceback (most recent call last):
+    ...
+    ValueError: config must be None, "auto" or a ringlab.Advice, got 'fast'
+    """
+
+    def __init__(self, config: str | Advice):
+        given = isinstance(config, Advice)
+        if not given and not (isinstance(config, str) and config == "auto"):
+            raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {short_repr(config)}')
+        self.asks, self.advice, self.found = not given, config if given else None, {}
+
+    def __repr__(self) -> str:
+        taken = ("backend", "scheme", "execution")
+        said = [f"{c.name}: {c.shown}" for c in self.advice.choices if c.name in taken] if self.advice else []
+        return f"config=auto ({'; '.join(said) or 'nothing chosen yet'})"
+
+    def fill(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
+        """``options`` of ``attention`` with what was left open; q and k (b, n, h, d) are whole, or shards."""
+        group, layout = options.get("group"), options.get("layout", "contiguous")
+        ranks = 1 if group is None else group_size(group)
+        whole = group is None or isinstance(group, Simulated)
+        n = layout.n if isinstance(layout, Layout) else q.shape[1] * (1 if whole else ranks)
+        left = tuple(name for name in ("backend", "scheme") if options.get(name) == "auto")
+        shape = n, ranks, q.shape[0], q.shape[2], k.shape[2], q.shape[3]
+        call = _outside_graphs() if torch.compiler.is_compiling() else _filled
+        return options | call(
+            self, left, options["execution"], pattern, layout, shape, options["causal"], q.dtype, q.device,
+            torch.is_grad_enabled(),
+        )  # fmt: skip
+
+    def take(self, pattern, layout, shape, causal: bool, dtype, device, backward: bool) -> Advice:
+        """The advice given, or that for a shape."""
+        key = pattern, layout, shape, causal, dtype, device, backward
+        if self.asks and key not in self.found:
+            n, ranks, batch, heads, kv_heads, head_dim = shape
+            self.found[key] = advise(
+                profile_of(device), n, ranks=ranks, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+                causal=causal, passes="fwd+bwd" if backward else "fwd", pattern=pattern, dtype=dtype, layout=layout,
+                estimates=False,
+            )  # fmt: skip
+        self.advice = self.found[key] if self.asks else self.advice
+        return self.advice
+
+
+def _filled(auto: Auto, left: tuple[str, ...], mine: Execution, *asked) -> dict:
+    """What advice puts in the place of the names ``left`` open and of the switches that are as they stand."""
+    advice, plain = auto.take(*asked), Execution()
+    same = [f.name for f in fields(mine) if getattr(mine, f.name) == getattr(plain, f.name)]
+    execution = replace(mine, **{name: getattr(advice["execution"], name) for name in same})
+    return {"execution": execution} | {name: advice[name] for name in left if name in advice.names}
+
+
+_opaque = None
+
+
+def _outside_graphs():
+    """``_filled`` as torch.compile calls it but may not trace it; made late, as it loads the compiler."""
+    global _opaque
+    if _opaque is None:
+        _opaque = torch.compiler.disable(_filled)
+    return _opaque
+
+
+@lru_cache(maxsize=16)
+def profile_of(device: torch.device) -> hardware.Profile:
+    """The profile of a device that is here, with its memory.
+
+    >>> profile_of(torch.device("cpu")).name
+    'cpu'
+    """
+    if device.type == "cpu":
+        return hardware.get_profile("cpu")
+    found = torch.cuda.get_device_properties(device)
+    gpu = hardware.Gpu(found.name, (found.major, found.minor), found.total_memory)
+    return hardware.resolve("auto", machine := hardware.Machine(device="cuda", gpus=(gpu,))).on(machine)

@@ -1,7 +1,4 @@
-"""What advice is made of: measured comparisons, choices that rest on them, and patterns that were compared.
-
-Advice as text, as a table and as code that runs.
-"""
+"""Advice as text, as a table and as code that runs; and its parts: evidence, decisions and proposed patterns."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from textwrap import wrap
 import torch
 
 from ..block_patterns import BlockSparse
-from ..checks import short_repr
+from ..cost import format_bytes, format_seconds
 from ..engine import Execution
 from ..hardware import Profile
 from ..patterns import Pattern
@@ -93,7 +90,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Decision:
     """One setting: its ``value``, ``how`` it was chosen ("by policy", "by estimate", "measured: ...", "as asked"),
     ``why``, and the measured comparisons that concern it."""
 
@@ -134,43 +131,6 @@ def changed(execution: Execution) -> dict:
     return {name: value for name, value in values.items() if value != getattr(plain, name)}
 
 
-def evidence(rows: Iterable[Evidence]) -> tuple[Evidence, ...]:
-    """The rows given; TypeError for what are none."""
-    found = tuple(rows) if isinstance(rows, Iterable) else (rows,)
-    if not all(isinstance(row, Evidence) for row in found):
-        raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
-    return found
-
-
-def size(nbytes: int) -> str:
-    """Bytes in binary units.
-
-    >>> size(8 * 2**30), size(3 * 2**19), size(7), size(2**44)
-    ('8 GiB', '1.5 MiB', '7 B', '16,384 GiB')
-    """
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= factor:
-            return f"{_plain(nbytes / factor, 4)} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def duration(time: float) -> str:
-    """A time in the unit that suits it.
-
-    >>> duration(0.0213), duration(75.0), duration(4321.0), duration(2.5e-7)
-    ('21.3 ms', '75 s', '4,321 s', '0.25 µs')
-    """
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if time >= factor:
-            return f"{_plain(time / factor, 3)} {unit}"
-    return f"{_plain(time * 1e6, 3)} µs"
-
-
-def _plain(x: float, digits: int) -> str:
-    """``x`` to so many digits, large ones whole: never in exponent form."""
-    return f"{x:.{digits}g}" if x < 10**digits - 0.5 else f"{x:,.0f}"
-
-
 PATTERN_COLUMNS = ("pairs of dense", "lower bound", "peak per rank", "sent in all", "pattern")
 NAMES = {"fwd": "forward", "fwd+bwd": "forward and backward"}
 
@@ -194,7 +154,7 @@ class Advice:
     causal: bool
     passes: str
     layers: int
-    choices: tuple[Choice, ...]
+    choices: tuple[Decision, ...]
     proposals: tuple[Proposal, ...]
     need_bytes: int | None
     budget_bytes: int | None
@@ -204,7 +164,7 @@ class Advice:
     def __getitem__(self, name: str):
         return self.choice(name).value
 
-    def choice(self, name: str) -> Choice:
+    def choice(self, name: str) -> Decision:
         """A choice by its name; KeyError for one that was not made."""
         for choice in self.choices:
             if choice.name == name:
@@ -233,10 +193,10 @@ class Advice:
         """One line on whether it fits."""
         if self.need_bytes is None:
             return "not estimated"
-        need = f"{size(self.need_bytes)} on the rank that needs most"
+        need = f"{format_bytes(self.need_bytes)} on the rank that needs most"
         if self.budget_bytes is None:
             return f"{need}; how much there is, is not known: give a budget"
-        have = f"{need}, of {size(self.budget_bytes)}"
+        have = f"{need}, of {format_bytes(self.budget_bytes)}"
         if not self.fits:
             longest = f"{self.longest:,} tokens fit" if self.longest else "no shorter length was found that fits"
             ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
@@ -301,10 +261,10 @@ class Advice:
         return "\n".join(lines) + "\n"
 
     def _compared(self, p: Proposal) -> tuple[str, ...]:
-        bound = f"{duration(p.bound_s)} ({p.binds})" if p.bound_s else "not known"
+        bound = f"{format_seconds(p.bound_s)} ({p.binds})" if p.bound_s else "not known"
         over = p.peak_bytes and self.budget_bytes is not None and p.peak_bytes > self.budget_bytes
-        peak = size(p.peak_bytes) + (", does not fit" if over else "") if p.peak_bytes else "not estimated"
-        return f"{100 * p.share:.3g} %", bound, peak, size(p.sent_bytes), f"{p.name}: {p.pattern}"
+        peak = format_bytes(p.peak_bytes) + (", does not fit" if over else "") if p.peak_bytes else "not estimated"
+        return f"{100 * p.share:.3g} %", bound, peak, format_bytes(p.sent_bytes), f"{p.name}: {p.pattern}"
 
     def _repr_markdown_(self) -> str:
         return f"**{self.title}**\n\n{self.table()}\n\n```python\n{self.code()}```\n"

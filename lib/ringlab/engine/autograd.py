@@ -1,38 +1,118 @@
-"""Attention on one device: the autograd rule."""
+"""Attention on one device: which path runs, and its autograd rule."""
 
 from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import cache as caches
+from .. import kernels
+from ..block_patterns import BlockSparse
 from ..kernels import triton
+from ..kernels.base import device_type_of
 from ..patterns import Pattern
-from . import Execution, pattern_kernel, plain, run
+from . import Execution, blocks, execute, gather
+from .dilated import make_plan, plan_for
 
-IN_GRAPHS = torch.__version__ >= (2, 13)  # compilers before it take no pattern as a constant of a graph
+IN_GRAPHS = triton.IN_GRAPHS
 
 
 def local_attention(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
-    if backend == "triton" and IN_GRAPHS and torch.compiler.is_compiling() and plain(execution):
+    if backend == "triton" and IN_GRAPHS and torch.compiler.is_compiling() and execution.plain:
         flip, positive = positive_scale(scale)
         return triton.attend(flip(q), k, v, pattern, causal, positive)
-    return outside_graphs(_attend)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    return outside_graphs(_Attention.apply)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
 
 
 def outside_graphs(call):
-    """``call`` as torch.compile makes it but may not trace it; itself elsewhere, for this loads the compiler."""
+    """``call`` as torch.compile may call it but not trace it; unchanged elsewhere, since this loads the compiler."""
     return torch.compiler.disable(call) if torch.compiler.is_compiling() else call
 
 
-def _attend(q, k, v, *rest):
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return _Attention.apply(q, k, v, *rest)
+def without_autocast(t: Tensor):
+    """A context in which operators keep the dtype of their inputs: it is the one that the caller asked for."""
+    kind = device_type_of(t)
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-class Once(torch.autograd.Function):
-    """What both passes refuse: torch's transforms other than one reverse-mode derivative."""
+def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, backend, execution: Execution):
+    """out (b, n, h, d), lse (b, h, n)."""
+    flip, scale = positive_scale(scale)
+    kernel = _kernel_for(q, causal, q.requires_grad or k.requires_grad or v.requires_grad, backend)
+    q = flip(q)
+    with without_autocast(q):
+        if execution.plain and hasattr(kernel, "attend"):  # a kernel of whole patterns
+            return kernel.attend(q, k, v, pattern, causal, scale, execution.cached)
+        kernel = execution.tiled(kernel)
+        if execution.merge == "fused":
+            plan, fused_merge = _fused(q, k, pattern, execution)
+            return fused_merge.forward(q, k, v, plan, pattern, causal, scale, kernel, execution.cached)
+        if isinstance(pattern, BlockSparse):
+            return blocks.forward(q, k, v, pattern, causal, scale, kernel, execution, execution.results_of(q))
+        if execution.gather:
+            index = _gather_index(q, k, pattern, execution)
+            return gather.forward(q, k, v, index, causal, scale, kernel, execution.scratch())
+        plan = plan_for(q, k, pattern, execution.cached)
+        lent = {"pool": execution.scratch(), "results": execution.results_of(q)}
+        return execute.forward(q, k, v, plan, causal, scale, kernel, **lent)
+
+
+def backward(dout, dlse, q, k, v, out, lse, pattern: Pattern, causal: bool, scale: float, backend, execution):
+    """dq, dk, dv for cotangents of out and, if not None, of lse."""
+    flip, scale = positive_scale(scale)
+    q = flip(q)
+    kernel = _kernel_for(q, causal, True, backend)
+    with without_autocast(q):
+        if execution.plain and hasattr(kernel, "gradients"):
+            dq, dk, dv = kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, scale, execution.cached)
+            return flip(dq), dk, dv
+        kernel, d, tensors = execution.tiled(kernel), q.shape[3], (dout, q, k, v, out, lse)
+        if dlse is not None:
+            tensors = fold_lse_gradient(*tensors, dlse)
+        tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:5]] + [lse]
+        _, q, k, *_ = tensors
+        if execution.merge == "fused":
+            plan, fused_merge = _fused(q, k, pattern, execution)
+            grads = fused_merge.backward(*tensors, plan, pattern, causal, scale, kernel, execution.cached)
+        elif isinstance(pattern, BlockSparse):
+            grads = blocks.backward(*tensors, pattern, causal, scale, kernel, execution)
+        elif execution.gather:
+            index = _gather_index(q, k, pattern, execution)
+            grads = gather.backward(*tensors, index, causal, scale, kernel, execution.scratch())
+        else:
+            plan = plan_for(q, k, pattern, execution.cached, backward=True)
+            grads = execute.backward(*tensors, plan, causal, scale, kernel, pool=execution.scratch())
+    dq, dk, dv = grads if dlse is None else (g[..., :d] for g in grads)
+    return flip(dq), dk, dv
+
+
+def _kernel_for(q: Tensor, causal: bool, needs_backward: bool, backend) -> kernels.Kernel:
+    return kernels.choose(q.device, q.dtype, q.shape[3], causal=causal, backward=needs_backward, backend=backend).kernel
+
+
+def _fused(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
+    """The plan, and the experimental kernel that merges its results; NotImplementedError where it cannot run."""
+    from ..kernels.experimental import fused_merge
+
+    if not q.is_meta:  # a run without data is of hardware that need not be here
+        fused_merge.check(q.device, q.dtype, pattern)
+    given = pattern, q.shape[1], q.shape[2], k.shape[2]
+    return execution.cached(caches.key("plan", *given), lambda: make_plan(*given)), fused_merge
+
+
+def _gather_index(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
+    given = pattern, q.shape[1], q.shape[2], k.shape[2], q.device
+    return execution.cached(caches.key("gather", *given), lambda: gather.gather_indices(*given))
+
+
+class NoVmap(torch.autograd.Function):
+    """Refuses torch's transforms other than one reverse-mode derivative."""
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -43,8 +123,8 @@ class Once(torch.autograd.Function):
         raise NotImplementedError("attention does not support forward-mode derivatives (torch.func.jvp); use backward")
 
 
-class FirstDerivative(Once):
-    """A backward as a node of its own, so that every way to a second derivative ends here and none is silently zero."""
+class NoDoubleBackward(NoVmap):
+    """A backward pass that refuses to be differentiated, so that no second derivative is silently zero."""
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -55,14 +135,8 @@ class FirstDerivative(Once):
         raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
 
-class _Attention(Once):
-    @staticmethod
-    def forward(q, k, v, pattern, causal, scale, backend, execution):
-        flip, positive = positive_scale(scale)
-        if whole := pattern_kernel(q, causal, any(t.requires_grad for t in (q, k, v)), backend, execution):
-            with torch.autocast(q.device.type, enabled=False):
-                return whole.attend(flip(q), k, v, pattern, causal, positive, execution.cached)
-        return run("forward", (flip(q), k, v), pattern, causal, positive, backend, execution)
+class _Attention(NoVmap):
+    forward = staticmethod(forward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -74,45 +148,39 @@ class _Attention(Once):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 8
-        q, k, v, out, lse = ctx.saved_tensors  # once: checkpointing recomputes them as they are read
+        q, k, v, out, lse = ctx.saved_tensors  # once: checkpointing recomputes them when they are read
         dout = torch.zeros_like(out) if dout is None else dout
         return *_Gradients.apply(dout, dlse, q, k, v, out, lse, *ctx.rest), None, None, None, None, None
 
 
-class _Gradients(FirstDerivative):
-    """dq, dk, dv."""
+class _Gradients(NoDoubleBackward):
+    forward = staticmethod(backward)
 
-    @staticmethod
-    def forward(dout, dlse, q, k, v, out, lse, pattern, causal, scale, backend, execution):
-        flip, positive = positive_scale(scale)
-        tensors = (dout, flip(q), k, v, out, lse)
-        if whole := pattern_kernel(q, causal, True, backend, execution):
-            with torch.autocast(q.device.type, enabled=False):
-                rest = (*tensors[1:], pattern, causal, positive, execution.cached)
-                dq, dk, dv = whole.gradients(dout, dlse, *rest)
-            return flip(dq), dk, dv
-        d = q.shape[3]
-        if dlse is not None:
-            tensors = fold_lse_gradient(*tensors, dlse)
-        tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:-1]] + [tensors[-1]]
-        dq, dk, dv = (g[..., :d] for g in run("backward", tensors, pattern, causal, positive, backend, execution))
-        return flip(dq), dk, dv
+
+# Function.apply binds its arguments to the signature of forward, to fill in defaults. There are none, and looking the
+# signature up takes longer than a small call: an empty one is there at once.
+_ANY = inspect.Signature([inspect.Parameter("tensors_and_options", inspect.Parameter.VAR_POSITIONAL)])
+forward.__signature__ = backward.__signature__ = _ANY
 
 
 def positive_scale(scale: float):
-    """Fused kernels find the maximum before they scale, which is wrong for scale <= 0: give q the sign instead."""
+    """(what makes q, and dq, of theirs, a positive scale): kernels take the maximum before they scale."""
     if scale > 0:
-        return (lambda t: t), scale
+        return _unchanged, scale
     if scale < 0:
         return torch.neg, -scale
     return torch.zeros_like, 1.0
 
 
-def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor):
-    """Widen the head so that a flash backward, which knows no lse cotangent g, computes ``rowsum(dO * O) - g``.
+def _unchanged(t: Tensor) -> Tensor:
+    return t
 
-    Two more columns of O hold -g, its rounded value and the rest, those of dO hold 1; v, q and k get zeros, so no score
-    and no ``dO v^T`` changes. Padded to 8 columns, which every kernel's alignment allows.
+
+def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor):
+    """Widen the heads so that a flash backward, which takes no lse cotangent g, computes ``rowsum(dO * O) - g``.
+
+    Two more columns of O hold -g, its rounded value and the remainder; those of dO hold 1. q, k and v get zeros, so no
+    score and no ``dO v^T`` changes. Padded to 8 columns, as every kernel's alignment allows.
     """
     g = -dlse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
     dead = lse.transpose(1, 2).unsqueeze(-1) == -torch.inf

@@ -1,25 +1,149 @@
-"""Which blocks of keys are taken together for which blocks of queries, so that a pattern is few large calls.
+"""The calls of a block-sparse pattern: index arithmetic alone, without tensors; and which way a pattern runs.
 
-Kernels are slow on short keys and on few queries, so neighbouring blocks of queries are joined in a binary tree: a node
-takes the keys that all of its blocks see and no larger node has taken, hence every pair is computed once. Only those
-levels of the tree are used that make the calls cheapest.
-
-How a block-sparse pattern becomes few dense calls: pure index arithmetic, no tensor data.
-
-The nodes of a tree over the blocks of queries (``block_tree``) each take some keys. Equal ones in arithmetic
-progression are one call over a strided view; scattered blocks of keys are copied together first.
+Kernels are slow on short keys and on few queries, so neighbouring blocks of queries are joined in a binary tree. A node
+of the tree takes the keys that all of its blocks see and no larger node has taken, hence every pair is computed once.
+Only those levels of the tree are used that make the calls cheapest. Equal nodes in arithmetic progression are one call
+over a strided view; scattered blocks of keys are copied together first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .block_calls import Picked, Run, Tiling, ordered
+from .. import cache as caches
+from ..block_patterns import AT_ONCE, BlockSparse, Random
+from ..kernels.base import Kernel, supports_lower_right_causal
+from . import execute, torch_sparse
 from .dilated import first_and_step
+from .execute import Call, Plan, View, head_block
+
+WAYS = {
+    "auto": "the way that is expected to be fastest here",
+    "views": "few dense calls on overlapping strided views, of neighbouring blocks joined in a tree",
+    "batched": "the keys of each block of queries copied together, blocks with equally many in one call",
+    "rows": "the same, one call for each block of queries",
+    "bsr": "probabilities as a torch.sparse BSR tensor, one batch entry and head at a time",
+    "flex": "torch's FlexAttention, compiled once for each shape; its backward is that of views",
+}
+
+
+def choose(pattern: BlockSparse, device: torch.device | str = "cpu") -> tuple[str, str]:
+    """(way, why) of ``blocks="auto"``.
+
+    Never "flex": on a CPU it takes longer than views in every measured row; on a GPU that is not measured.
+
+    >>> from ringlab.block_patterns import local_global
+    >>> choose(local_global(2, 4))[0]
+    'views'
+    """
+    if all(isinstance(part, Random) for part in pattern.parts):
+        return "batched", "blocks drawn at random have no neighbours to be read with"
+    return "views", "neighbouring blocks are read where they lie, many at a time"
+
+
+def forward(q, k, v, pattern: BlockSparse, causal: bool, scale: float, kernel: Kernel, execution, results=None):
+    """out (b, n, h, d), lse (b, h, n) in the way that ``execution.blocks`` asks for; ``results`` lends out.
+
+    "flex" on a CPU runs views too, for the lse that torch's kernel does not return there.
+    """
+    n, way = q.shape[1], execution.blocks
+    if way == "bsr":
+        return torch_sparse.bsr_forward(q, k, v, _bsr_index(pattern, n, causal, q, execution), causal, scale)
+    if way == "flex":
+        torch_sparse.require(q, pattern.block_size)
+        key = caches.key("flex", pattern, n, causal, q.device)
+        mask = execution.cached(key, lambda: torch_sparse.flex_prepare(pattern, n, causal, q.device))
+        out, lse = torch_sparse.flex_forward(q, k, v, mask, scale, with_lse=True)
+        if lse is not None:
+            return out, lse
+    plan = plan_for(q, k, pattern, causal, kernel, execution, backward=False)
+    pool = execution.scratch()
+    found = execute.forward(q, k, v, plan, causal, scale, kernel, pool=pool, results=results)
+    return found if way != "flex" else (out, found[1])
+
+
+def backward(dout, q, k, v, out, lse, pattern: BlockSparse, causal: bool, scale: float, kernel: Kernel, execution):
+    """dq (b, n, h, d), dk, dv (b, n, h_kv, d), for the final out and lse (b, h, n) of any way."""
+    if execution.blocks == "bsr":
+        index = _bsr_index(pattern, q.shape[1], causal, q, execution)
+        return torch_sparse.bsr_backward(dout, q, k, v, out, lse, index, causal, scale)
+    plan = plan_for(q, k, pattern, causal, kernel, execution, backward=True)
+    return execute.backward(dout, q, k, v, out, lse, plan, causal, scale, kernel, pool=execution.scratch())
+
+
+def _bsr_index(pattern: BlockSparse, n: int, causal: bool, q: Tensor, execution) -> torch_sparse.Index:
+    key = caches.key("bsr", pattern, n, causal, q.device)
+    return execution.cached(key, lambda: torch_sparse.bsr_prepare(pattern, n, causal, q.device))
+
+
+def plan_for(
+    q: Tensor, k: Tensor, pattern: BlockSparse, causal: bool, kernel: Kernel, execution, backward: bool
+) -> Plan:
+    """The plan for tensors q (b, n, h, d) and k, by views or by copied keys."""
+    way = execution.blocks if execution.blocks in ("batched", "rows") else "views"
+    if execution.blocks == "auto":
+        way = choose(pattern, q.device)[0]
+    (_, n, heads, _), kv_heads = q.shape, k.shape[2]
+    shape = pattern, n, heads, kv_heads, causal, way, supports_lower_right_causal(kernel)
+    return in_blocks(lambda: make_plan(*shape), ("tiling", *shape), q, kv_heads, backward, execution.cached)
+
+
+def in_blocks(build: Callable[[], Plan], key: tuple, q: Tensor, kv_heads: int, backward: bool, cached) -> Plan:
+    """The plan that ``build`` makes, in blocks of heads where results are accumulated in fp32."""
+    found = cached(caches.key(*key), build)
+    heads = q.shape[2]
+    if not found.narrow(q.dtype, heads // kv_heads, backward):
+        return found
+    block = head_block(q, kv_heads, q.shape[1])
+    return cached(caches.key(*key, block), lambda: found.in_head_blocks(block)) if block < heads else found
+
+
+def make_plan(
+    pattern: BlockSparse, n: int, heads: int = 1, kv_heads: int = 1, causal: bool = False, way: str = "views",
+    lower_right: bool = False,
+) -> Plan:  # fmt: skip
+    """The calls for ``n`` positions of queries and of keys.
+
+    ``way``: "views", "batched" or "rows". ``lower_right``: causal calls may have more keys than queries.
+    """
+    cuts = Cuts.of(n, pattern.block_size)
+
+    def layer(seen, rows: range) -> tuple[Tensor, Tensor]:
+        numbers, cols = torch.arange(rows.start, rows.stop), pattern.near(rows, n)
+        found = seen(numbers, cols)
+        return found & (cols < numbers[:, None]) if causal else found, cols
+
+    diagonal = None
+    if causal:
+        blocks = torch.arange(len(cuts.starts))
+        itself = torch.cat([pattern.blocks(n, some, some).diagonal() for some in blocks.split(AT_ONCE)])
+        diagonal = torch.where(itself, blocks, -1)
+    if way == "views":
+        layers = [partial(layer, seen) for seen in layers_of(pattern, n)]
+        return tile(layers, cuts, cuts, diagonal, heads, kv_heads, lower_right=lower_right)
+    seen = partial(layer, partial(pattern.blocks, n))
+    alone = way == "rows"
+    return copied(seen, cuts, cuts, diagonal, heads, kv_heads, alone=alone, lower_right=lower_right)
+
+
+def layers_of(pattern: BlockSparse, n: int) -> list[Callable[[Tensor, Tensor], Tensor]]:
+    """``pattern.blocks`` in disjoint layers, each a function of blocks of queries and of keys.
+
+    First the parts that have an order, then what random blocks add to them.
+    """
+    whole = partial(pattern.blocks, n)
+    regular = tuple(p for p in pattern.parts if not isinstance(p, Random))
+    if not 0 < len(regular) < len(pattern.parts):
+        return [whole]
+    first = partial(BlockSparse(regular, pattern.block_size).blocks, n)
+    return [first, lambda queries, keys: whole(queries, keys) & ~first(queries, keys)]
+
 
 # What a pair costs in a call of so many queries (rows here) by so many keys (columns), against a pair of long dense
 # attention: torch's CPU kernel, fp32. On a GPU the order is the same and the differences are smaller.
@@ -162,12 +286,15 @@ Entry = tuple[int, int, int, int]  # one dense call: rows, keys, the first query
 # Fewer queries than SHORT take their keys LONG at a time, while these are in the cache; and those of few keys are in
 # nodes of LONG queries or more, as far as halving goes.
 LONG, SHORT = 1024, 768
+# torch's CPU kernel takes fewer queries than WIDE 32 at a time, so that each of STRIP costs no more than one of 128.
+STRIP, WIDE = 64, 192
 
 
 def tile(
-    layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, *, lower_right: bool = False
-) -> Tiling:
-    """The calls for disjoint ``layers`` of seen blocks: regular ones first.
+    layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
+    *, lower_right: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan of disjoint ``layers`` of seen blocks: regular calls first.
 
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
     ``lower_right``: causal calls may have more keys than queries.
@@ -175,39 +302,95 @@ def tile(
     >>> from ringlab.engine.blocks import layer
     >>> from ringlab.block_patterns import local_global
     >>> cuts = Cuts.of(16384, 128)
-    >>> run = tile([layer(local_global(2, 4).blocks(16384))], cuts, cuts).runs[0]  # the global blocks of keys
-    >>> run.rows, run.keys, run.nodes, run.query, run.key
-    (1024, 512, 16, (0, 1024), (0, 0))
+    >>> call = tile([layer(local_global(2, 4).blocks(16384))], cuts, cuts).calls[0]  # the global blocks of keys
+    >>> call.nodes, call.q.rows, call.q.node_step, call.k.rows, call.k.node_step
+    (16, 1024, 1024, 512, 0)
     """
     entries: list[Entry] = []
-    picked: list[Picked] = []
+    gathered: list[Call] = []
     for seen in layers:
         for rows, level in chains(queries):
             found, left = _calls(seen, rows, level, queries, keys)
             entries += found
-            picked += left
+            gathered += left
     squares = _squares(queries, keys, diagonal)
     if lower_right:
         entries, squares = _joined(entries, squares)
-    runs = _runs([part for entry in entries for part in _halved(entry)])
-    runs = [part for run in runs for part in _in_cache(run)]
-    return ordered(runs + _runs(squares, causal=True), picked, int(queries.lengths.sum()))
+    calls = _strided_calls([part for entry in entries for part in _halved(entry)])
+    calls = [part for call in calls for part in _in_cache(call)]
+    calls += _strided_calls(squares, causal=True)
+    return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
 
 
-def copied(seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, *, alone: bool = False) -> Tiling:
+def copied(
+    seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
+    *, alone: bool = False, lower_right: bool = False,
+) -> Plan:  # fmt: skip
     """As ``tile``, with all keys of a block of queries copied together; ``alone``: a call for each such block."""
-    picked: list[Picked] = []
+    gathered: list[Call] = []
     for rows, _ in chains(queries):
         ((_, node, first, stop),) = nodes(seen, rows, (0,))
         size = int(queries.lengths[rows.start])
-        picked += _copied(node, first, stop, queries.starts[rows.start] + node * size, size, keys, alone)
-    squares = _runs(_squares(queries, keys, diagonal), causal=True)
+        gathered += _gathered_calls(node, first, stop, queries.starts[rows.start] + node * size, size, keys, alone)
+    squares = _strided_calls(_squares(queries, keys, diagonal), causal=True)
     if alone:
         squares = [
-            Run(r.rows, r.keys, 1, (r.query[0] + i * r.query[1], 0), (r.key[0] + i * r.key[1], 0), causal=True)
-            for r in squares for i in range(r.nodes)
+            _call(c.q.rows, c.k.rows, 1, (c.q.first + i * c.q.node_step, 0), (c.k.first + i * c.k.node_step, 0), True)
+            for c in squares for i in range(c.nodes)
         ]  # fmt: skip
-    return ordered(squares, picked, int(queries.lengths.sum()))
+    return _plan(squares, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
+
+
+def _plan(calls: list[Call], gathered: list[Call], n: int, heads: int, kv_heads: int, lower_right: bool) -> Plan:
+    """Strided calls that write most rows run first: those that write them first need no merge. Then gathered ones."""
+    written, uncovered = torch.zeros(2, n, dtype=torch.bool)
+    found = []
+    for call in sorted(calls, key=_order):
+        at = call.q.first + call.q.node_step * torch.arange(call.nodes)[:, None] + torch.arange(call.q.rows)
+        at = at.flatten()
+        fresh = ~written[at]
+        first = not _merged(call) and bool(fresh.all())
+        uncovered[at[fresh]] = not first
+        written[at] = True
+        found.append(replace(call, first=first))
+    uncovered |= ~written
+    edges = F.pad(uncovered.int(), (1, 1)).diff().nonzero().flatten()
+    ranges = tuple(zip(edges[::2].tolist(), edges[1::2].tolist()))
+    merges = len(found) + len(gathered) > 1 or bool(gathered) or any(map(_merged, found))
+    group = heads // kv_heads
+
+    def every_head(calls: list[Call]) -> tuple[Call, ...]:  # the heads of one K/V head one after another
+        return tuple(
+            replace(c, heads=kv_heads, q=replace(c.q, head=g, head_step=group)) for g in range(group) for c in calls
+        )
+
+    strips = [strip for call in found for strip in _in_strips(call, lower_right)]
+    block = range(heads), every_head(strips + gathered), every_head(found + gathered)
+    return Plan((block,), ranges, merges, same_rows=False, rows=range(n), period=n)
+
+
+def _order(call: Call) -> tuple:
+    written = call.q.rows * (1 if _merged(call) else call.nodes)
+    return -written, _merged(call), call.q.first, call.q.node_step
+
+
+def _merged(call: Call) -> bool:
+    """Whether all nodes have the same queries."""
+    return call.nodes > 1 and call.q.node_step == 0
+
+
+def _in_strips(call: Call, lower_right: bool) -> Iterator[Call]:
+    """A causal call of blocks of 128 queries as one of their first and one of their last halves.
+
+    The first one leaves out the keys that it does not see. Only for the forward: in the backward each would add
+    gradients of all its keys.
+    """
+    few = call.causal and STRIP < call.q.rows < WIDE and call.q.rows % STRIP == 0
+    rows = STRIP if few and lower_right else call.q.rows
+    for at in range(0, call.q.rows, rows):
+        later = call.q.rows - rows - at
+        q = replace(call.q, first=call.q.first + at, rows=rows)
+        yield replace(call, q=q, k=replace(call.k, rows=call.k.rows - later))
 
 
 def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
@@ -232,10 +415,10 @@ def _joined(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entry], li
     return rest, joined + list(alone.values())
 
 
-def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[list[Entry], list[Picked]]:
+def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[list[Entry], list[Call]]:
     """The calls of one chain, at those levels of its tree that make it cheapest."""
     size, used = int(queries.lengths[rows.start]), cheapest(seen, rows, levels, queries, keys)
-    entries, picked = [], []
+    entries, gathered = [], []
     for level, node, first, stop in nodes(seen, rows, used):
         length = size << level
         at = queries.starts[rows.start] + node * length
@@ -244,21 +427,27 @@ def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> 
         apart = torch.zeros(len(node), dtype=torch.bool)
         if level == 0:
             apart = better_copied(node, count, len(rows), size)
-            picked += _copied(node[apart], first[apart], stop[apart], at[apart], size, keys)
+            gathered += _gathered_calls(node[apart], first[apart], stop[apart], at[apart], size, keys)
         entries += [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
-    return entries, picked
+    return entries, gathered
 
 
-def _runs(entries: list[Entry], causal: bool = False) -> list[Run]:
-    return [_in_a_row(Run(*shape, causal=causal)) for shape in _progressions(entries)]
+def _call(rows: int, keys: int, nodes: int, query: tuple[int, int], key: tuple[int, int], causal: bool = False) -> Call:
+    """``nodes`` calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first, step) of the nodes' rows."""
+    return Call(View(rows, query[0], node_step=query[1]), View(keys, key[0], node_step=key[1]), nodes, causal=causal)
 
 
-def _in_a_row(run: Run) -> Run:
+def _strided_calls(entries: list[Entry], causal: bool = False) -> list[Call]:
+    return [_in_a_row(_call(*shape, causal)) for shape in _progressions(entries)]
+
+
+def _in_a_row(call: Call) -> Call:
     """The same with neighbouring nodes of few queries by the same keys as one, up to LONG queries."""
-    if run.causal or run.nodes == 1 or run.key[1] or run.query[1] != run.rows or run.rows >= SHORT:
-        return run
-    joined = max(i for i in range(1, LONG // run.rows + 1) if run.nodes % i == 0)
-    return Run(run.rows * joined, run.keys, run.nodes // joined, (run.query[0], run.rows * joined), run.key)
+    rows = call.q.rows
+    if call.causal or call.nodes == 1 or call.k.node_step or call.q.node_step != rows or rows >= SHORT:
+        return call
+    joined = max(i for i in range(1, LONG // rows + 1) if call.nodes % i == 0)
+    return replace(call, q=replace(call.q, rows=rows * joined, node_step=rows * joined), nodes=call.nodes // joined)
 
 
 def _halved(entry: Entry) -> Iterator[Entry]:
@@ -275,23 +464,24 @@ def _halved(entry: Entry) -> Iterator[Entry]:
         yield rows // pieces, keys, q + at, k
 
 
-def _in_cache(run: Run) -> Iterator[Run]:
-    """A run of few queries by many keys, LONG of them at a time: as nodes that share their queries, if it is of one."""
-    if run.rows >= SHORT or run.keys < 2 * LONG:
-        yield run
+def _in_cache(call: Call) -> Iterator[Call]:
+    """Few queries by many keys: LONG keys at a time, as nodes that share their queries if the call has one node."""
+    if call.q.rows >= SHORT or call.k.rows < 2 * LONG:
+        yield call
         return
-    whole, rest = divmod(run.keys, LONG)
-    if run.nodes == 1:
-        yield Run(run.rows, LONG, whole, (run.query[0], 0), (run.key[0], LONG))
+    count, rest = divmod(call.k.rows, LONG)
+    first = call.k.first
+    if call.nodes == 1:
+        yield replace(call, nodes=count, q=replace(call.q, node_step=0), k=View(LONG, first, node_step=LONG))
     else:
-        for at in range(0, whole * LONG, LONG):
-            yield Run(run.rows, LONG, run.nodes, run.query, (run.key[0] + at, run.key[1]))
+        for at in range(0, count * LONG, LONG):
+            yield replace(call, k=replace(call.k, rows=LONG, first=first + at))
     if rest:
-        yield Run(run.rows, rest, run.nodes, run.query, (run.key[0] + whole * LONG, run.key[1]))
+        yield replace(call, k=replace(call.k, rows=rest, first=first + count * LONG))
 
 
-def _copied(node, first, stop, at, size: int, keys: Cuts, alone: bool = False) -> list[Picked]:
-    """Nodes with equally many keys, together; or each by itself."""
+def _gathered_calls(node, first, stop, at, size: int, keys: Cuts, alone: bool = False) -> list[Call]:
+    """Nodes with equally many keys in one call; or each by itself."""
     alike: dict[int, list] = {}
     ends = keys.starts + keys.lengths
     mine: dict[int, list] = {}
@@ -302,10 +492,12 @@ def _copied(node, first, stop, at, size: int, keys: Cuts, alone: bool = False) -
     for i, parts in mine.items():
         rows = torch.cat(parts)
         alike.setdefault(i if alone else len(rows), []).append((where[i], rows))
-    return [
-        Picked(size, torch.tensor([q for q, _ in members]), torch.stack([rows for _, rows in members]))
-        for _, members in sorted(alike.items())
-    ]
+    found = []
+    for _, members in sorted(alike.items()):
+        queries = View(size, index=torch.tensor([[q] for q, _ in members]))
+        rows = torch.stack([rows for _, rows in members])  # (nodes, keys)
+        found.append(Call(queries, View(rows.shape[1], index=rows), len(members)))
+    return found
 
 
 def _progressions(entries: list[Entry]) -> Iterator[tuple]:

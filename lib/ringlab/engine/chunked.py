@@ -1,7 +1,7 @@
-"""Attention in tiles, with scores of tile x tile at a time, and a ladder of smaller tiles for when memory runs out.
+"""Attention in tiles, with tile x tile scores at a time, and back-off to smaller tiles when memory runs out.
 
-A tile is a kernel call on some queries and some keys; results join by log-sum-exp, and each tile's backward is exact
-with the final (out, lse). All of it happens inside one call of a kernel: what ranks send each other does not change.
+A tile is a kernel call on some queries and some keys. Results are merged by log-sum-exp, and each tile's backward is
+exact with the final (out, lse). All of it happens inside one call of a kernel: messages between ranks do not change.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import is_int, short_repr
-from ..kernels.base import Kernel, wide
+from ..checks import as_int, is_int, short_repr
+from ..kernels.base import Kernel, accumulation_dtype
 from ..tracking import is_out_of_memory
 from .execute import merge_
 
 TILES = (2048, 512, 128)
 
 
-class Ladder:
-    """The tile in use: none at first, and the next smaller one each time memory runs out.
+class OOMBackoff:
+    """The tile size in use: none at first, and the next smaller one each time memory runs out. Public as ``Ladder``.
 
-    A step down stays, since what did not fit once will not fit again. ``tiles``: rows, from large to small.
+    It never goes up again, since what did not fit once will not fit again. ``tiles``: rows, from large to small.
 
+    >>> from ringlab import Ladder
     >>> ladder = Ladder((512, 64))
     >>> ladder.tile is None, ladder
     (True, Ladder((512, 64), level=0))
@@ -36,7 +37,7 @@ class Ladder:
             raise ValueError(f"Ladder: tiles must be positive integers, got {short_repr(tiles)}")
         if list(tiles) != sorted(set(tiles), reverse=True):
             raise ValueError(f"Ladder: each tile must be smaller than the one before, got {tiles!r}")
-        self.tiles, self.level = tuple(map(int, tiles)), 0
+        self.tiles, self.level = tuple(map(as_int, tiles)), 0
 
     def __repr__(self) -> str:
         return f"Ladder({self.tiles}, level={self.level})"
@@ -47,9 +48,9 @@ class Ladder:
         return self.tiles[self.level - 1] if self.level else None
 
     def run(self, attempt: Callable):
-        """``attempt(tile)``, again with smaller tiles for as long as memory runs out; it must change nothing outside.
+        """``attempt(tile)``, again with smaller tiles as long as memory runs out; it must have no side effects.
 
-        Raises what the smallest tile raised, with a note of the tiles tried, and at once what is no lack of memory.
+        Raises what the smallest tile raised, with a note of the tiles tried; other errors at once.
         """
         while True:
             level = self.level
@@ -61,12 +62,12 @@ class Ladder:
                 if level == len(self.tiles):
                     error.add_note(f"out of memory without tiles and with tiles of {', '.join(map(str, self.tiles))}")
                     raise
-            self.level = max(self.level, level + 1)  # only here is what the failed attempt held free again
+            self.level = max(self.level, level + 1)  # the memory of the failed attempt is free only here
 
     def agree(self, group: dist.ProcessGroup | dist.DeviceMesh) -> None:
-        """Take the smallest tile that any rank has come to; a collective, for all ranks between two steps.
+        """Take the smallest tile of all ranks; a collective call, between two training steps.
 
-        Values and messages are the same at every level, so ranks that never agree are right too, only uneven.
+        Values and messages are the same at every level, so without it results are right too, only speeds differ.
         """
         pg = group.get_group() if isinstance(group, dist.DeviceMesh) else group
         levels = [0] * dist.get_world_size(pg)
@@ -74,19 +75,23 @@ class Ladder:
         self.level = max(levels)
 
 
+Ladder = OOMBackoff
+
+
 @dataclass(frozen=True)
-class Tiled:
+class ChunkedKernel:
     """A kernel whose calls form at most tile x tile scores at a time, over all batch entries and heads.
 
-    >>> from .kernels import KERNELS
+    >>> from ringlab.kernels import KERNELS
     >>> q, k, v = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64).unbind()
-    >>> (a, _), (b, _) = (f.forward(q, k, v, True, 1.0) for f in (KERNELS["eager"], Tiled(KERNELS["eager"], 16)))
+    >>> eager = KERNELS["eager"]
+    >>> (a, _), (b, _) = (f.forward(q, k, v, True, 1.0) for f in (eager, ChunkedKernel(eager, 16)))
     >>> torch.allclose(a, b, rtol=1e-12)
     True
     """
 
     kernel: Kernel
-    tile: int | Ladder
+    tile: int | OOMBackoff
 
     def forward(self, q, k, v, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """As ``Kernel.forward``."""
@@ -97,7 +102,7 @@ class Tiled:
         return self._run(_backward, dout, q, k, v, out, lse, causal, scale)
 
     def _run(self, passes: Callable, *args):
-        if isinstance(self.tile, Ladder):
+        if isinstance(self.tile, OOMBackoff):
             return self.tile.run(lambda tile: passes(self.kernel, tile, *args))
         return passes(self.kernel, self.tile, *args)
 
@@ -106,7 +111,7 @@ def _forward(kernel: Kernel, tile: int | None, q, k, v, causal, scale):
     if _fits(q, k, tile):
         return kernel.forward(q, k, v, causal, scale)
     b, m, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device)
+    out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     lse = torch.empty(b, heads, m, dtype=out.dtype, device=q.device)
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
         mine, theirs = (batch, rows, head), (batch, cols, head)

@@ -1,6 +1,6 @@
-"""Which strided views a dilated pattern reads: pure index arithmetic, no tensor data.
+"""The calls of a dilated pattern: index arithmetic alone, without tensors.
 
-In a branch (w, r) the rows that head h keeps lie at ``segment * w + offset(h) + j * r``: affine in the segment and in
+In a branch (w, r) the rows that head h selects are at ``segment * w + offset(h) + j * r``: affine in the segment and in
 j. Heads whose (index, offset, K/V head) form an arithmetic progression share one view, so a branch takes at most
 min(r, heads / r) calls, and as many again for a short last segment.
 """
@@ -8,87 +8,36 @@ min(r, heads / r) calls, and as many again for a short last segment.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import lcm
 
 from torch import Tensor
 
+from .. import cache as caches
 from ..patterns import Branch, Pattern
+from .execute import Call, Plan, View, head_block
 
 
-@dataclass(frozen=True)
-class Call:
-    """``segments`` equal segments of ``rows`` selected rows each from row ``base`` on, for one progression of heads.
+def plan_for(
+    q: Tensor, k: Tensor, pattern: Pattern, cached, *, backward: bool = False, n: int | None = None,
+    chunk: range | None = None,
+) -> Plan:  # fmt: skip
+    """The plan for tensors q (b, rows, h, d) and k that hold ``chunk`` of ``n`` positions (default: all of them).
 
-    ``head``, ``kv_head`` and ``offset`` (from the start of a segment) are (first, step) along the ``heads`` of the
-    call. ``first`` says that no earlier call wrote these heads' rows.
+    ``cached(key, build)`` remembers it.
     """
+    heads, kv_heads = q.shape[2], k.shape[2]
+    n = q.shape[1] if n is None else n
+    where = () if chunk is None else (chunk.start, chunk.stop)
 
-    length: int
-    rate: int
-    base: int
-    segments: int
-    rows: int
-    heads: int
-    head: tuple[int, int]
-    kv_head: tuple[int, int]
-    offset: tuple[int, int]
-    first: bool
+    def plan(*block):
+        key = caches.key("plan", pattern, n, heads, kv_heads, *block, *where)
+        return cached(key, lambda: make_plan(pattern, n, heads, kv_heads, *(block or (None,)), chunk))
 
-    @property
-    def shares_kv(self) -> bool:
-        """Whether all heads of the call read the same K/V rows, so that their gradients must be summed."""
-        return self.kv_head[1] == 0 and self.offset[1] == 0
-
-    def within(self, start: int, stop: int) -> range:
-        """The numbers of this call's segments that lie in rows [start, stop), which must not cut a segment."""
-        begin = max(0, -((self.base - start) // self.length))
-        end = min(self.segments, -((self.base - stop) // self.length))
-        return range(begin, max(begin, end))
-
-    def view(self, t: Tensor, segments: range, *, kv: bool = False, origin: tuple[int, int] = (0, 0)) -> Tensor:
-        """Rows of ``t`` (b, n, h, d) as (b, segments, rows, heads, d); ``origin``: t's first (position, head)."""
-        s_b, s_n, s_h, s_d = t.stride()
-        h0, h_step = self.kv_head if kv else self.head
-        o0, o_step = self.offset
-        position = self.base + segments.start * self.length + o0 - origin[0]
-        return t.as_strided(
-            (t.shape[0], len(segments), self.rows, self.heads, t.shape[3]),
-            (s_b, self.length * s_n, self.rate * s_n, h_step * s_h + o_step * s_n, s_d),
-            t.storage_offset() + position * s_n + (h0 - origin[1]) * s_h,
-        )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The calls of a pattern by block of heads.
-
-    ``covered``: first calls write every (row, head). ``merges``: some rows are written by several branches.
-    ``chunk``: the positions at hand; ``period``: a number of positions after which no segment is cut.
-    """
-
-    blocks: tuple[tuple[range, tuple[Call, ...]], ...]
-    covered: bool
-    merges: bool
-    chunk: range
-    period: int
-
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Rows [start, stop) that cut no segment but those that the chunk's ends cut, in order."""
-        start = self.chunk.start
-        while start < self.chunk.stop:
-            stop = min(self.chunk.stop, (start // self.period + 1) * self.period)
-            yield start - self.chunk.start, stop - self.chunk.start
-            start = stop
-
-    def whole(self, n: int) -> Call | None:
-        """The first call, if it alone touches every row of every head in memory order."""
-        (inside, calls), *more = self.blocks
-        if not calls:  # a chunk so short that no head selects a row of it
-            return None
-        call = calls[0]
-        fills = call.rate == 1 and call.heads == len(inside) and call.segments * call.rows == n
-        return call if not more and fills and call.head in ((0, 1), (0, 0)) else None
+    found = plan()
+    if not found.narrow(q.dtype, heads // kv_heads, backward):
+        return found
+    block = head_block(q, kv_heads, min(found.period, q.shape[1]))
+    return plan(block) if block < heads else found
 
 
 def make_plan(
@@ -96,12 +45,10 @@ def make_plan(
 ) -> Plan:
     """Plan ``pattern`` over ``n`` positions, with calls that stay inside blocks of ``block`` heads (default: all).
 
-    ``chunk``: only these positions are at hand, as rows 0, 1, ...; segments that its ends cut are run as far as they
-    lie in it.
+    ``chunk``: only these positions are there, as rows 0, 1, ...; of a segment that its ends cut, the part inside runs.
 
     >>> from ringlab.patterns import Dilated
-    >>> ((_, calls),) = make_plan(Dilated([4, 8], [1, 2]), 16, 4, 4).blocks
-    >>> [(c.rate, c.segments, c.heads) for c in calls]
+    >>> [(c.q.step, c.nodes, c.heads) for c in make_plan(Dilated([4, 8], [1, 2]), 16, 4, 4).calls]
     [(1, 4, 4), (2, 2, 2), (2, 2, 2)]
     """
     branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: b.rate)  # a branch that writes all goes first
@@ -110,36 +57,40 @@ def make_plan(
     blocks = []
     for start in range(0, heads, block):
         inside = range(start, min(start + block, heads))
-        calls = [c for b in branches for c in _branch_calls(b, chunk, heads // kv_heads, inside, first_branch)]
-        blocks.append((inside, tuple(calls)))
+        calls = tuple(c for b in branches for c in _branch_calls(b, chunk, heads // kv_heads, inside, first_branch))
+        blocks.append((inside, calls, calls))
+    covered = all(h in first_branch and first_branch[h].rate == 1 for h in range(heads))
     return Plan(
         tuple(blocks),
-        covered=all(h in first_branch and first_branch[h].rate == 1 for h in range(heads)),
+        uncovered=() if covered else ((0, len(chunk)),),
         merges=sum(len(b.heads) for b in branches) > len(first_branch),
-        chunk=chunk,
+        same_rows=True,
+        rows=chunk,
         period=min(n, lcm(*(b.length for b in branches))),
     )
 
 
-def _branch_calls(b: Branch, chunk: range, group: int, inside: range, first_branch: dict[int, Branch]) -> list[Call]:
-    calls = []
+def _branch_calls(
+    b: Branch, chunk: range, group: int, inside: range, first_branch: dict[int, Branch]
+) -> Iterator[Call]:
     for start, count, length in _pieces(chunk, b.length):
-        alike: dict[tuple, list] = {}  # heads that keep equally many rows and agree on who writes first
+        alike: dict[tuple, list] = {}  # heads that select equally many rows and agree on who writes first
         for head, offset in zip(b.heads, b.offsets):
             offset = (offset - start % b.length) % b.rate
             rows = -(-(length - offset) // b.rate)
             if head in inside and rows > 0:
-                alike.setdefault((rows, first_branch[head] is b), []).append((head, offset, head // group))
+                member = head, start - chunk.start + offset, head // group
+                alike.setdefault((rows, first_branch[head] is b), []).append(member)
         for (rows, first), members in alike.items():
             for run in progressions(members):
-                head, offset, kv_head = first_and_step(run)
-                base = start - chunk.start
-                calls.append(Call(b.length, b.rate, base, count, rows, len(run), head, kv_head, offset, first))
-    return calls
+                (head, head_step), (row, shift), (kv_head, kv_step) = first_and_step(run)
+                queries = View(rows, row, b.rate, b.length, head, head_step, shift)
+                keys = View(rows, row, b.rate, b.length, kv_head, kv_step, shift)
+                yield Call(queries, keys, count, len(run), causal=True, first=first)
 
 
 def _pieces(chunk: range, length: int) -> Iterator[tuple[int, int, int]]:
-    """(first position, segments, positions of each): what is there of a cut segment, whole ones, and of another."""
+    """(first position, segments, positions of each) of a cut segment, of the whole ones, and of another cut one."""
     start = min(chunk.stop, -(-chunk.start // length) * length)
     if start > chunk.start:
         yield chunk.start, 1, start - chunk.start

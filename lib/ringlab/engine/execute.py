@@ -1,28 +1,152 @@
-"""Combining partial softmax results: branches, ring blocks and ranks are all joined here.
+"""Dense calls on views of q, k and v, and the one executor that runs them and merges their results.
+
+A planner (``dilated``, ``blocks``, ``ring.rank``) turns a pattern into a ``Plan``: a list of ``Call``s. Each call is
+dense attention of some query rows by some key rows, read through strided views or gathered copies. ``forward`` and
+``backward`` run a plan. Results for the same rows are merged by log-sum-exp.
 
 A partial result is (out, lse) over some keys. The union over disjoint multisets of keys is
-``lse = log sum exp lse_i``, ``out = sum exp(lse_i - lse) out_i``; a partial that saw no key has lse -inf and weight 0.
+``lse = log sum exp lse_i``, ``out = sum exp(lse_i - lse) out_i``; a partial result without keys has lse -inf and
+weight 0.
 
-The gather-free path: kernels read strided views, segments are folded into the batch, merging is in place.
-
-Nothing of the sequence's size is allocated but the results. Kernels return fresh tensors, so calls are cut along the
-batch into small pieces. Half-precision results to which several calls add are accumulated in fp32, for one tile of
-positions and heads at a time.
+No memory of the size of the sequence is allocated except for the results. Kernels return new tensors, so a call is cut
+into pieces along the batch and the heads. Half-precision results to which several calls add are accumulated in fp32,
+for a tile of positions and heads at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .. import cache as caches
-from ..kernels.base import HALF, Kernel, device_type_of, wide
+from ..kernels.base import HALF, Kernel, accumulation_dtype, device_type_of
 from ..memory import MemoryPool
-from ..patterns import Pattern
-from .dilated import Plan, make_plan
+
+
+@dataclass(frozen=True)
+class View:
+    """The rows of a tensor (b, n, heads, d) that one side of a call reads, for each node and head of the call.
+
+    Row j of node i for head h is row ``first + i * node_step + j * step + h * shift`` of the tensor, in its head
+    ``head + h * head_step``. With ``index`` the rows are gathered instead: (nodes, rows) for all heads alike, (nodes,
+    1) for neighbouring rows from there on, or (nodes, rows, heads) for heads that are all rows of one head.
+    """
+
+    rows: int
+    first: int = 0
+    step: int = 1
+    node_step: int = 0
+    head: int = 0
+    head_step: int = 1
+    shift: int = 0
+    index: Tensor | None = None
+
+    def from_head(self, start: int, stop: int) -> View:
+        """The same rows for heads start .. stop - 1 of the call."""
+        index = self.index if self.index is None or self.index.dim() == 2 else self.index[..., start:stop]
+        first, head = self.first + start * self.shift, self.head + start * self.head_step
+        return replace(self, first=first, head=head, index=index)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Dense attention of the rows ``q`` by the rows ``k``, for ``heads`` heads and ``nodes`` such sets of rows.
+
+    ``causal``: the causal mask applies if the attention is causal. The last query of a node then sees all its keys,
+    each query before it one fewer. ``first``: no earlier call wrote these query rows, and no two nodes share them. A
+    ``q.node_step`` of 0 means that all nodes have the same queries; their results are merged.
+    """
+
+    q: View
+    k: View
+    nodes: int = 1
+    heads: int = 1
+    causal: bool = False
+    first: bool = False
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether all heads read the same K/V rows, so that their gradients must be summed."""
+        return self.k.head_step == 0 and self.k.shift == 0 and self.k.index is None
+
+    def within(self, start: int, stop: int) -> range:
+        """The nodes whose queries lie in rows [start, stop), which must not cut a node."""
+        begin = max(0, -((self.q.first - start) // self.q.node_step))
+        end = min(self.nodes, -((self.q.first - stop) // self.q.node_step))
+        return range(begin, max(begin, end))
+
+    def views(self, tensors, kv: tuple[int, ...]) -> list[list[Tensor]]:
+        """Views of all nodes of tensors, the ones in ``kv`` of key rows; one list if nodes fold with the batch."""
+        entries = [(t, WHOLE, self.k if i in kv else self.q) for i, t in enumerate(tensors)]
+        return list(views_of(entries, range(self.nodes), self.heads))
+
+    def part(self, start: int, stop: int) -> Call | None:
+        """The call for those of its query heads that are among heads start .. stop - 1; None if there are none."""
+        mine = [i for i in range(self.heads) if start <= self.q.head + i * self.q.head_step < stop]
+        if len(mine) == self.heads:
+            return self
+        if not mine:
+            return None
+        first, end = mine[0], mine[-1] + 1
+        return replace(self, heads=len(mine), q=self.q.from_head(first, end), k=self.k.from_head(first, end))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The calls of a pattern, in the order in which they run.
+
+    ``blocks``: (query heads, calls of the forward, calls of the backward), one after the other. ``uncovered``: (start,
+    stop) of query rows that no call writes first. ``merges``: several calls write the same query rows. ``same_rows``:
+    each call's keys are at its queries' positions. ``rows``: the positions of the queries; ``period``: a number of
+    positions after which no node is cut.
+    """
+
+    blocks: tuple[tuple[range, tuple[Call, ...], tuple[Call, ...]], ...]
+    uncovered: tuple[tuple[int, int], ...]
+    merges: bool
+    same_rows: bool
+    rows: range
+    period: int
+
+    @property
+    def calls(self) -> list[Call]:
+        """All calls of the backward."""
+        return [call for _, _, calls in self.blocks for call in calls]
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Rows [start, stop) that cut no node except for those that the ends of ``rows`` cut, in order."""
+        start = self.rows.start
+        while start < self.rows.stop:
+            stop = min(self.rows.stop, (start // self.period + 1) * self.period)
+            yield start - self.rows.start, stop - self.rows.start
+            start = stop
+
+    def whole(self, n: int, heads: int, which: int = 1) -> Call | None:
+        """The first call, if it alone writes every row of every head, in memory order; ``which``: of the forward, 1, or
+        of the backward, 2."""
+        calls = self.blocks[0][which] if len(self.blocks) == 1 else ()
+        if not calls:  # a chunk so short that no head selects a row of it
+            return None
+        call, rows = calls[0], calls[0].q
+        in_order = rows.step == 1 and rows.index is None and (call.nodes == 1 or rows.node_step == rows.rows)
+        return call if in_order and call.first and call.heads == heads and call.nodes * rows.rows == n else None
+
+    def narrow(self, dtype: torch.dtype, group: int, backward: bool) -> bool:
+        """Whether results in ``dtype`` are accumulated in fp32; ``group``: query heads for one K/V head."""
+        return dtype in HALF and (self.merges or backward and (group > 1 or not self.same_rows))
+
+    def in_head_blocks(self, step: int) -> Plan:
+        """The same calls for ``step`` query heads at a time."""
+        blocks = []
+        for heads, *passes in self.blocks:
+            for start in range(heads.start, heads.stop, step):
+                some = range(start, min(start + step, heads.stop))
+                parts = [tuple(filter(None, (c.part(some.start, some.stop) for c in calls))) for calls in passes]
+                blocks.append((some, *parts))
+        return replace(self, blocks=tuple(blocks))
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -59,73 +183,270 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
-# A kernel's result at most (or one head per thread): on a CPU small enough for the allocator to reuse it, on a GPU
-# large enough to fill it.
-PIECE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-SHARE = 4  # and about this part of the whole result, so that small problems stay small too
-HALF_SHARE = 32  # a piece of half precision is converted, with its inputs, to fp32
-
-
-def head_block(q: Tensor, k: Tensor, period: int) -> int:
-    """How many heads to take at a time so that fp32 accumulators stay within an eighth of a result."""
-    b, n, heads, d = q.shape
-    if q.dtype not in HALF:
-        return heads
-    group = heads // k.shape[2]
-    budget = q.numel() * q.element_size() // 8
-    return min(heads, group * max(1, budget // (4 * b * period * d * group)))
-
-
-def plan_for(q: Tensor, k: Tensor, pattern: Pattern, cached, n: int | None = None, chunk: range | None = None) -> Plan:
-    """The plan for tensors q (b, rows, h, d) and k that hold ``chunk`` of n positions (default: all of them).
-
-    ``cached(key, build)`` keeps it.
-    """
-    heads, kv_heads = q.shape[2], k.shape[2]
-    n = q.shape[1] if n is None else n
-    where = () if chunk is None else (chunk.start, chunk.stop)
-
-    def plan(*block):
-        key = caches.key("plan", pattern, n, heads, kv_heads, *block, *where)
-        return cached(key, lambda: make_plan(pattern, n, heads, kv_heads, *(block or (None,)), chunk))
-
-    steps = plan()
-    block = head_block(q, k, min(steps.period, q.shape[1]))
-    return plan(block) if block < heads and (steps.merges or kv_heads < heads) else steps
-
-
 def forward(
-    q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool, results=None
-) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) in q's dtype and lse (b, h, n) of all branches, merged; q (b, n, h, d), k, v (b, n, h_kv, d).
+    q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, *, into=None,
+    pool: MemoryPool | None = None, results: MemoryPool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (b, n, h, d) in q's dtype and lse (b, h, n) of all calls; q (b, n, h, d), k and v (b, m, h_kv, d).
 
-    ``pool`` lends accumulators, ``results`` what is returned.
+    ``into``: (out, lse) over other keys, into which the calls are merged in place. ``pool`` lends the accumulators,
+    ``results`` the output.
     """
-    b, n, heads, d = q.shape
-    narrow = q.dtype in HALF and plan.merges
-    first = plan.whole(n) if results is None and heads == k.shape[2] and _in_one_call(q, narrow) else None
-    views = first and fold(views_of(first, range(first.segments), (q, k, v), kv=(1, 2)))
-    if views and len(views) == 1:  # one call writes every row: its result becomes the output
-        o, l = kernel.forward(*views[0], causal, scale)  # (b', m, h, d), (b', h, m)
-        out, lse = o.reshape(q.shape).to(q.dtype), l.transpose(1, 2).reshape(b, n, heads, 1)
+    b, n, heads, _ = q.shape
+    whole = None
+    if into is not None:
+        out, lse = into[0], into[1].transpose(1, 2)  # (b, n, h)
+        narrow = out.dtype in HALF
     else:
-        first = None
-        out = empty_like(q, results)
-        lse = torch.empty(b, n, heads, 1, dtype=wide(q.dtype), device=q.device)
-        if not plan.covered:
-            out.zero_()
-            lse.fill_(-torch.inf)
-    for inside, calls in plan.blocks:
-        calls = [c for c in calls if c is not first]
-        for start, stop in plan.tiles() if narrow else [(0, n)]:
-            with _accumulators((out,), (inside,), start, stop, narrow, not plan.covered, pool) as (accs, origins):
+        narrow = plan.narrow(q.dtype, heads // k.shape[2], backward=False)
+        if results is None and not narrow:
+            whole, views = _whole_call(plan, 1, q, k, v)
+        if whole is not None:  # one call writes every row: its result becomes the output
+            out, lse = kernel.forward(*views, causal and whole.causal, scale)  # (b', m, h, d), (b', h, m)
+            out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(b, n, heads)
+        else:
+            out = empty_like(q, results)
+            lse = torch.empty(b, n, heads, dtype=accumulation_dtype(q.dtype), device=q.device)
+            for start, stop in plan.uncovered:
+                out[:, start:stop] = 0.0
+                lse[:, start:stop] = -torch.inf
+    limit = piece_limit(q)
+    for inside, calls, _ in plan.blocks:
+        if whole is not None and not (calls := calls[1:]):
+            break
+        for start, stop in plan.tiles() if narrow else ((0, n),):
+            load = into is not None or bool(plan.uncovered)
+            with _accumulators((out,), (inside,), start, stop, narrow, pool, load=load) as targets:
                 for call in calls:
-                    segments = call.within(start, stop)
-                    if segments:
-                        views = views_of(call, segments, (q, k, v), kv=(1, 2))
-                        into = call.view(lse, segments), call.view(accs[0], segments, origin=origins[0])
-                        add_forward([*views, *into], piece_limit(q), call.first, causal, scale, kernel)
-    return out, lse.squeeze(-1).transpose(1, 2)
+                    nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
+                    alone = call.first and into is None
+                    _call_forward(call, nodes, q, k, v, lse, targets[0], limit, alone, causal, scale, kernel)
+    return out, lse.transpose(1, 2)
+
+
+def _call_forward(call: Call, nodes: range, q, k, v, lse, out, limit: int, alone, causal, scale, kernel) -> None:
+    """Run some nodes of a call and merge the results into lse (b, n, h) and out, a tensor with its first (row, head).
+
+    ``alone``: nothing was written there yet.
+    """
+    head_bytes = call.q.rows * q.shape[3] * out[0].element_size()
+    for some in _node_parts(call, nodes, q):
+        mine = _side(call.q, call.heads, some, (q, WHOLE), (lse, WHOLE), out)
+        keys = _side(call.k, call.heads, some, (k, WHOLE), (v, WHOLE))
+        for q_, lse_, out_, k_, v_ in views_of(mine + keys, some, call.heads, head_bytes, limit):
+            o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale)  # (b', m, h, d), (b', h, m)
+            if alone:
+                out_.copy_(o)
+                lse_.copy_(l)
+            elif len(some) > 1 and call.q.node_step == 0 and call.q.index is None:  # all nodes write the same rows
+                for i in range(len(o)):
+                    merge_(*(t[i : i + 1] for t in (out_, lse_, o, l)))
+            else:
+                merge_(out_, lse_, o, l)
+            del o, l  # before the next piece is computed
+        if call.q.index is not None:
+            for target, copy in zip(((lse, WHOLE), out), mine[1:]):
+                _scatter(target, call.q, call.heads, some, copy[0])
+
+
+def backward(
+    dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, kernel: Kernel, *, into=None,
+    pool: MemoryPool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq (b, n, h, d), dk, dv (b, m, h_kv, d): each call's backward with the final out and lse (b, h, n).
+
+    ``into``: dq, dk, dv in fp32 or wider, to which the gradients are added. ``pool`` lends the accumulators.
+    """
+    n, heads = q.shape[1:3]
+    group, whole = heads // k.shape[2], None
+    narrow = into is None and plan.narrow(q.dtype, group, backward=True)
+    reads = (dout, q, k, v, out, lse.transpose(1, 2))  # lse (b, n, h)
+    if into is not None:
+        grads = into
+    else:
+        if plan.same_rows and not narrow:
+            whole, views = _whole_call(plan, 2, *reads[1:4], dout, out, reads[5])
+        if whole is not None:  # one call writes every row: its results become the gradients
+            q_, k_, v_, dout_, out_, lse_ = views
+            grads = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and whole.causal, scale)
+            grads = tuple(g.reshape(q.shape).to(q.dtype) for g in grads)
+        else:
+            written = narrow or (plan.same_rows and not plan.uncovered and group == 1)
+            make = torch.empty if written else torch.zeros
+            grads = tuple(make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    limit = piece_limit(q)
+    for inside, _, calls in plan.blocks:
+        if whole is not None and not (calls := calls[1:]):
+            break
+        kv_inside = range(inside.start // group, -(-inside.stop // group))
+        for start, stop in plan.tiles() if narrow else ((0, n),):
+            with _accumulators(grads, (inside, kv_inside, kv_inside), start, stop, narrow, pool) as targets:
+                for call in calls:
+                    nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
+                    # Of calls on the same rows, the first one writes these rows of k and v too.
+                    alone = call.first and plan.same_rows and group == 1 and not narrow and into is None
+                    _call_backward(call, nodes, reads, targets, limit, alone, causal, scale, kernel)
+    return grads
+
+
+def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, causal, scale, kernel) -> None:
+    """The backward of some nodes of a call, added to dq, dk, dv, each a tensor with its first (row, head).
+
+    ``reads``: dout, q, k, v, out, lse (b, n, h). ``alone``: nothing was written there yet.
+    """
+    dout, q, k, v, out, lse = reads
+    # Neighbouring nodes may read the same keys: their gradients are added slice by slice, none of which overlap.
+    rows = call.k.rows
+    width = rows if call.k.index is not None else min(call.k.node_step, rows) or rows
+    slices = [(at, min(width, rows - at)) for at in range(0, rows, width)]
+    # Gradients of shared K/V rows are summed over the heads of a piece: its size is part of the result.
+    head_bytes = (rows if call.shares_kv else max(rows, call.q.rows)) * q.shape[3] * targets[2][0].element_size()
+    for some in _node_parts(call, nodes, q):
+        reads = _side(call.q, call.heads, some, *((t, WHOLE) for t in (dout, q, out, lse)))
+        reads += _side(call.k, call.heads, some, (k, WHOLE), (v, WHOLE))
+        grads = _zeros_if_gathered(call.q, call.heads, some, targets[:1])
+        grads += _zeros_if_gathered(call.k, call.heads, some, targets[1:])
+        into = grads
+        if len(slices) > 1:
+            cut = [replace(call.k, first=call.k.first + at, rows=count) for at, count in slices]
+            into = grads[:1] + [(t, origin, view) for t, origin, _ in grads[1:] for view in cut]
+        several = len(some) > 1
+        q_axis = 0 if several and call.q.node_step == 0 and call.q.index is None else None
+        k_axis = 0 if several and call.k.node_step == 0 and call.k.index is None else 2 if call.shares_kv else None
+        for piece in views_of(reads + into, some, call.heads, head_bytes, limit):  # (b', m, h, d)
+            dout_, q_, out_, lse_, k_, v_, dq_, *keys = piece
+            dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale)
+            _add(dq_, dq, alone, q_axis)
+            for i, target in enumerate(keys):
+                at, count = slices[i % len(slices)]
+                grad = found[i // len(slices)]
+                _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone, k_axis)
+        for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
+            if view.index is not None:
+                _scatter_add(target, view, call.heads, some, copy)
+
+
+def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
+    """Add a gradient; ``axis``: along it all of ``target`` is the same memory. ``alone``: write it."""
+    if alone:
+        target.copy_(grad)
+    elif axis is None:
+        target.add_(grad)
+    else:
+        target.narrow(axis, 0, 1).add_(grad.to(target.dtype).sum(axis, keepdim=True))
+
+
+WHOLE = (0, 0)  # the first (row, head) of a tensor that holds all of them
+
+
+def _whole_call(plan: Plan, which: int, q, k, v, *more):
+    """(the first call, its views of q, k, v and more tensors of query rows) if its results may become the outputs.
+
+    No piece of it may be converted, as half precision is on a CPU. ``which``: as in ``Plan.whole``. (None, None)
+    otherwise.
+    """
+    b, n, heads, _ = q.shape
+    on_cpu = device_type_of(q) == "cpu"
+    if heads != k.shape[2] or not q.is_contiguous() or (q.dtype in HALF and on_cpu):
+        return None, None
+    call = plan.whole(n, heads, which)
+    if call is None:
+        return None, None
+    rows, nodes = call.q, range(call.nodes)
+    # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes fold into no larger batch.
+    if call.nodes > 1 and call.k.node_step == 0 and (b > 1 or not on_cpu):
+        rows, nodes = replace(rows, rows=n), range(1)
+    entries = [(q, WHOLE, rows), (k, WHOLE, call.k), (v, WHOLE, call.k), *((t, WHOLE, rows) for t in more)]
+    views = list(views_of(entries, nodes, heads))
+    return (call, views[0]) if len(views) == 1 else (None, None)
+
+
+def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int = 0) -> Iterator[list[Tensor]]:
+    """Views (b', rows, heads, d) of (tensor, its first (row, head), View) for some nodes of a call, piece by piece.
+
+    Batch and nodes fold into b' where the strides of all tensors allow it, else each batch entry comes by itself.
+    Pieces are cut along b', then along the heads, to at most ``limit`` bytes of ``head_bytes`` each. Tensors of three
+    dimensions, log-sum-exps (b, n, heads), come as (b', heads, rows).
+    """
+    count, batch, apart, laid = len(nodes), entries[0][0].shape[0], False, []
+    if not count:
+        return
+    for t, (row, head), view in entries:
+        s_b, s_n, s_h, *s_d = t.stride()
+        along = s_b if count == 1 else view.node_step * s_n
+        apart |= batch > 1 and count > 1 and s_b != count * along
+        at = t.storage_offset() + (view.first + nodes.start * view.node_step - row) * s_n + (view.head - head) * s_h
+        laid.append((t, view.rows, at, s_b, along, view.step * s_n, view.head_step * s_h + view.shift * s_n, s_d))
+    size = count if apart else batch * count
+    step, head_step = size, heads
+    if head_bytes:
+        threads = torch.get_num_threads()  # a CPU kernel shares out (batch, head) pairs: never fewer than threads
+        step = max(1, limit // (head_bytes * heads), -(-threads // heads))
+        head_step = heads if step > 1 else max(threads, limit // head_bytes)
+    for entry in range(batch if apart else 1):
+        for i in range(0, size, step):
+            b = min(step, size - i)
+            for j in range(0, heads, head_step):
+                h, views = min(head_step, heads - j), []
+                for t, rows, at, s_b, along, s_row, s_head, s_d in laid:
+                    at += entry * s_b + i * along + j * s_head
+                    if s_d:
+                        views.append(t.as_strided((b, rows, h, t.shape[3]), (along, s_row, s_head, *s_d), at))
+                    else:
+                        views.append(t.as_strided((b, h, rows), (along, s_head, s_row), at))
+                yield views
+
+
+def _node_parts(call: Call, nodes: range, q: Tensor) -> Iterator[range]:
+    """All nodes at a time, or so few that gathered copies of their keys stay small."""
+    if call.k.index is None or len(nodes) < 2:
+        return (nodes,)
+    row_bytes = q.shape[0] * q.shape[2] * q.shape[3] * q.element_size()
+    step = max(1, piece_limit(q) // 2 // (row_bytes * call.k.rows))
+    return (nodes[i : i + step] for i in range(0, len(nodes), step))
+
+
+def _side(view: View, heads: int, nodes: range, *tensors) -> list[tuple]:
+    """(tensor, its first (row, head), View) for each (tensor, first (row, head)); copies of the rows if gathered."""
+    if view.index is None:
+        return [(t, origin, view) for t, origin in tensors]
+    dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
+    found = []
+    for t, origin in tensors:
+        t, index = _indexed(t, origin, view, heads, nodes)
+        copy = t[:, index]
+        found.append((copy if view.index.dim() == 2 else copy.unflatten(1, (-1, heads)), WHOLE, dense))
+    return found
+
+
+def _zeros_if_gathered(view: View, heads: int, nodes: range, targets) -> list[tuple]:
+    """As ``_side``, but with zeros in place of copies."""
+    if view.index is None:
+        return [(t, origin, view) for t, origin in targets]
+    dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
+    shapes = [(t.shape[0], len(nodes) * view.rows, heads, t.shape[3]) for t, _ in targets]
+    return [(torch.zeros(s, dtype=t.dtype, device=t.device), WHOLE, dense) for s, (t, _) in zip(shapes, targets)]
+
+
+def _scatter(target, view: View, heads: int, nodes: range, copy: Tensor) -> None:
+    t, index = _indexed(*target, view, heads, nodes)
+    t[:, index] = copy
+
+
+def _scatter_add(target, view: View, heads: int, nodes: range, copy: Tensor) -> None:
+    t, index = _indexed(*target, view, heads, nodes)
+    t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
+
+
+def _indexed(t: Tensor, origin: tuple[int, int], view: View, heads: int, nodes: range) -> tuple[Tensor, Tensor]:
+    """A view of t (b, n, heads, d) and the flat index of gathered rows into its dimension 1."""
+    index, first = view.index[nodes.start : nodes.stop], view.head - origin[1]
+    if index.shape[1] < view.rows:
+        index = index + torch.arange(view.rows)
+    index = index.flatten().to(t.device)
+    if view.index.dim() == 3:
+        return t[:, :, first], index
+    return t[:, :, first : first + (heads - 1) * view.head_step + 1 : view.head_step], index
 
 
 def empty_like(t: Tensor, results: MemoryPool | None) -> Tensor:
@@ -134,113 +455,11 @@ def empty_like(t: Tensor, results: MemoryPool | None) -> Tensor:
     return make(t.shape, dtype=t.dtype, device=t.device)
 
 
-def add_forward(views, limit: int, alone: bool, causal: bool, scale: float, kernel: Kernel) -> None:
-    """Attend over views (b, segments, m, h, d) of q, k, v, piece by piece, merging into those of lse and out.
-
-    ``limit``: bytes of a piece's result; ``alone``: nothing was written there yet. Segments that are the same rows of
-    out (step 0) are merged one by one.
-    """
-    for q, k, v, lse, out in pieces(views, limit):  # (b', m, h, d)
-        o, l = kernel.forward(q, k, v, causal, scale)
-        lse = lse.squeeze(-1).transpose(1, 2)  # (b', h, m)
-        if alone:
-            out.copy_(o)
-            lse.copy_(l)
-        else:
-            step = 1 if out.stride(0) == 0 else len(out)
-            for i in range(0, len(out), step):
-                merge_(*(t[i : i + step] for t in (out, lse, o, l)))
-        del o, l  # before the next piece is made
-
-
-def backward(dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, kernel: Kernel, pool):
-    """dq (b, n, h, d), dk, dv (b, n, h_kv, d): the kernel's backward per call, with the final out and lse (b, h, n)."""
-    n, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
-    group = heads // kv_heads
-    narrow = q.dtype in HALF and (plan.merges or group > 1)
-    lse = lse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
-    reads = (dout, q, k, v, out, lse)
-    first = plan.whole(n) if group == 1 and _in_one_call(q, narrow) else None
-    views = first and fold(views_of(first, range(first.segments), reads, kv=(2, 3)))
-    if views and len(views) == 1:
-        grads = tuple(g.reshape(q.shape).to(q.dtype) for g in call_backward(kernel, views[0], causal, scale))
-    else:
-        first = None
-        grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        if not (plan.covered and group == 1):
-            for g in grads:
-                g.zero_()
-    for inside, calls in plan.blocks:
-        calls = [c for c in calls if c is not first]
-        kv_inside = range(inside.start // group, -(-inside.stop // group))
-        ranges = (inside, kv_inside, kv_inside)
-        for start, stop in plan.tiles() if narrow else [(0, n)]:
-            with _accumulators(grads, ranges, start, stop, narrow, True, pool) as (accs, origins):
-                for call in calls:
-                    segments = call.within(start, stop)
-                    if segments:
-                        into = [
-                            call.view(acc, segments, kv=i > 0, origin=origin)
-                            for i, (acc, origin) in enumerate(zip(accs, origins))
-                        ]
-                        alone = call.first and group == 1 and not narrow  # nothing else wrote these rows before
-                        views = views_of(call, segments, reads, kv=(2, 3))
-                        add_backward([*views, *into], piece_limit(q), alone, call.shares_kv, causal, scale, kernel)
-    return grads
-
-
-def add_backward(views, limit: int, alone: bool, shares_kv: bool, causal: bool, scale: float, kernel: Kernel) -> None:
-    """The backward over views (b, segments, m, h, d) of dout, q, k, v, out, lse, added to those of dq, dk, dv.
-
-    ``limit``: bytes of a piece's result; ``alone``: nothing was written there yet; ``shares_kv``: all heads see the
-    same rows of k and v.
-    """
-    for *read, dq, dk, dv in pieces(views, limit):  # (b', m, h, d)
-        for i, (result, grad) in enumerate(zip((dq, dk, dv), call_backward(kernel, read, causal, scale))):
-            if alone:
-                result.copy_(grad)
-            elif i > 0 and shares_kv:
-                result[:, :, :1].add_(grad.to(result.dtype).sum(2, keepdim=True))
-            else:
-                result.add_(grad)
-
-
-def _in_one_call(q: Tensor, narrow: bool) -> bool:
-    """A call's result may become the output: nothing is rounded later, no piece is converted (half on a CPU), and it is
-    laid out as q is."""
-    return q.is_contiguous() and not narrow and (q.dtype not in HALF or device_type_of(q) != "cpu")
-
-
-def call_backward(kernel: Kernel, reads, causal: bool, scale: float):
-    dout, q, k, v, out, lse = reads
-    return kernel.backward(dout, q, k, v, out, lse.squeeze(-1).transpose(1, 2), causal, scale)
-
-
-def views_of(call, segments: range, tensors, kv: tuple[int, ...]) -> list[Tensor]:
-    return [call.view(t, segments, kv=i in kv) for i, t in enumerate(tensors)]
-
-
-def fold(views: list[Tensor]) -> list[list[Tensor]]:
-    """(b, segments, m, h, d) views as lists of (b', m, h, d): one list where the strides let b and segments fold."""
-    b, segments = views[0].shape[:2]
-    if segments == 1:
-        return [[x[:, 0] for x in views]]
-    if b == 1 or all(x.stride(0) == segments * x.stride(1) for x in views):
-        return [[x.flatten(0, 1) for x in views]]
-    return [[x[i] for x in views] for i in range(b)]
-
-
-def pieces(views: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """The folded views, cut along the batch, then along the heads, to at most ``limit`` bytes of the last one each."""
-    for folded in fold(views):
-        batch, rows, heads, d = folded[-1].shape
-        head_bytes = rows * d * folded[-1].element_size()
-        # A CPU kernel shares out (batch, head) pairs: never fewer of them than threads.
-        step = max(1, limit // (head_bytes * heads), -(-torch.get_num_threads() // heads))
-        head_step = heads if step > 1 else max(torch.get_num_threads(), limit // head_bytes)
-        for i in range(0, batch, step):
-            for j in range(0, heads, head_step):
-                yield [x[i : i + step, :, j : j + head_step] for x in folded]
+# Bytes of a kernel's result at most (or one head per thread): on a CPU small enough for the allocator to reuse it, on
+# a GPU large enough to fill it.
+PIECE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+SHARE = 4  # and about this part of the whole result, so that small problems stay small too
+HALF_SHARE = 32  # a piece of half precision is converted, with its inputs, to fp32
 
 
 def piece_limit(t: Tensor) -> int:
@@ -250,21 +469,37 @@ def piece_limit(t: Tensor) -> int:
     return min(most, max(most // 8, t.numel() * t.element_size() // share))
 
 
+def head_block(q: Tensor, kv_heads: int, period: int) -> int:
+    """How many heads to take at a time so that fp32 accumulators stay within an eighth of a result."""
+    b, _, heads, d = q.shape
+    if q.dtype not in HALF:
+        return heads
+    group = heads // kv_heads
+    budget = q.numel() * q.element_size() // 8
+    return min(heads, group * max(1, budget // (4 * b * period * d * group)))
+
+
 @contextmanager
-def _accumulators(results, ranges, start: int, stop: int, narrow: bool, zero: bool, pool):
-    """Yield (tensors to add to, their first (position, head)): the results, or fp32 tiles that are then rounded."""
+def _accumulators(results, ranges, start: int, stop: int, narrow: bool, pool, load: bool | None = None):
+    """Yield the tensors to add to, each with its first (row, head): the results, or fp32 tiles that are then rounded.
+
+    ``load``: tiles begin as the results, or uninitialised; as zeros if None.
+    """
     if not narrow:
-        yield results, ((0, 0),) * len(results)
+        yield [(result, WHOLE) for result in results]
         return
+    parts = [t[:, start:stop, inside.start : inside.stop] for t, inside in zip(results, ranges)]
     with ExitStack() as stack:
-        accs = []
-        for result, inside in zip(results, ranges):
-            shape = (result.shape[0], stop - start, len(inside), result.shape[3])
+        tiles = []  # the only name of a tile: a pool must see that none outlives this scope
+        for part in parts:
             if pool is None:
-                acc = torch.empty(shape, dtype=torch.float32, device=result.device)
+                tiles.append(torch.empty(part.shape, dtype=torch.float32, device=part.device))
             else:
-                acc = stack.enter_context(pool.borrow(shape, torch.float32, result.device))
-            accs.append(acc.zero_() if zero else acc)
-        yield accs, tuple((start, inside.start) for inside in ranges)
-        for result, inside, acc in zip(results, ranges, accs):
-            result[:, start:stop, inside.start : inside.stop].copy_(acc)
+                tiles.append(stack.enter_context(pool.borrow(part.shape, torch.float32, part.device)))
+            if load is None:
+                tiles[-1].zero_()
+            elif load:
+                tiles[-1].copy_(part)
+        yield [(tiles[i], (start, inside.start)) for i, inside in enumerate(ranges)]
+        for i, part in enumerate(parts):
+            part.copy_(tiles[i])

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from ..kernels.base import Kernel, wide
+from ..kernels.base import Kernel, accumulation_dtype
 from ..patterns import Pattern
 from .execute import merge
 
@@ -41,7 +41,7 @@ def forward(q, k, v, indices, causal: bool, scale: float, kernel: Kernel, pool) 
         outs, lses = [], []
         for sets in indices:
             out = _buffer(stack, pool, q.shape, q.dtype, q.device).zero_()
-            lse = _buffer(stack, pool, (b, n, heads), wide(q.dtype), q.device).fill_(-torch.inf)
+            lse = _buffer(stack, pool, (b, n, heads), accumulation_dtype(q.dtype), q.device).fill_(-torch.inf)
             for members, kv_members, rows in sets:
                 o, l = kernel.forward(
                     _take(q, rows, members), _take(k, rows, kv_members), _take(v, rows, kv_members), causal, scale
@@ -56,7 +56,7 @@ def forward(q, k, v, indices, causal: bool, scale: float, kernel: Kernel, pool) 
 
 def backward(dout, q, k, v, out, lse, indices, causal: bool, scale: float, kernel: Kernel, pool):
     """dq, dk, dv of the merged result: the kernel's backward on each gathered set, added back in fp32 or wider."""
-    acc = wide(q.dtype)
+    acc = accumulation_dtype(q.dtype)
     grads = [torch.zeros(t.shape, dtype=acc, device=t.device) for t in (q, k, v)]
     lse = lse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
     for sets in indices:

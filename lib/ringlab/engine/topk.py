@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
-from ..kernels.base import Kernel, wide
-from .autograd import FirstDerivative, Once, fold_lse_gradient, outside_graphs, positive_scale
-from .block_passes import head_blocks
-from .execute import merge_, piece_limit
+from ..kernels.base import Kernel, accumulation_dtype
+from .autograd import NoDoubleBackward, NoVmap, fold_lse_gradient, outside_graphs, positive_scale, without_autocast
+from .execute import head_block, merge_, piece_limit
 
 
 def attend(q, k, v, log_m: Tensor | None, picks: Tensor, size: int, causal: bool, scale: float, backend):
@@ -34,7 +33,7 @@ def attend(q, k, v, log_m: Tensor | None, picks: Tensor, size: int, causal: bool
     return outside_graphs(_Attention.apply)(q, k, v, log_m, picks, size, causal, scale, backend)
 
 
-class _Attention(Once):
+class _Attention(NoVmap):
     @staticmethod
     def forward(q, k, v, log_m, picks, size, causal, scale, backend):
         needs_backward = any(t is not None and t.requires_grad for t in (q, k, v, log_m))
@@ -56,7 +55,7 @@ class _Attention(Once):
         return *_Gradients.apply(dout, dlse, q, k, v, out, lse, log_m, picks, *rest), None, None, None, None, None
 
 
-class _Gradients(FirstDerivative):
+class _Gradients(NoDoubleBackward):
     """dq, dk, dv, dlog_m."""
 
     @staticmethod
@@ -68,7 +67,7 @@ def forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, backen
     """out (b, n, h, d) and lse (b, h, n)."""
     flip, positive = positive_scale(scale)
     kernel = _kernel(q, log_m, causal, needs_backward, backend)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         return _forward(flip(q), k, v, log_m, picks, size, causal, positive, kernel, first)
 
 
@@ -79,7 +78,7 @@ def backward(dout, dlse, q, k, v, out, lse, log_m, picks, size, causal, scale, b
     if dlse is not None:
         tensors = fold_lse_gradient(*tensors, dlse)
     kernel = _kernel(tensors[1], log_m, causal, True, backend)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         *grads, dlog_m = _backward(*tensors, log_m, picks, size, causal, positive, kernel, first, unrounded)
     dq, dk, dv = (g[..., :d] for g in grads)
     return flip(dq), dk, dv, dlog_m
@@ -94,7 +93,7 @@ def _forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, kerne
     """out (b, n, h, d) in q's dtype and lse (b, h, n); a row's partial results are joined before they are rounded."""
     b, n, heads, d = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, n, heads, dtype=wide(q.dtype), device=q.device)
+    lse = torch.empty(b, n, heads, dtype=accumulation_dtype(q.dtype), device=q.device)
     for piece in _pieces(q, k, picks, size, causal, first):
         rows = piece.queries(q)
         joined = None
@@ -111,10 +110,13 @@ def _forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, kerne
 
 def _backward(dout, q, k, v, out, lse, log_m, picks, size, causal, scale, kernel: Kernel, first: int, unrounded: bool):
     """dq (b, n, h, d), dk, dv (b, n, h_kv, d) and dlog_m or None, with the final out and lse (b, h, n)."""
-    dtypes = (q.dtype, *[wide(k.dtype) if unrounded else k.dtype] * 2)
+    dtypes = (q.dtype, *[accumulation_dtype(k.dtype) if unrounded else k.dtype] * 2)
     grads = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t, dtype in zip((q, k, v), dtypes))
     dlog_m = None if log_m is None else torch.zeros_like(log_m)
-    for mine, theirs in head_blocks(q, k, True):
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    step = head_block(q, k.shape[2], q.shape[1])
+    for start in range(0, heads, step):
+        mine, theirs = slice(start, start + step), slice(start // group, -(-min(heads, start + step) // group))
         reads = *(t[:, :, mine] for t in (dout, q)), *(t[:, :, theirs] for t in (k, v)), out[:, :, mine], lse[:, mine]
         weights = (None, None) if log_m is None else (t[:, mine] for t in (log_m, dlog_m))
         into = [g[:, :, where] for g, where in zip(grads, (mine, theirs, theirs))]

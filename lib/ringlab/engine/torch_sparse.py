@@ -1,13 +1,13 @@
-"""Block-sparse attention by torch.sparse: the probabilities of one batch entry and head are a BSR tensor.
+"""Block-sparse attention by torch's own sparse forms: ``torch.sparse`` BSR tensors, and FlexAttention.
 
-Scores and one softmax per row are formed on the seen blocks alone, by dense calls on copied blocks, for torch has
-neither for BSR tensors; every product with the probabilities or their gradient is torch's own, on a CPU by MKL. Memory
-grows with the seen pairs of one head. Only full precision: torch multiplies no half-precision BSR tensors on a CPU.
+BSR: the probabilities of one batch entry and head are a BSR tensor. Scores and the softmax of each row are computed on
+the seen blocks alone, by dense calls on copied blocks, since torch has neither for BSR tensors; the products with the
+probabilities and their gradient are torch's, on a CPU by MKL. Memory grows with the seen pairs of one head. Full
+precision only: torch does not multiply half-precision BSR tensors on a CPU.
 
-Block-sparse attention by torch's FlexAttention, compiled (Dong et al. 2024, arXiv 2412.05496): the forward alone.
-
-A kernel is compiled once for each device, dtype and shape; the pattern is data. Its backward is that of views, which
-takes the final out and lse of whatever made them. On a CPU torch's kernel returns no log-sum-exp.
+FlexAttention (Dong et al. 2024, arXiv 2412.05496), compiled: the forward alone. A kernel is compiled once for each
+device, dtype and shape; the pattern is data. The backward is that of "views", which takes the final out and lse of any
+forward. On a CPU torch's kernel returns no log-sum-exp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from math import lcm
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils import _python_dispatch
 from torch.utils._triton import has_triton
 
 from ..block_patterns import BlockSparse
@@ -168,6 +168,7 @@ def _by_row(t: Tensor, how: str, nothing: float, index: Index) -> Tensor:
 
 FLEX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GPU_TILE = 128  # a tile of the mask holds whole tiles of the kernel
+CPU_TILE = 16  # torch's CPU kernel reads uninitialised memory for some tiles that are no multiple of it
 SHAPES = 256  # kernels that a process may compile; beyond torch's own limit of 8 it would form n x n scores instead
 
 
@@ -179,8 +180,10 @@ class Mask:
     seen: Tensor | None
 
 
-def refusal(device: torch.device | str, dtype: torch.dtype, head_dim: int = 64) -> str | None:
-    """Why it cannot run here, in one line; None where it can.
+def refusal(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int = 64, block_size: int = GPU_TILE
+) -> str | None:
+    """Why FlexAttention cannot run here, in one line; None if it can.
 
     >>> refusal("cpu", torch.float64)
     'takes float32, float16, bfloat16, not float64'
@@ -189,6 +192,8 @@ def refusal(device: torch.device | str, dtype: torch.dtype, head_dim: int = 64) 
     if why:
         return why
     if kind == "cpu":
+        if block_size % CPU_TILE:
+            return f"needs a block size that is a multiple of {CPU_TILE} on a CPU, got {block_size}"
         if shutil.which("g++") is None:
             return "needs a C++ compiler on a CPU, g++ is not there"
         return None if torch.cpu._is_avx2_supported() else "needs AVX2 on a CPU"
@@ -197,9 +202,9 @@ def refusal(device: torch.device | str, dtype: torch.dtype, head_dim: int = 64) 
     return None if has_triton() else "needs Triton and compute capability 7.0 on a GPU"
 
 
-def require(q: Tensor) -> None:
+def require(q: Tensor, block_size: int) -> None:
     """Raise NotImplementedError with what ``refusal`` says of q (b, n, h, d), if anything."""
-    why = refusal(q.device, q.dtype, q.shape[3])
+    why = refusal(q.device, q.dtype, q.shape[3], block_size)
     if why:
         raise NotImplementedError(f"blocks='flex' {why}")
 
@@ -248,10 +253,12 @@ def flex_forward(q, k, v, mask: Mask, scale: float, with_lse: bool = False) -> t
     with_lse = with_lse and q.device.type != "cpu"
     grouped = q.shape[2] != k.shape[2]
     views = [t.detach().transpose(1, 2) for t in (q, k, v)]  # (b, h, n, d)
-    # Under a dispatch mode, as a memory tracker is one, nothing would be compiled: it sees the results alone.
-    watched = torch._C._len_torch_dispatch_stack() > 0
+    # Under a dispatch mode, such as a memory tracker, nothing would be compiled. Where torch can suspend the mode, it
+    # sees the results alone; elsewhere torch refuses, since the call must compile whole.
+    suspended = getattr(_python_dispatch, "_disable_current_modes", None)
+    watched = suspended is not None and getattr(torch._C, "_len_torch_dispatch_stack", int)() > 0
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=SHAPES):
-        with _disable_current_modes() if watched else nullcontext():
+        with suspended() if watched else nullcontext():
             found = _compiled(with_lse)(*views, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
     out, lse = found if with_lse else (found, None)
     return (out.clone() if watched else out).transpose(1, 2).contiguous(), lse

@@ -1,21 +1,17 @@
-"""Which dtype a compute capability should run, and why: integer pairs, never a float comparison."""
+"""What a compute capability implies: which dtype to run, and which binaries run. Capabilities are integer pairs."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 import torch
 
 from ..checks import is_int, short_repr
 
 Capability = tuple[int, int]
-
-# Native fp16 against fp32 multiply-adds, results per clock and SM, tensor cores aside. Up to 7.x: CUDA C Programming
-# Guide, arithmetic throughput (forums.developer.nvidia.com/t/108706); 8.0, 8.9, 9.0: 78/19.5, 82.6/82.6 and 133.8/66.9
-# TFLOP/s; 8.6: GA102 white paper, not re-read.
-_FP16_RESULTS = {
-    (5, 3): (256, 128), (6, 0): (128, 64), (6, 1): (2, 128), (6, 2): (256, 128),
-    (7, 0): (128, 64), (7, 2): (128, 64), (7, 5): (128, 64),
-    (8, 0): (256, 64), (8, 6): (128, 128), (8, 9): (128, 128), (9, 0): (256, 128),
-}  # fmt: skip
+# Native fp16 arithmetic at twice the fp32 rate; on 6.1 it runs at 1/64. CUDA C Programming Guide, throughput of native
+# arithmetic instructions (forums.developer.nvidia.com/t/108706).
 FAST_FP16_WITHOUT_TENSOR_CORES = frozenset({(5, 3), (6, 0), (6, 2)})
 
 
@@ -34,7 +30,7 @@ def check_capability(capability: Capability | None) -> Capability | None:
         raise TypeError(
             f"a compute capability is a (major, minor) pair of integers or None, not {short_repr(capability)}"
         )
-    return pair
+    return tuple(map(int, pair))
 
 
 def sm(capability: Capability | None) -> str:
@@ -47,16 +43,31 @@ def sm(capability: Capability | None) -> str:
     return "-" if pair is None else f"sm_{pair[0]}{pair[1]}"
 
 
-def fp16_ratio(capability: Capability | None) -> float | None:
-    """Rate of native fp16 arithmetic over fp32 arithmetic, tensor cores aside; None where there is none or no figure.
+def runs(arch_list: Iterable[str], capability: Capability) -> bool:
+    """Say whether binaries for these architectures run on a capability.
 
-    Source: CUDA C Programming Guide, throughput of native arithmetic instructions.
+    A cubin sm_XY runs on major X and any minor >= Y; PTX compute_XY on anything newer; sm_90a only on 9.0 itself, and
+    sm_100f within its major.
 
-    >>> fp16_ratio((6, 0)), fp16_ratio((6, 1)), fp16_ratio((5, 2))
-    (2.0, 0.015625, None)
+    >>> runs(["sm_60"], (6, 1)), runs(["sm_61"], (6, 0)), runs(["sm_80"], (9, 0)), runs(["compute_80"], (9, 0))
+    (True, False, False, True)
     """
-    results = _FP16_RESULTS.get(check_capability(capability))
-    return None if results is None else results[0] / results[1]
+    pair = check_capability(capability)
+    for arch in arch_list:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+        if not found or pair is None:
+            continue
+        kind, major, minor, suffix = found.groups()
+        built = (int(major), int(minor))
+        if suffix == "a":
+            ok = pair == built
+        elif kind == "sm" or suffix == "f":
+            ok = pair[0] == built[0] and pair[1] >= built[1]
+        else:
+            ok = pair >= built
+        if ok:
+            return True
+    return False
 
 
 def has_tensor_cores(capability: Capability | None) -> bool:
@@ -75,23 +86,16 @@ def default_dtype(capability: Capability | None) -> torch.dtype:
     """Choose the dtype for a compute capability, None meaning the CPU.
 
     float32 on the CPU and below 7.0, but float16 on 5.3, 6.0 and 6.2; float16 on 7.x; bfloat16 from 8.0 on, unknown
-    and newer capabilities included.
+    and newer capabilities included. Kernels accumulate in fp32 everywhere.
 
     >>> default_dtype((6, 1)), default_dtype((6, 0)), default_dtype((7, 5)), default_dtype((8, 10))
     (torch.float32, torch.float16, torch.float16, torch.bfloat16)
     """
-    pair = check_capability(capability)
-    if has_bf16(pair):
-        return torch.bfloat16
-    # Kernels accumulate in fp32 everywhere. On 5.3, 6.0 and 6.2 fp16 storage still halves the bytes, and a half
-    # instruction that slips in runs at twice the fp32 rate; on 6.1 the same instruction runs at 1/64.
-    if has_tensor_cores(pair) or pair in FAST_FP16_WITHOUT_TENSOR_CORES:
-        return torch.float16
-    return torch.float32
+    return getattr(torch, dtype_reason(capability).partition(":")[0])
 
 
 def dtype_reason(capability: Capability | None) -> str:
-    """Say in one line why :func:`default_dtype` chooses as it does.
+    """Say in one line which dtype :func:`default_dtype` chooses, and why.
 
     >>> dtype_reason((6, 1))
     'float32: native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit'
@@ -106,10 +110,8 @@ def dtype_reason(capability: Capability | None) -> str:
     if pair in FAST_FP16_WITHOUT_TENSOR_CORES:
         return f"float16: native fp16 runs at twice the fp32 rate on {sm(pair)}; stored as fp16, accumulated in fp32"
     if pair == (6, 1):
-        return (
-            "float32: native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), "
-            "and there is no bf16 unit"
-        )
+        why = "native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit"
+        return f"float32: {why}"
     return f"float32: {sm(pair)} has neither fp16 nor bf16 arithmetic"
 
 

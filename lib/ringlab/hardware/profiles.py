@@ -6,20 +6,22 @@ import difflib
 import functools
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from . import dtypes
-from .detect import Gpu, Machine, detect
+from .detect import Gpu, Machine, Peaks, detect
 from .dtypes import Capability
 from .torch_builds import refusal
 
 FOLDER = Path(__file__).parent / "profiles"
 ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
 _NUMBERS = ("capability", "memory_bytes", "bandwidth_bytes_per_s", "l2_bytes", "clock_hz")
-_PLAIN = ("name", "title", "kind", "match", "memory_gib", "notes")
+_FIELDS = ("name", "title", "kind", "memory_gib", *_NUMBERS)  # of a file and of a Profile alike
+MARGIN = 1.1  # measured rates are raised by this before they bound anything: a probe can be disturbed
 _DRIVER = "read from the driver of this machine"
 
 
@@ -48,7 +50,6 @@ class Profile:
     clock_hz: float | None = None  # at which `flops` hold
     flops: dict[str, float | None] = field(default_factory=dict)
     links: dict[str, float | None] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
     pattern: str | None = None  # of the device's name
     memory_gib: tuple[float, float] | None = None  # sizes, as the driver shows them, that are this card
@@ -102,20 +103,15 @@ class Profile:
             return False, obstacle
         return True, f"{described} is here"
 
-    def default_dtype(self, machine: Machine | None = None) -> torch.dtype:
-        """Return the dtype policy of this hardware; generic asks the machine, and says float32 without a GPU."""
-        return dtypes.default_dtype(self._capability(machine))
+    def default_dtype(self) -> torch.dtype:
+        """Return the dtype policy of this hardware; float32 where the capability is not known."""
+        return dtypes.default_dtype(self.capability)
 
-    def dtype_reason(self, machine: Machine | None = None) -> str:
+    def dtype_reason(self) -> str:
         """Say in one line why :meth:`default_dtype` chooses as it does."""
-        if self.name == "generic" and self._capability(machine) is None:
+        if self.name == "generic" and self.capability is None:
             return "float32: the choice is made when a GPU is there to ask"
-        return dtypes.dtype_reason(self._capability(machine))
-
-    def _capability(self, machine: Machine | None) -> Capability | None:
-        if self.name == "generic" and self.capability is None and machine is not None:
-            return machine.capability
-        return self.capability
+        return dtypes.dtype_reason(self.capability)
 
     def peak(self, dtype: torch.dtype | str, machine: Machine | None = None) -> float | None:
         """Return the peak rate, FLOP/s, of the arithmetic that serves a storage dtype; None where no figure is known.
@@ -151,6 +147,33 @@ class Profile:
             return None
         return self.bandwidth_bytes_per_s
 
+    def rates(self, dtype: torch.dtype, working_set_bytes: float, machine: Machine | None = None) -> Rates:
+        """Return a GPU's rates for calls of a dtype on so many bytes; for links the fastest that it has."""
+        rate = self.peak(dtype, machine)
+        if dtype == torch.float32 and rate and self.flops.get("tf32"):
+            rate = max(rate, self.flops["tf32"] / 3)  # fp32 out of three tf32 products, as CUTLASS does
+        return Rates(rate, self.bandwidth(working_set_bytes), max(filter(None, self.links.values()), default=None))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank's device does at most: FLOP/s, bytes/s of memory, bytes/s sent to others; None: not known."""
+
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+
+
+def measured_rates(peaks: Iterable[Peaks], working_set_bytes: float) -> Rates:
+    """A CPU's rates from its measured peaks, the best of each, raised by ``MARGIN``.
+
+    >>> measured_rates([Peaks(1e11, 4e10, 4e10)], 2**20).bytes_per_s
+    44000000000.0
+    """
+    peaks = list(peaks)
+    flops, moved = max(p.flops_per_s for p in peaks), max(p.bandwidth(working_set_bytes) for p in peaks)
+    return Rates(MARGIN * flops, MARGIN * moved)
+
 
 @functools.cache
 def _load() -> dict[str, Profile]:
@@ -162,7 +185,7 @@ def _load() -> dict[str, Profile]:
 def load(path: Path) -> Profile:
     """Read one profile file; a number without a source, or a key that is not known, is a one-line ValueError."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    profile = _parse(data, path.name, known=(*_PLAIN, *_NUMBERS, "flops", "links", "variant"))
+    profile = _parse(data, path.name, known=(*_FIELDS, "match", "notes", "flops", "links", "variant"))
     if profile["name"] != path.stem:
         raise ValueError(f"{path.name}: the profile is named {profile['name']!r}, the file must be named alike")
     base = Profile(**profile)
@@ -184,19 +207,14 @@ def _parse(data: dict, file: str, known: tuple[str, ...]) -> dict:
         sources[key] = row["source"]
         return row.get("value")
 
-    fields: dict = {key: data[key] for key in ("name", "title", "kind") if key in data}
-    fields |= {key: number(key, data[key]) for key in _NUMBERS if key in data}
+    fields: dict = {key: number(key, data[key]) if key in _NUMBERS else data[key] for key in data if key in _FIELDS}
     for group in ("flops", "links"):
         if group in data:
             fields[group] = {key: number(f"{group}.{key}", row) for key, row in data[group].items()}
     if "capability" in fields:
         fields["capability"] = dtypes.check_capability(fields["capability"])
-    if "memory_gib" in data:
-        fields["memory_gib"] = tuple(data["memory_gib"])
     if "match" in data:
         fields["pattern"] = data["match"]
-    if "notes" in data:
-        fields["notes"] = tuple(data["notes"])
     return {**fields, "sources": sources}
 
 
@@ -264,8 +282,8 @@ def table(machine: Machine | None = None) -> list[dict]:
                 "title": profile.title,
                 "sm": dtypes.sm(profile.capability),
                 "memory_bytes": profile.memory_bytes,
-                "dtype": str(profile.default_dtype(machine)).removeprefix("torch."),
-                "dtype_reason": profile.dtype_reason(machine),
+                "dtype": str(profile.default_dtype()).removeprefix("torch."),
+                "dtype_reason": profile.dtype_reason(),
                 "runnable": ok,
                 "why": why,
                 "matches": name == here,

@@ -7,13 +7,9 @@ compatibility guide for driver versions, and its rule that a cubin runs on the s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from .dtypes import Capability, check_capability, sm
-
-if TYPE_CHECKING:
-    from ringlab.hardware.detect import Machine
+from .detect import Machine
+from .dtypes import Capability, check_capability, runs, sm
 
 TORCH = "2.13.0"  # the pin in constraints.txt
 INDEX_URL = "https://download.pytorch.org/whl/{}"
@@ -48,8 +44,6 @@ def install_line(capability: Capability | None, driver: str | None = None) -> st
 
     >>> install_line((6, 1))
     'pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126'
-    >>> install_line((8, 6))
-    'pip install torch==2.13.0'
     >>> install_line((3, 7))
     'no torch 2.13.0 wheel has kernels for sm_37 (the oldest is sm_50): use the CPU, GPU=cpu'
     """
@@ -61,44 +55,15 @@ def install_line(capability: Capability | None, driver: str | None = None) -> st
     return f"pip install torch=={TORCH}+{build} --extra-index-url {INDEX_URL.format(build)}"
 
 
-def runs(arch_list: Iterable[str], capability: Capability) -> bool:
-    """Say whether binaries for these architectures run on a capability.
-
-    A cubin sm_XY runs on major X and any minor >= Y; PTX compute_XY on anything newer; sm_90a only on 9.0 itself, and
-    sm_100f within its major.
-
-    >>> runs(["sm_60"], (6, 1)), runs(["sm_61"], (6, 0)), runs(["sm_80"], (9, 0)), runs(["compute_80"], (9, 0))
-    (True, False, False, True)
-    """
-    pair = check_capability(capability)
-    for arch in arch_list:
-        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-        if not found or pair is None:
-            continue
-        kind, major, minor, suffix = found.groups()
-        built = (int(major), int(minor))
-        if suffix == "a":
-            ok = pair == built
-        elif kind == "sm" or suffix == "f":
-            ok = pair[0] == built[0] and pair[1] >= built[1]
-        else:
-            ok = pair >= built
-        if ok:
-            return True
-    return False
-
-
 def drivable(machine: Machine) -> str | None:
     """Return None where torch can use the machine's GPU or there is none; else one screen that says what to install.
 
-    >>> from ringlab.hardware import Machine
     >>> drivable(Machine()) is None
     True
     """
-    if not machine.gpus or machine.device == "cuda":
+    if (obstacle := _obstacle(machine)) is None:
         return None
-    reason, remedy = _obstacle(machine)
-    gpu = machine.gpus[0]
+    (reason, remedy), gpu = obstacle, machine.gpus[0]
     found = [gpu.name or "a GPU", sm(gpu.capability) if gpu.capability else "compute capability unknown"]
     if gpu.memory_bytes:
         found.append(f"{gpu.memory_bytes / 2**30:.1f} GiB")
@@ -108,37 +73,35 @@ def drivable(machine: Machine) -> str | None:
         reason,
         f"  found:   {', '.join(found)}",
         f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
-        f"  {remedy if remedy.startswith('no ') else 'install: ' + remedy}",
+        f"  {remedy}",
         "  or:      GPU=cpu measures the CPU of this machine instead",
     ])  # fmt: skip
 
 
 def refusal(machine: Machine) -> str | None:
     """Give :func:`drivable`'s verdict in one line: what is wrong and the remedy."""
+    obstacle = _obstacle(machine)
+    return obstacle and "; ".join(obstacle)
+
+
+def _obstacle(machine: Machine) -> tuple[str, str] | None:
+    """Say why torch cannot use the GPU that is there, and what would help; None where it can."""
     if not machine.gpus or machine.device == "cuda":
         return None
-    reason, remedy = _obstacle(machine)
-    return f"{reason}; {remedy if remedy.startswith('no ') else 'install: ' + remedy}"
-
-
-def _obstacle(machine: Machine) -> tuple[str, str]:
-    """Say why torch cannot use the GPU that is there, and what would help."""
-    gpu = machine.gpus[0]
-    name = gpu.name or "the GPU here"
-    torch = f"this torch ({machine.torch})"
-    remedy = install_line(gpu.capability, gpu.driver)
+    gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
+    name, driver = gpu.name or "the GPU here", _major(gpu.driver)
+    line = install_line(gpu.capability, gpu.driver)
     if gpu.capability is None:
-        remedy += f" (a card older than Turing: {install_line((7, 0))})"
+        line += f" (a card older than Turing: {install_line((7, 0))})"
+    remedy = line if line.startswith("no ") else f"install: {line}"
     if not machine.torch_cuda:
         return f"{name} is here, but {torch} is a CPU build and drives no GPU", remedy
     if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
         return f"{name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
-    cuda_major = int(machine.torch_cuda.split(".")[0])
-    needed = MIN_DRIVER["cu130"] if cuda_major >= 13 else MIN_DRIVER["cu126"]
-    driver = _major(gpu.driver)
+    needed = MIN_DRIVER["cu130" if int(machine.torch_cuda.split(".")[0]) >= 13 else "cu126"]
     if driver is not None and driver < needed:
         if torch_build(gpu.capability, gpu.driver) == "" or driver < MIN_DRIVER["cu126"]:
-            remedy = f"an NVIDIA driver of version {needed} or newer"
+            remedy = f"install: an NVIDIA driver of version {needed} or newer"
         return f"{name} has driver {gpu.driver}; {torch}, CUDA {machine.torch_cuda}, needs {needed} or newer", remedy
     cause = f": {machine.torch_error}" if machine.torch_error else ""
     return f"{name} is here, but {torch} cannot start it{cause}", remedy

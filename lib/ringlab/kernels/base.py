@@ -1,8 +1,8 @@
-"""What every dense kernel offers: ``(q, k, v) -> (out, lse)`` and the backward by a *final* (out, lse).
+"""The interface of a dense attention kernel, and helpers that the kernels share.
 
-All tensors are (b, m, h, d) with equal heads in q, k and v, any strides with a contiguous last dimension; lse is
-(b, h, m), natural log, fp32 (fp64 for fp64). ``scale`` is positive. k and v may have more or fewer rows than q unless
-the call is causal: the mask is square; kernels that say ``lower_right`` take more keys than queries there too.
+All tensors are (b, m, h, d) with the same number of heads in q, k and v and a contiguous last dimension; other strides
+are free. lse is (b, h, m), natural log, fp32 (fp64 for fp64). ``scale`` is positive. k and v may have another number
+of rows than q, except in causal calls: there the mask is square, unless the kernel sets ``lower_right``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Kernel(Protocol):
-    """One attention kernel; an instance holds no state of a call."""
+    """One attention kernel. Instances hold no state of a call."""
 
     name: str
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this kernel cannot serve the device, dtype or head_dim (known without a call), or None."""
+    def refuses(self, device: torch.device | DeviceSpec, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why this kernel cannot run on the device, dtype or head_dim, as far as its rules say, or None."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """out (b, m, h, d) in q's dtype or a wider one, and lse (b, h, m)."""
@@ -33,71 +33,73 @@ class Kernel(Protocol):
     def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv (b, m, h, d) of ``P = exp(scale * q k^T - lse)``, ``dS = P * (dout v^T - rowsum(dout * out))``.
 
-        With the (out, lse) of a larger softmax, of which these keys are a part, the gradients are exact for that one.
+        (out, lse) may be those of a softmax over more keys. The gradients are then exact for that softmax.
         """
 
 
 @runtime_checkable
 class PatternKernel(Kernel, Protocol):
-    """A kernel that also runs whole patterns; k and v may have fewer heads. ``cached(key, build)`` keeps its plans."""
+    """A kernel that also runs whole patterns. k and v may have fewer heads. ``cached(key, build)`` caches its plans."""
 
     def attend(self, q, k, v, pattern, causal: bool, scale: float, cached) -> tuple[Tensor, Tensor]:
-        """out (b, n, h, d) in q's dtype and lse (b, h, n); a query that sees nothing has out 0 and lse -inf."""
+        """out (b, n, h, d) in q's dtype and lse (b, h, n). A query that sees nothing has out 0 and lse -inf."""
 
     def gradients(self, dout, dlse, q, k, v, out, lse, pattern, causal: bool, scale: float, cached):
         """dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse (b, h, n)."""
 
 
-_settled: ContextVar[tuple[Kernel, str] | None] = ContextVar("settled kernel", default=None)
+_override: ContextVar[tuple[Kernel, str] | None] = ContextVar("overridden kernel", default=None)
 
 
 @contextmanager
-def settled(kernel: Kernel, device_type: str) -> Iterator[None]:
-    """Inside, every choice is this kernel, nothing is probed, and work is cut as for ``device_type``: for a run without
-    data, or without the device.
+def override_kernel(kernel: Kernel, device_type: str) -> Iterator[None]:
+    """Force this kernel and skip probing, as if tensors were on ``device_type``. Used for runs without data.
 
     >>> from ringlab import kernels
-    >>> with settled(kernels.KERNELS["eager"], "cuda"):
+    >>> with override_kernel(kernels.KERNELS["eager"], "cuda"):
     ...     kernels.choose("cpu", torch.float32, 64).name, device_type_of(torch.zeros(1))
     ('eager', 'cuda')
     """
-    token = _settled.set((kernel, device_type))
+    token = _override.set((kernel, device_type))
     try:
         yield
     finally:
-        _settled.reset(token)
+        _override.reset(token)
 
 
-def settled_kernel() -> Kernel | None:
-    """The kernel that is settled here, or None."""
-    found = _settled.get()
+def overridden_kernel() -> Kernel | None:
+    """The kernel that ``override_kernel`` forces here, or None."""
+    found = _override.get()
     return None if found is None else found[0]
 
 
 def device_type_of(t: Tensor) -> str:
-    """ "cpu" or "cuda": where work on a tensor runs, or is said to run."""
-    found = _settled.get()
+    """The type of a tensor's device, "cpu" or "cuda", or the one that ``override_kernel`` pretends."""
+    found = _override.get()
     return t.device.type if found is None else found[1]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps and accumulators for tensors of ``dtype``."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of log-sum-exps and accumulators for tensors of ``dtype``: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
-class Described:
-    """A device that need not be here, as far as a kernel asks before it is called."""
+class DeviceSpec:
+    """What the rules of a kernel ask about a device, for a device that this machine may not have."""
 
     type: str
     capability: tuple[int, int] | None = None
 
 
-def capability(device: torch.device | Described) -> tuple[int, int]:
-    return device.capability if isinstance(device, Described) else torch.cuda.get_device_capability(device)
+def capability(device: torch.device | DeviceSpec) -> tuple[int, int]:
+    """The CUDA compute capability of a device."""
+    return device.capability if isinstance(device, DeviceSpec) else torch.cuda.get_device_capability(device)
 
 
-def needs_cuda(device: torch.device, least: tuple[int, int], most: tuple[int, int] | None = None) -> str | None:
+def needs_cuda(
+    device: torch.device | DeviceSpec, least: tuple[int, int], most: tuple[int, int] | None = None
+) -> str | None:
     """Why a CUDA kernel for capabilities ``least`` to ``most`` cannot run on ``device``, or None."""
     if device.type != "cuda":
         return f"needs a CUDA device, this is {device.type}"
@@ -109,7 +111,7 @@ def needs_cuda(device: torch.device, least: tuple[int, int], most: tuple[int, in
     return None
 
 
-def needs_bf16(device: torch.device, dtype: torch.dtype) -> str | None:
+def needs_bf16(device: torch.device | DeviceSpec, dtype: torch.dtype) -> str | None:
     """Why bfloat16 cannot be used on a CUDA device, or None."""
     if dtype == torch.bfloat16 and capability(device) < (8, 0):
         return "takes bfloat16 from compute capability 8.0"
@@ -117,15 +119,16 @@ def needs_bf16(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def wants_dtype(dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | None:
+    """Why a kernel for the ``allowed`` dtypes cannot take ``dtype``, or None."""
     if dtype not in allowed:
         names = [str(d).removeprefix("torch.") for d in (*allowed, dtype)]
         return f"takes {', '.join(names[:-1])}, not {names[-1]}"
     return None
 
 
-def takes_lower_right(kernel: Kernel) -> bool:
-    """Whether causal calls may have more keys than queries, the last of both at one position: the mask of
-    ``torch.nn.attention.bias.causal_lower_right``."""
+def supports_lower_right_causal(kernel: Kernel) -> bool:
+    """Whether causal calls may have more keys than queries, with the mask of
+    ``torch.nn.attention.bias.causal_lower_right``: the last query sees all keys."""
     return getattr(kernel, "lower_right", False)
 
 

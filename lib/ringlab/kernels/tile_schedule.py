@@ -1,15 +1,14 @@
-"""Pieces of rows that see pieces of rows alike, and which launches they make: index arithmetic for ``lists``.
+"""Which tile of rows visits which other tiles: the schedule by which one GPU kernel runs every pattern.
 
-The rows of a piece lie ``stride`` apart. For dilated branches the stride is R = lcm of their rates, so a piece lies in
-one residue class mod R, a free view of the sequence; cut at every boundary of a segment, all of its rows share one
-multiplicity M with all rows of another piece. A pair that several branches show is seen once (folded). Block-sparse
-patterns are the case R = 1, M = 1.
+The rows are split into intervals. The rows of an interval lie ``stride`` apart and attend to the same keys. For dilated
+branches the stride is the least common multiple of their rates, so an interval lies in one residue class mod the
+stride, a free view of the sequence. Intervals end at every boundary of a segment, so all pairs of two intervals have
+one multiplicity M. A pair that several branches show is visited once (folded). Block-sparse patterns have stride 1 and
+M = 1.
 
-Which tile of rows meets which, and how often: the lists by which one GPU kernel runs every pattern.
-
-A list names the tiles met, how often each pair counts (M) and how many rows are there. Tiles of one piece (``pieces``)
-share one list, of which a causal tile takes a part. Pure index arithmetic in int64 on the CPU, int32 in the result;
-nothing grows with n squared but what a block-sparse pattern shows.
+An entry of the schedule names a tile that is visited, its M and its number of rows. The tiles of one interval share
+their entries; a causal tile takes a part of them. This is index arithmetic in int64 on the CPU, int32 in the result.
+Nothing grows with n squared except what a block-sparse pattern shows.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from torch import Tensor
 from ..block_patterns import BlockSparse
 from ..patterns import Branch, Pattern
 
-CHUNK = 1 << 22  # candidate pairs of pieces looked at in one
-LONG = 4  # tiles that a piece should hold for its branches to be folded
+CHUNK = 1 << 22  # candidate pairs of intervals examined at once
+LONG = 4  # tiles that an interval should hold for its branches to be folded
 Source = BlockSparse | tuple[Branch, ...]
 
 
 def split(pattern: Pattern, n: int, heads: int, kv_heads: int, rows: int = 128) -> list[Source]:
-    """What to fold together, and so to run in one launch; several launches join by log-sum-exp.
+    """The branches that are folded together, so that each group runs in one launch. Launches merge by log-sum-exp.
 
-    Branches by rising rate, for as long as the pieces of a fold hold several tiles of ``rows``: more classes make
-    shorter pieces. Heads with one branch each (head groups) run in one launch, whatever their rates.
+    Branches are added by rising rate while the intervals of a group hold several tiles of ``rows``: a larger stride
+    makes intervals shorter. Heads with one branch each (head groups) run in one launch, whatever their rates.
 
     >>> from ringlab.patterns import Dilated
     >>> ladder = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -48,24 +47,24 @@ def split(pattern: Pattern, n: int, heads: int, kv_heads: int, rows: int = 128) 
     found: list[tuple[Branch, ...]] = []
     for branch in branches:
         together = (*found[-1], branch) if found else (branch,)
-        if found and piece_rows(together) >= LONG * rows:
+        if found and interval_rows(together) >= LONG * rows:
             found[-1] = together
         else:
             found.append((branch,))
     return found
 
 
-def piece_rows(source: Source) -> int:
-    """The rows of most pieces: what lies between two boundaries in one class; no tile need be longer."""
+def interval_rows(source: Source) -> int:
+    """The rows of most intervals. Longer tiles are of no use."""
     if isinstance(source, BlockSparse):
         return source.block_size
     return max(1, min(b.length for b in source) // lcm(*(b.rate for b in source)))
 
 
-def alike(source: Source, heads: int, kv_heads: int, by: str) -> list[tuple[list[int], tuple]]:
-    """(owning heads, what each of their members runs) for heads that run the same: one set of lists for all of them.
+def equal_heads(source: Source, heads: int, kv_heads: int, by: str) -> list[tuple[list[int], tuple]]:
+    """(heads that own tiles, branches of each member) for heads with equal branches, which share their entries.
 
-    What a member runs: the (length, rate, offset) of its branches; nothing is said of block-sparse patterns.
+    A branch is its (length, rate, offset). Members have no branches in block-sparse patterns.
     """
     group = heads // kv_heads if by == "key" else 1
     if isinstance(source, BlockSparse):
@@ -81,31 +80,31 @@ def alike(source: Source, heads: int, kv_heads: int, by: str) -> list[tuple[list
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Pieces of rows, their pairs, and how often all of it repeats, ``period`` positions apart.
+class Intervals:
+    """Row intervals and the pairs of them that attend, repeated ``times`` times, ``period`` positions apart.
 
-    Piece i owns the rows ``first[i] + j * stride``, j < ``count[i]``; ``met`` are the pieces of the other side.
-    ``pairs``: (piece, piece met, member, M), each (P,).
+    Interval i has the rows ``first[i] + j * stride``, j < ``count[i]``; ``other``: (first, count) of the other side.
+    ``pairs``: (interval, other interval, member, M), each (P,).
     """
 
     first: Tensor
     count: Tensor
-    met: tuple[Tensor, Tensor]
+    other: tuple[Tensor, Tensor]
     stride: int
     pairs: tuple[Tensor, Tensor, Tensor, Tensor]
     times: int = 1
     period: int = 0
 
 
-def stretches(source: Source, specs, n: int, keys: int | None, members: int, by: str) -> Iterator[Cut]:
-    """The sequence in stretches that no segment crosses: a period that repeats, and what is left."""
+def intervals_of(source: Source, specs, n: int, keys: int | None, members: int, by: str) -> Iterator[Intervals]:
+    """The intervals of a period of the pattern, which repeats, and of the rest of the sequence."""
     if isinstance(source, BlockSparse):
         yield _blocks(source, n, members, by)
     elif keys is not None and keys != n:
         own, other = (torch.tensor([m]) for m in ((n, keys) if by == "query" else (keys, n)))
         zero = torch.zeros(members, dtype=torch.int64)
         pairs = (zero, zero, torch.arange(members), zero + 1)
-        yield Cut(zero[:1], own, (zero[:1], other), 1, pairs)
+        yield Intervals(zero[:1], own, (zero[:1], other), 1, pairs)
     else:
         branches = [b for spec in specs for b in spec]
         stride = lcm(*(rate for _, rate, _ in branches))
@@ -117,29 +116,29 @@ def stretches(source: Source, specs, n: int, keys: int | None, members: int, by:
             yield _dilated(specs, stride, whole * period, n)
 
 
-def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Cut:
-    """Pieces of [start, stop): one residue class mod ``stride`` between two boundaries of any branch's segments."""
+def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Intervals:
+    """The intervals of [start, stop): a residue class mod ``stride`` between two boundaries of any segments."""
     length, rate, offset = torch.tensor([b for spec in specs for b in spec]).T  # (branches,)
     member = torch.tensor([g for g, spec in enumerate(specs) for _ in spec])  # (branches,)
     inner = [torch.arange(-(-start // w) * w, stop, w) for w in length.tolist()]
     edges = torch.cat([torch.tensor([start, stop]), *inner]).unique()  # (intervals + 1,)
     left = edges[:-1, None]  # (intervals, 1)
-    segment = left // length * length  # where the segment of each branch began (intervals, branches)
-    shown = (segment + offset) % rate  # the class mod its rate that a branch keeps there
+    segment = left // length * length  # first position of each branch's segment (intervals, branches)
+    shown = (segment + offset) % rate  # the class mod its rate that a branch selects there
     classes = torch.arange(stride)
-    kept = torch.zeros(len(left), stride, dtype=torch.bool)
+    selected = torch.zeros(len(left), stride, dtype=torch.bool)
     for i in range(len(length)):
-        kept |= classes % rate[i] == shown[:, i, None]
+        selected |= classes % rate[i] == shown[:, i, None]
     first = left + (classes - left) % stride  # (intervals, stride)
     count = (edges[1:, None] - first + stride - 1).div(stride, rounding_mode="floor").clamp(min=0)
-    interval, residue = (kept & (count > 0)).nonzero(as_tuple=True)  # (pieces,), by interval
+    interval, residue = (selected & (count > 0)).nonzero(as_tuple=True)  # (P,)
     first, count = first[interval, residue], count[interval, residue]
-    runs = residue[:, None] % rate == shown[interval]  # (pieces, branches)
+    runs = residue[:, None] % rate == shown[interval]  # (P, branches)
     segment = segment[interval]
-    # No piece sees another outside of the segments that it lies in: these begin and end at pieces' boundaries.
+    # No interval attends outside of its segments, which begin and end at boundaries of intervals.
     low = torch.where(runs, segment, stop).amin(1).clamp(min=start)
     high = torch.where(runs, segment + length, start).amax(1).clamp(max=stop)
-    from_, to = (torch.searchsorted(interval, torch.searchsorted(edges, x)) for x in (low, high))  # (pieces,)
+    from_, to = (torch.searchsorted(interval, torch.searchsorted(edges, x)) for x in (low, high))  # (P,)
     found = []
     for some in _chunks(to - from_):
         a, b = ragged(some, from_, to)
@@ -148,11 +147,11 @@ def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Cut:
             m = both[:, member == g].sum(1)
             seen = m > 0
             found.append((a[seen], b[seen], torch.full_like(a[seen], g), m[seen]))
-    return Cut(first, count, (first, count), stride, _joined(found), times, stop - start)
+    return Intervals(first, count, (first, count), stride, _joined(found), times, stop - start)
 
 
 def _chunks(sizes: Tensor) -> Iterator[Tensor]:
-    """Indices into ``sizes``, consecutive, that add up to about CHUNK each."""
+    """Consecutive indices into ``sizes``, in groups whose sizes add up to about CHUNK."""
     number = sizes.cumsum(0).sub(1).clamp(min=0) // CHUNK
     return torch.arange(len(sizes)).split(torch.unique_consecutive(number, return_counts=True)[1].tolist())
 
@@ -169,7 +168,7 @@ def _joined(found: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(parts) for parts in zip(*found))
 
 
-def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Cut:
+def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
     count = pattern.count(n)
     first = torch.arange(count) * pattern.block_size
     size = torch.diff(first, append=torch.tensor([n]))
@@ -178,27 +177,27 @@ def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Cut:
         seen = pattern.blocks(n, some) if by == "query" else pattern.blocks(n, None, some).T  # (some, count)
         a, b = seen.nonzero(as_tuple=True)
         found += [(some[a], b, torch.full_like(a, g), torch.ones_like(a)) for g in range(members)]
-    return Cut(first, size, (first, size), 1, _joined(found))
+    return Intervals(first, size, (first, size), 1, _joined(found))
 
 
-HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(9)  # the columns of ``Lists.tiles``
+HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(9)  # the columns of ``TileSchedule.tiles``
 ROWS_BITS, TIMES_BITS = 9, 8  # of a packed entry: rows that count, M; the rest is the member
 SPAN = 1 << 32  # more than any two positions lie apart
 
 
 @dataclass(frozen=True)
-class Lists:
-    """The tiles that programs own, one each, and what every one of them meets.
+class TileSchedule:
+    """The tiles that programs own, one each, and the tiles that each of them visits.
 
-    ``tiles`` (T, 9) int32, a row per program: head, first position, rows, stride; base to add to the entries' rows;
-    then where its entries lie: start, partial, full, masked. Entries ``start + partial`` on, ``full`` of them, are met
-    whole; ``masked`` more need their rows counted and, if causal, positions compared: the i-th of them is
-    ``start + i``, past ``partial`` of them ``start + full + i``.
-    ``entries`` (E + 1, 2) int32: first position less the base, and ``rows | M << 9 | member << 17``; of stride as the
-    tile's own. ``member``: which query head of the K/V head's group, where K/V heads own the tiles. The last entry is
-    padding, so that the next one can always be fetched early.
-    ``rows``, ``cols``: of a tile owned and of one met. ``covered``: every row of every head lies in a tile.
-    ``stride``: of every tile, or 0 where they differ. ``whole``: no tile met needs to be masked.
+    ``tiles`` (T, 9) int32, a row per program: head, first position, rows, stride, base to add to the entries' first
+    positions; then the place of its entries: start, partial, full, masked. They are stored as
+    [masked: ``partial`` entries][full: ``full`` entries][masked: the rest], from ``start`` on. Full tiles need no mask.
+    The ``masked`` masked ones need a row count and, if causal, a position comparison.
+    ``entries`` (E + 1, 2) int32: first position less the base, and ``rows | M << 9 | member << 17``. The stride is the
+    tile's. ``member``: the query head in the K/V head's group, if K/V heads own the tiles. The last entry is padding,
+    so that the next one can always be fetched early.
+    ``rows``, ``cols``: of an owned and of a visited tile. ``covered``: every row of every head lies in a tile.
+    ``stride``: of every tile, or 0 if they differ. ``whole``: no visited tile needs a mask.
     """
 
     tiles: Tensor
@@ -211,14 +210,14 @@ class Lists:
 
     @property
     def visits(self) -> int:
-        """Tiles met, of all programs: each costs ``rows * cols`` pairs, visible or not."""
+        """The number of visits of all programs. Each costs ``rows * cols`` pairs, visible or not."""
         return int(self.tiles[:, [FULL, MASKED]].sum())
 
-    def to(self, device) -> Lists:
+    def to(self, device) -> TileSchedule:
         return replace(self, tiles=self.tiles.to(device), entries=self.entries.to(device))
 
     def of(self, tile: int) -> list[tuple[int, int, int, int, bool]]:
-        """What tile number ``tile`` meets: (first position, rows, M, member, whether it must be masked)."""
+        """The visits of tile number ``tile``: (first position, rows, M, member, whether it must be masked)."""
         _, _, _, _, base, start, partial, full, masked = self.tiles[tile].tolist()
         whole = range(start + partial, start + partial + full)
         rest = (start + i + (full if i >= partial else 0) for i in range(masked))
@@ -230,7 +229,7 @@ class Lists:
         return found
 
 
-def make_lists(
+def make_schedule(
     source: Source,
     n: int,
     heads: int,
@@ -241,35 +240,35 @@ def make_lists(
     causal: bool = False,
     by: str = "query",
     keys: int | None = None,
-) -> Lists:
-    """The lists of ``source`` (of ``split``): tiles of ``rows`` rows that meet tiles of ``cols`` rows.
+) -> TileSchedule:
+    """The schedule of ``source`` (of ``split``): tiles of ``rows`` rows that visit tiles of ``cols`` rows.
 
-    ``by="query"``: query heads own tiles of queries and meet keys (forward, dq); ``by="key"``: K/V heads own tiles of
-    keys and meet the queries of every head of their group (dk, dv), so that no sum crosses programs. ``keys``: the
-    number of keys where it is not n, for one branch of rate 1 over all rows, not causal.
+    ``by="query"``: query heads own tiles of queries and visit keys (forward, dq). ``by="key"``: K/V heads own tiles of
+    keys and visit the queries of every head of their group (dk, dv), so that no sum crosses programs. ``keys``: the
+    number of keys if it is not n, for one branch of rate 1 over all rows, not causal.
 
     Raises ValueError for tiles of more than 256 rows, and for more than 2**31 - 1 positions or 255 branches.
 
     >>> from ringlab.patterns import Dilated
     >>> from ringlab.kernels.tile_schedule import split
     >>> (fold,) = split(Dilated([512, 1024], [1, 2]), 1024, 1, 1, rows=64)
-    >>> lists = make_lists(fold, 1024, 1, 1, rows=64, cols=64)
-    >>> len(lists.tiles), lists.visits, [times for _, _, times, _, _ in lists.of(0)]
+    >>> schedule = make_schedule(fold, 1024, 1, 1, rows=64, cols=64)
+    >>> len(schedule.tiles), schedule.visits, [times for _, _, times, _, _ in schedule.of(0)]
     (16, 160, [2, 1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1])
     """
     members = 1 if by == "query" else heads // kv_heads
     _check(source, n if keys is None else max(n, keys), members, rows, cols)
     parts: list[tuple[Tensor, Tensor]] = []
     covered = True
-    for owners, specs in alike(source, heads, kv_heads, by):
+    for owners, specs in equal_heads(source, heads, kv_heads, by):
         reached = 0
-        for cut in stretches(source, specs, n, keys, members, by):
-            if not len(cut.pairs):
-                continue  # no branch keeps a row there
-            tiles, entries = _listed(cut, rows, cols, causal, by)
-            reached += cut.times * int(tiles[:, COUNT].sum())
-            bases = torch.arange(cut.times) * cut.period  # (times,)
-            tiles = tiles.repeat(len(owners) * cut.times, 1).unflatten(0, (len(owners), cut.times, -1))
+        for intervals in intervals_of(source, specs, n, keys, members, by):
+            if not len(intervals.pairs):
+                continue  # no branch selects a row there
+            tiles, entries = _scheduled(intervals, rows, cols, causal, by)
+            reached += intervals.times * int(tiles[:, COUNT].sum())
+            bases = torch.arange(intervals.times) * intervals.period  # (times,)
+            tiles = tiles.repeat(len(owners) * intervals.times, 1).unflatten(0, (len(owners), intervals.times, -1))
             tiles[..., HEAD] = torch.tensor(owners)[:, None, None]
             tiles[..., FIRST] += bases[:, None]
             tiles[..., BASE] = bases[:, None]
@@ -282,7 +281,7 @@ def make_lists(
     tiles = torch.cat([torch.zeros(0, MASKED + 1, dtype=torch.int64), *(t for t, _ in parts)])
     entries = torch.cat([*(e for _, e in parts), torch.zeros(1, 2, dtype=torch.int64)])
     strides = tiles[:, STRIDE].unique().tolist()
-    return Lists(*(t.to(torch.int32) for t in (tiles[_order(tiles, source, heads // kv_heads, by)], entries)),
+    return TileSchedule(*(t.to(torch.int32) for t in (tiles[_order(tiles, source, heads // kv_heads, by)], entries)),
                  rows, cols, covered, strides[0] if len(strides) == 1 else 0, not tiles[:, MASKED].any())  # fmt: skip
 
 
@@ -297,27 +296,27 @@ def _check(source: Source, n: int, members: int, rows: int, cols: int) -> None:
         raise ValueError(f"a K/V head cannot serve {members} query heads")
 
 
-def _listed(cut: Cut, rows: int, cols: int, causal: bool, by: str) -> tuple[Tensor, Tensor]:
-    """tiles (T, 9) without their heads, entries (E, 2), int64."""
-    piece, first, count, packed = _met(cut, cols)  # (E,)
-    # A tile meets what lies before it and, mirrored, K/V tiles the queries that come after them.
-    low, high = _span(first, count, cut.stride, by)
+def _scheduled(intervals: Intervals, rows: int, cols: int, causal: bool, by: str) -> tuple[Tensor, Tensor]:
+    """tiles (T, 9) with head 0, and entries (E, 2), both int64."""
+    interval, first, count, packed = _visited(intervals, cols)  # (E,)
+    # A causal tile visits the keys before it; if keys own tiles, with mirrored positions, the queries after it.
+    low, high = _span(first, count, intervals.stride, by)
     full = count == cols
     order = torch.where(full, low, -low).argsort(stable=True)
-    order = order[(2 * piece + full)[order].argsort(stable=True)]  # by piece: partial ones from the far end, then full
-    pieces = len(cut.first)
-    partials, fulls = (torch.bincount(piece[x], minlength=pieces) for x in (~full, full))  # (pieces,)
+    order = order[(2 * interval + full)[order].argsort(stable=True)]  # partial from the far end, then full
+    number = len(intervals.first)
+    partials, fulls = (torch.bincount(interval[x], minlength=number) for x in (~full, full))  # (number,)
     starts = (partials + fulls).cumsum(0) - partials - fulls
-    owner, begin, size = _tiles(cut.first, cut.count, cut.stride, rows)  # (T,)
+    owner, begin, size = _tiles(intervals.first, intervals.count, intervals.stride, rows)  # (T,)
     partial, whole, seen = (x[owner] for x in (partials, fulls, fulls))  # (T,)
     if causal:
-        near, far = _span(begin, size, cut.stride, by)
-        whole = _below(piece[full], high[full], owner, near)
-        seen = _below(piece[full], low[full], owner, far)
-        partial = _below(piece[~full], low[~full], owner, far)
+        near, far = _span(begin, size, intervals.stride, by)
+        whole = _below(interval[full], high[full], owner, near)
+        seen = _below(interval[full], low[full], owner, far)
+        partial = _below(interval[~full], low[~full], owner, far)
     zero = torch.zeros_like(owner)
     columns = {
-        HEAD: zero, FIRST: begin, COUNT: size, STRIDE: zero + cut.stride, BASE: zero,
+        HEAD: zero, FIRST: begin, COUNT: size, STRIDE: zero + intervals.stride, BASE: zero,
         START: starts[owner] + partials[owner] - partial, PARTIAL: partial, FULL: whole,
         MASKED: partial + seen - whole,
     }  # fmt: skip
@@ -325,47 +324,47 @@ def _listed(cut: Cut, rows: int, cols: int, causal: bool, by: str) -> tuple[Tens
     return tiles[whole + partial + seen - whole > 0], torch.stack([first, packed], 1)[order]
 
 
-def _below(piece: Tensor, value: Tensor, owner: Tensor, limit: Tensor) -> Tensor:
-    """For each tile, how many entries of its piece have ``value <= limit``."""
-    keys = (piece * SPAN + value).sort().values
+def _below(interval: Tensor, value: Tensor, owner: Tensor, limit: Tensor) -> Tensor:
+    """For each tile, how many entries of its interval have ``value <= limit``."""
+    keys = (interval * SPAN + value).sort().values
     end = torch.searchsorted(keys, owner * SPAN + limit, right=True)
     return end - torch.searchsorted(keys, owner * SPAN - SPAN // 2)
 
 
 def _span(first: Tensor, count: Tensor, stride: int, by: str) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest position; mirrored where keys own the tiles, as causal queries come after keys."""
+    """The lowest and the highest position, mirrored if keys own the tiles, because causal queries come after keys."""
     last = first + (count - 1) * stride
     return (first, last) if by == "query" else (-last, -first)
 
 
-def _met(cut: Cut, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """piece, first, count, packed of tiles of ``cols`` rows, cut from runs of neighbouring pieces with one M."""
-    a, b, member, times = cut.pairs
-    first, count = cut.met[0][b], cut.met[1][b]
-    order = ((first % cut.stride << 31) + first).argsort()  # class by class
+def _visited(intervals: Intervals, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """interval, first, count, packed of tiles of ``cols`` rows: adjacent intervals with one M are cut as one."""
+    a, b, member, times = intervals.pairs
+    first, count = intervals.other[0][b], intervals.other[1][b]
+    order = ((first % intervals.stride << 31) + first).argsort()  # class by class
     order = order[(a * SPAN + member)[order].argsort(stable=True)]
     a, member, times, first, count = (x[order] for x in (a, member, times, first, count))
     new = torch.ones(len(a), dtype=torch.bool)
-    joins = first[1:] == first[:-1] + cut.stride * count[:-1]
+    joins = first[1:] == first[:-1] + intervals.stride * count[:-1]
     for x in (a, member, times):
         joins &= x[1:] == x[:-1]
     new[1:] = ~joins
     heads = new.nonzero().squeeze(1)
     length = torch.zeros(len(heads), dtype=torch.int64).index_add_(0, new.cumsum(0) - 1, count)
-    run, begin, size = _tiles(first[heads], length, cut.stride, cols)
+    run, begin, size = _tiles(first[heads], length, intervals.stride, cols)
     a, member, times = (x[heads][run] for x in (a, member, times))
     return a, begin, size, size + (times << ROWS_BITS) + (member << ROWS_BITS + TIMES_BITS)
 
 
 def _tiles(first: Tensor, count: Tensor, stride: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(which, first row, rows) of the tiles of pieces."""
+    """(interval, first row, rows) of the tiles of intervals."""
     number = -(-count // rows)
     which, nth = ragged(torch.arange(len(first)), torch.zeros_like(number), number)
     return which, first[which] + nth * rows * stride, (count[which] - nth * rows).clamp(max=rows)
 
 
 def _order(tiles: Tensor, source: Source, group: int, by: str) -> Tensor:
-    """Programs that read the same keys side by side, so that these stay in the cache, and the longest of them first."""
+    """The order of programs: those that read the same keys together, so that these stay in the cache, longest first."""
     length = 1 << 31 if isinstance(source, BlockSparse) else max(b.length for b in source)
     order = (tiles[:, FULL] + tiles[:, MASKED]).argsort(stable=True, descending=True)
     for key in (tiles[:, FIRST] // length, tiles[:, HEAD] // (group if by == "query" else 1)):

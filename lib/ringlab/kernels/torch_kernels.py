@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import HALF, needs_bf16, needs_cuda, to_bhmd, wants_dtype, wide
+from .base import HALF, accumulation_dtype, needs_bf16, needs_cuda, to_bhmd, wants_dtype
 
 
 class Eager:
@@ -39,7 +39,7 @@ class Eager:
 
     def forward(self, q, k, v, causal, scale):
         b, m, h, d = q.shape
-        acc = wide(q.dtype)
+        acc = accumulation_dtype(q.dtype)
         out = torch.empty(q.shape, dtype=acc, device=q.device)  # (b, m, h, d)
         lse = torch.empty(b, h, m, dtype=acc, device=q.device)
         hidden = hidden_keys(m, k.shape[1], q.device) if causal else None

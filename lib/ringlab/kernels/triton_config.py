@@ -1,13 +1,10 @@
-"""Tile sizes of the list kernels: the defaults, and the few others that tuning may choose among.
+"""Tile sizes of the Triton kernels: defaults, candidates for tuning, and the file of tuned sizes.
 
-Those listed as candidates were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256, causal or not, on 8.0,
-8.6, 8.9, 9.0, 10.0 and 12.0: none spills registers to memory or needs more shared memory than there is. Which is
-fastest, only a GPU can say.
+Candidates were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256, causal or not, for compute capability
+8.0, 8.6, 8.9, 9.0, 10.0 and 12.0. None spills registers or needs more shared memory than there is.
 
-The sizes that tuning chose for the list kernels of this GPU, kept in a file of the user's cache folder.
-
-One JSON file for each GPU model, version of Triton and code of the kernels, so that none outlives what it was timed
-with. A file that cannot be read, or speaks of something else, is told of in one line and ignored: the defaults serve.
+The tuned sizes of each GPU model are one JSON file in the user's cache folder, valid for one version of Triton and of
+the kernels' code. A file that cannot be read or does not fit is ignored with one warning; the defaults are used.
 """
 
 from __future__ import annotations
@@ -28,15 +25,13 @@ from .base import HALF
 
 LEAST = 16  # rows of the smallest tile that tensor cores take
 TILE_PASSES = ("forward", "backward_q", "backward_kv")
-# How tiles are read; only forward has "specialized". "gluon" and "persistent": by the kernels in Gluon, with a program
-# for each tile, or with as many programs as run at once.
-READS = ("pointers", "descriptors", "specialized", "gluon", "persistent")
-BY_HAND = READS[3:]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of a tile that a program owns and of one that it meets, warps of a program, stages of its pipeline.
+    """Rows of a program's own tile, rows of a tile that it visits, warps of a program, stages of its pipeline.
+
+    ``reads``: how tensors are read, "pointers" or one of ``experimental.READS``.
 
     >>> str(Sizes(128, 64, 8, 2))
     '128 x 64, 8 warps, 2 stages, pointers'
@@ -72,10 +67,59 @@ SIZES = {
 }
 
 
-def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False) -> Sizes:
-    """The default of the pass ``name`` on a compute capability, before a pattern of short pieces makes it smaller.
+# By architecture class, pass, then head_dim up to; for 2-byte dtypes, besides the default. As Sizes read by pointers.
+CANDIDATES = {
+    "9.x": {
+        "forward": {64: [(64, 64, 4, 3)], 128: [(128, 32, 8, 3)], 256: [(64, 64, 8, 2)]},
+        "backward_q": {
+            64: [(64, 64, 4, 2), (128, 64, 8, 3)],
+            128: [(128, 32, 8, 3), (64, 32, 4, 2)],
+            256: [(32, 32, 4, 1), (32, 64, 8, 1)],
+        },
+        "backward_kv": {
+            64: [(128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+            128: [(64, 32, 8, 2), (64, 64, 8, 2)],
+            256: [(32, 64, 8, 1)],
+        },
+    },
+    "10.x": {
+        "forward": {64: [(128, 64, 4, 2)], 128: [(128, 32, 8, 2)], 256: [(64, 64, 8, 2)]},
+        "backward_q": {64: [(128, 32, 8, 2), (64, 64, 4, 2)], 128: [(64, 64, 8, 2)], 256: [(32, 64, 8, 1)]},
+        "backward_kv": {
+            64: [(128, 32, 8, 2), (64, 64, 8, 2)],
+            128: [(64, 32, 8, 2), (64, 64, 8, 2)],
+            256: [(32, 64, 8, 1)],
+        },
+    },
+    "8.0": {
+        "forward": {
+            64: [(64, 64, 4, 2)],
+            128: [(64, 32, 4, 2), (64, 32, 4, 3)],
+            256: [(64, 32, 8, 2), (32, 32, 4, 2)],
+        },
+        "backward_q": {
+            64: [(128, 32, 8, 2), (128, 64, 8, 3)],
+            128: [(64, 64, 8, 2), (128, 32, 8, 3)],
+            256: [(64, 64, 8, 1), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1)],
+        },
+        "backward_kv": {64: [(128, 32, 8, 3), (64, 32, 4, 2)], 128: [(64, 64, 8, 1)], 256: [(32, 64, 8, 1)]},
+    },
+    "small": {
+        "forward": {
+            64: [(64, 64, 4, 2)],
+            128: [(64, 32, 4, 2), (64, 32, 4, 3)],
+            256: [(64, 32, 8, 2), (32, 32, 4, 2)],
+        },
+        "backward_q": {64: [(128, 32, 8, 2)], 128: [(64, 64, 8, 2), (64, 32, 4, 2)], 256: [(32, 32, 4, 1)]},
+        "backward_kv": {64: [(64, 32, 4, 2)], 128: [(32, 32, 4, 2)], 256: []},
+    },
+}
 
-    ``joins``: of a launch that goes on from what another wrote, which takes more registers.
+
+def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False) -> Sizes:
+    """The default of the pass ``name`` on a compute capability. Patterns with short row intervals make it smaller.
+
+    ``joins``: for a launch that adds to the results of an earlier one, which takes more registers.
     """
     small, large, single = next(x for most, x in SIZES[name].items() if head_dim <= most)
     return single if dtype not in HALF else large if compute[0] in (9, 10) and not joins else small
@@ -84,35 +128,29 @@ def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int]
 def candidates(
     name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False
 ) -> tuple[Sizes, ...]:
-    """What tuning times, at most eight: the default first, then what compiles well for the architecture.
+    """The sizes that tuning times, at most eight: the default first, then experimental ones, then other tiles.
 
     >>> candidates("backward_kv", 128, torch.float32, (8, 6))
     (Sizes(rows=32, cols=16, warps=8, stages=1, reads='pointers'),)
     """
+    from ringlab.kernels import experimental
+
     default = sizes(name, head_dim, dtype, compute, joins)
     if dtype not in HALF:
         return (default,)
-    listed = next(x for most, x in CANDIDATES[_class(compute)][name].items() if head_dim <= most)
-    plain = head_dim == padded(head_dim) and not joins  # descriptors read whole rows, and start from nothing
-    wide = head_dim >= 64  # narrower ones were not compiled by hand
-    listed = (x for x in listed if x.reads == "pointers" or plain and (wide or x.reads not in BY_HAND))
-    return (default, *(x for x in listed if x != default))
-
-
-def _class(compute: tuple[int, int]) -> str:
-    """Architectures that compile alike: by shared memory, and by how tensor cores are fed."""
-    if compute[0] in (9, 10):
-        return f"{compute[0]}.x"
-    return "8.0" if compute in ((8, 0), (8, 7)) else "small"
+    kind = f"{compute[0]}.x" if compute[0] in (9, 10) else "8.0" if compute in ((8, 0), (8, 7)) else "small"
+    listed = next(x for most, x in CANDIDATES[kind][name].items() if head_dim <= most)
+    found = (*experimental.candidates(name, head_dim, compute, joins), *(Sizes(*x) for x in listed))
+    return (default, *(x for x in found if x != default))
 
 
 def precision(head_dim: int, dtype: torch.dtype) -> str:
-    """How products are taken: of fp32 as three of tf32, which keeps its accuracy, or, of wide heads, one by one."""
+    """How products are computed: fp32 as three tf32 products, which keeps its accuracy, or "ieee" for wide heads."""
     return "tf32" if dtype in HALF else "tf32x3" if head_dim <= 64 else "ieee"
 
 
 def early(compute: tuple[int, int], reads: str = "pointers") -> bool:
-    """Whether a program fetches the next entry of its list early.
+    """Whether a program fetches the next entry of its schedule early.
 
     Triton 3.7 fails to compile that for 10.x, and 3.6 and 3.7 for specialized warps whose loop masks nothing.
     """
@@ -124,118 +162,18 @@ def padded(head_dim: int) -> int:
     return max(LEAST, 1 << (head_dim - 1).bit_length())
 
 
-def _pointers(*found: tuple[int, int, int, int]) -> tuple[Sizes, ...]:
-    return tuple(Sizes(*x) for x in found)
-
-
-def _described(*found: tuple[int, int, int, int]) -> tuple[Sizes, ...]:
-    return tuple(Sizes(*x, "descriptors") for x in found)
-
-
-def _specialized(*found: tuple[int, int, int]) -> tuple[Sizes, ...]:
-    """Triton adds the warps that read to the four asked for, on 9.0 alone."""
-    return tuple(Sizes(rows, cols, 4, stages, "specialized") for rows, cols, stages in found)
-
-
-def _by_hand(cols: int, stages: int) -> tuple[Sizes, ...]:
-    """Four warps are asked for; eight more are in the code."""
-    return tuple(Sizes(128, cols, 4, stages, reads) for reads in BY_HAND)
-
-
-# By architecture class, pass, then head_dim up to; for 2-byte dtypes, in addition to the default.
-CANDIDATES = {
-    "9.x": {
-        "forward": {
-            64: (*_described((128, 128, 8, 2), (128, 64, 8, 3)), *_specialized((128, 128, 2), (128, 64, 3)),
-                 *_by_hand(128, 3), *_pointers((64, 64, 4, 3))),
-            128: (*_described((128, 64, 8, 3), (128, 128, 8, 2)), *_specialized((128, 64, 3), (128, 128, 2)),
-                  *_by_hand(128, 2), *_pointers((128, 32, 8, 3))),
-            256: (*_described((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)), *_by_hand(32, 3),
-                  *_pointers((64, 64, 8, 2))),
-        },
-        "backward_q": {
-            64: (*_described((128, 64, 8, 3), (128, 128, 8, 2)), *_by_hand(128, 2),
-                 *_pointers((64, 64, 4, 2), (128, 64, 8, 3))),
-            128: (*_described((128, 64, 8, 3), (128, 64, 8, 2)), *_by_hand(64, 3),
-                  *_pointers((128, 32, 8, 3), (64, 32, 4, 2))),
-            256: (*_described((64, 32, 8, 2)), *_pointers((32, 32, 4, 1), (32, 64, 8, 1))),
-        },
-        "backward_kv": {
-            64: (*_described((128, 64, 8, 3), (128, 64, 8, 2)), *_by_hand(64, 3),
-                 *_pointers((128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))),
-            128: (*_described((128, 32, 8, 2), (64, 64, 8, 2)), *_by_hand(32, 3),
-                  *_pointers((64, 32, 8, 2), (64, 64, 8, 2))),
-            256: _pointers((32, 64, 8, 1)),
-        },
-    },
-    "10.x": {
-        "forward": {
-            64: (*_described((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2)), *_pointers((128, 64, 4, 2))),
-            128: (*_described((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 2)), *_pointers((128, 32, 8, 2))),
-            256: (*_described((128, 64, 8, 2), (128, 32, 8, 2)), *_pointers((64, 64, 8, 2))),
-        },
-        "backward_q": {
-            64: (*_described((128, 64, 8, 3)), *_pointers((128, 32, 8, 2), (64, 64, 4, 2))),
-            128: _pointers((64, 64, 8, 2)),
-            256: _pointers((32, 64, 8, 1)),
-        },
-        "backward_kv": {
-            64: (*_described((128, 64, 8, 2)), *_pointers((128, 32, 8, 2), (64, 64, 8, 2))),
-            128: (*_described((128, 32, 8, 2)), *_pointers((64, 32, 8, 2), (64, 64, 8, 2))),
-            256: _pointers((32, 64, 8, 1)),
-        },
-    },
-    "8.0": {
-        "forward": {
-            64: _pointers((64, 64, 4, 2)),
-            128: _pointers((64, 32, 4, 2), (64, 32, 4, 3)),
-            256: _pointers((64, 32, 8, 2), (32, 32, 4, 2)),
-        },
-        "backward_q": {
-            64: _pointers((128, 32, 8, 2), (128, 64, 8, 3)),
-            128: _pointers((64, 64, 8, 2), (128, 32, 8, 3)),
-            256: _pointers((64, 64, 8, 1), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1)),
-        },
-        "backward_kv": {
-            64: _pointers((128, 32, 8, 3), (64, 32, 4, 2)),
-            128: _pointers((64, 64, 8, 1)),
-            256: _pointers((32, 64, 8, 1)),
-        },
-    },
-    "small": {
-        "forward": {
-            64: _pointers((64, 64, 4, 2)),
-            128: _pointers((64, 32, 4, 2), (64, 32, 4, 3)),
-            256: _pointers((64, 32, 8, 2), (32, 32, 4, 2)),
-        },
-        "backward_q": {
-            64: _pointers((128, 32, 8, 2)),
-            128: _pointers((64, 64, 8, 2), (64, 32, 4, 2)),
-            256: _pointers((32, 32, 4, 1)),
-        },
-        "backward_kv": {
-            64: _pointers((64, 32, 4, 2)),
-            128: _pointers((32, 32, 4, 2)),
-            256: (),
-        },
-    },
-}  # fmt: skip
-
-
-CODE = (
-    "triton_forward.py", "triton_backward.py", "experimental/gluon_code.py", "experimental/gluon_forward.py", "experimental/gluon_backward.py",
-    "triton.py", "tile_schedule.py",
-)  # fmt: skip
+# The files of the code that is timed: tuned sizes hold for this code alone.
+CODE = ("triton.py", "triton_kernels.py", "tile_schedule.py", "experimental/__init__.py", "experimental/gluon.py")
 FILES = "triton-lists-*.json"
-MOST_MEMBERS = 8  # query heads for each K/V head, from which on all are tuned alike
+MOST_MEMBERS = 8  # query heads per K/V head; more are tuned as if there were 8
 
 
 @dataclass(frozen=True)
 class Use:
-    """What sizes are chosen for: never for one sequence length.
+    """What sizes are tuned for. The sequence length is not part of it.
 
-    ``name``: of the pass; ``joins``: a launch that goes on from what another wrote; ``group``: query heads for each
-    K/V head, as a power of two.
+    ``name``: the pass. ``joins``: a launch that adds to the results of an earlier one. ``group``: query heads per K/V
+    head, as a power of two.
 
     >>> str(Use.of("forward", 128, torch.bfloat16, True, False, 12))
     'forward, head_dim 128, bfloat16, causal, groups of 8'
@@ -250,7 +188,7 @@ class Use:
 
     @classmethod
     def of(cls, name: str, head_dim: int, dtype: torch.dtype, causal: bool, joins: bool, group: int) -> Use:
-        """The use of a launch with any number of query heads for each K/V head."""
+        """The use of a launch with any number of query heads per K/V head."""
         return cls(name, head_dim, dtype, causal, joins, min(MOST_MEMBERS, 1 << (group.bit_length() - 1)))
 
     def __str__(self) -> str:
@@ -263,7 +201,7 @@ class Use:
 
 
 def folder() -> Path:
-    """``RINGLAB_CACHE``, else ``ringlab`` in the user's cache folder; it need not exist."""
+    """``RINGLAB_CACHE``, else ``ringlab`` in the user's cache folder. It need not exist."""
     if given := os.environ.get("RINGLAB_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ringlab"
@@ -271,7 +209,7 @@ def folder() -> Path:
 
 @lru_cache(maxsize=64)
 def stamp(device: torch.device) -> tuple[tuple[str, str], ...]:
-    """The GPU's model, Triton's version and a hash of the kernels' code: choices hold for these alone."""
+    """The GPU model, Triton's version and a hash of the kernels' code: tuned sizes hold for these alone."""
     model = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     here, sha = Path(__file__).parent, hashlib.sha256()
     for name in CODE:
@@ -280,7 +218,7 @@ def stamp(device: torch.device) -> tuple[tuple[str, str], ...]:
 
 
 def path(device: torch.device) -> Path:
-    """The file of the choices for a GPU; it need not exist."""
+    """The file of the tuned sizes for a GPU. It need not exist."""
     return folder() / _name(device)
 
 
@@ -290,7 +228,7 @@ def _name(device: torch.device) -> str:
 
 
 def chosen(use: Use, device: torch.device, compute: tuple[int, int]) -> Sizes | None:
-    """The sizes that were tuned for a use on a GPU; None where none were."""
+    """The sizes that were tuned for a use on a GPU, or None."""
     text = _read(path(device), device).get(str(use))
     if text is None:
         return None
@@ -301,7 +239,7 @@ def chosen(use: Use, device: torch.device, compute: tuple[int, int]) -> Sizes | 
 
 
 def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
-    """Add choices to the file of a GPU, and return it; the file is whole at every moment.
+    """Add tuned sizes to the file of a GPU and return its path. The file is replaced at once, never half written.
 
     Raises OSError where the folder cannot be written.
     """
@@ -323,7 +261,7 @@ def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
 
 @lru_cache(maxsize=64)
 def _read(file: Path, device: torch.device) -> dict[str, str]:
-    """Sizes by use, both as they are shown; nothing, and a line about it, where the file is not what it should be."""
+    """Sizes by use, both as text. Nothing, and one warning, if the file is not valid for this GPU and code."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         choices = found.pop("choices")
@@ -335,7 +273,7 @@ def _read(file: Path, device: torch.device) -> dict[str, str]:
             return choices
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # JSON that is none is a ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # ValueError: not JSON
         _tell(file, f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
     return {}
 

@@ -1,6 +1,6 @@
-"""Time the candidates for the list kernels' tile sizes on the GPU at hand, and keep the fastest right one.
+"""Time the candidates for the Triton kernels' tile sizes on this GPU and store the fastest correct one.
 
-Nothing is tuned unless asked for: a call of attention never times anything, it takes what was kept, or the defaults.
+Tuning runs only when asked for. A call of attention times nothing: it uses the stored sizes, or the defaults.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from ..patterns import Pattern
-from . import PROBE_ERROR, probe, triton_config
-from .experimental.sandbox import differs, trial
-from .triton import Launch, TritonLists, compute_of, dense_rows, row_sums, too_long
-from .triton_config import BY_HAND, TILE_PASSES, Sizes, Use
+from . import PROBE_ERROR, experimental, probe, triton_config
+from .triton import Launch, TritonKernel, compute_of, dense_rows, row_sums, shortened
+from .triton_config import TILE_PASSES, Sizes, Use
 
 Timer = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What came of a use: seconds of a call for each candidate that was right, the reason for each that was not timed.
+    """The result for one use: seconds per call of each correct candidate, and the reason why others were not timed.
 
-    ``default`` is what runs untuned.
+    ``default`` runs if nothing is tuned.
     """
 
     use: Use
@@ -35,7 +34,7 @@ class Timed:
 
     @property
     def best(self) -> Sizes:
-        """The fastest; the default where it is as fast, or nothing was timed."""
+        """The fastest. The default if it is as fast, or if nothing was timed."""
         return min(self.seconds, key=lambda x: (self.seconds[x], x != self.default), default=self.default)
 
 
@@ -50,29 +49,30 @@ def tune(
     timer: Timer | None = None,
     keep: bool = True,
 ) -> list[Timed]:
-    """Time every candidate of each pass on tensors as the caller has them, q (b, n, h, d), k and v (b, n, h_kv, d).
+    """Time every candidate of each pass on the given tensors, q (b, n, h, d), k and v (b, n, h_kv, d).
 
-    A candidate's results must be those of the defaults, to rounding, which a tiny call has proved against float64
-    before; one that differs, does not compile or cannot serve these tensors is refused with the reason. The fastest is
-    kept for its use (``Use``) in the file of this GPU. ``timer(call)`` gives the seconds of a call, by default the
-    median of Triton's ``do_bench``. A pattern of several launches tunes the first, then those that go on from it.
+    A candidate must give the results of the defaults, up to rounding; the probe compares those with float64. One that
+    differs, does not compile or cannot read these tensors is refused with the reason. The fastest is stored for its
+    use (``Use``) in the file of this GPU. ``timer(call)`` returns the seconds of a call, by default the median of
+    Triton's ``do_bench``. If a pattern needs several launches, the first is tuned, then the later ones.
 
     Raises NotImplementedError, with the reason, where the kernels cannot run, ValueError for an unknown pass and
-    OSError where the choices cannot be kept.
+    OSError if the file cannot be written.
     """
     if unknown := set(passes) - set(TILE_PASSES):
         raise ValueError(f"unknown pass {sorted(unknown)[0]!r}; known: {', '.join(TILE_PASSES)}")
     if why := probe("triton", q.device, q.dtype, q.shape[3], causal, True):
         raise NotImplementedError(f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}")
-    tried = _Calls(q, k, v, pattern, causal)
+    calls = Calls(q, k, v, pattern, causal)
     timer = timer or _median
-    found = [one for name in passes for one in _tuned(tried, name, timer)]
+    found = [one for name in passes for one in tune_pass(calls, name, timer)]
     if keep:
         triton_config.keep({one.use: one.best for one in found}, q.device)
     return found
 
 
-def _tuned(calls: _Calls, name: str, timer: Timer) -> Iterator[Timed]:
+def tune_pass(calls: Calls, name: str, timer: Timer) -> Iterator[Timed]:
+    """The results for the first launch of a pass and, if there are more, for those that add to it."""
     taken: dict[Use, Sizes] = {}
     for joins in (False, True):
         if len(calls.launches(name, taken)) <= joins:
@@ -82,7 +82,7 @@ def _tuned(calls: _Calls, name: str, timer: Timer) -> Iterator[Timed]:
         yield found
 
 
-def _timed(calls: _Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Timed:
+def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Timed:
     broken = importlib.import_module("triton.errors").TritonError
     default, *_ = tried = calls.candidates(use)
     want = calls.call(use.name, taken | {use: default})()
@@ -90,10 +90,10 @@ def _timed(calls: _Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Ti
     for size in tried:
         now = taken | {use: size}
         launch = calls.launches(use.name, now)[use.joins]
-        # A tile that is cut to the pieces of this pattern would be timed as another than it is.
-        why = launch.why or (None if size == default else too_long(size, launch.lists))
-        if why is None and size.reads in BY_HAND:
-            why = trial(use, size, calls.tensors[0].device)
+        # Tiles that this pattern makes smaller would be timed under the name of larger ones.
+        why = launch.why or (None if size == default else shortened(size, launch.schedule))
+        if why is None and size.reads in experimental.IN_GLUON:
+            why = experimental.trial(use, size, calls.tensors[0].device)
         try:
             call = calls.call(use.name, now)
             why = why or differs(call(), want, PROBE_ERROR.get(use.dtype, 0.05))
@@ -106,12 +106,21 @@ def _timed(calls: _Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Ti
     return found
 
 
+def differs(found: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float) -> str | None:
+    """Why results are not those of the defaults, or None. Rows that see nothing have lse -inf in both."""
+    for x, y in zip(found, want):
+        off = torch.where(x == y, 0, x - y).float().norm() / y.float().nan_to_num(0, 0, 0).norm()
+        if not off <= most:
+            return f"wrong result: off by {off:.1e}"
+    return None
+
+
 def _median(call: Callable[[], object]) -> float:
     return importlib.import_module("triton.testing").do_bench(call, return_mode="median") * 1e-3
 
 
-class _Calls:
-    """The passes of one attention call with given sizes."""
+class Calls:
+    """The passes of one attention call, to be run with given sizes."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool) -> None:
         self.tensors = tuple(map(dense_rows, (q, k, v)))
@@ -127,21 +136,21 @@ class _Calls:
     def candidates(self, use: Use) -> tuple[Sizes, ...]:
         return use.candidates(compute_of(self.tensors[0]))
 
-    def kernel(self, taken: dict[Use, Sizes]) -> TritonLists:
-        """The kernels with these sizes, and the defaults for every other use."""
+    def kernel(self, taken: dict[Use, Sizes]) -> TritonKernel:
+        """The kernel with these sizes, and the defaults for every other use."""
 
         def pick(name, q, k, causal, joins) -> Sizes:
             use = self.use(name, joins)
             return taken.get(use) or self.candidates(use)[0]
 
-        return TritonLists(pick)
+        return TritonKernel(pick)
 
     def launches(self, name: str, taken: dict[Use, Sizes]) -> list[Launch]:
         dout = None if name == "forward" else self.dout
         return self.kernel(taken).launches(name, *self.tensors, *self.shared[:2], dout=dout)
 
     def call(self, name: str, taken: dict[Use, Sizes]) -> Callable[[], tuple[Tensor, ...]]:
-        """One pass, ready to run; its plans are kept for as long as the call itself."""
+        """One pass, ready to run. It keeps its own plans."""
         plans: dict = {}
 
         def cached(key, build):

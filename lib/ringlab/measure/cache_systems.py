@@ -1,6 +1,6 @@
-"""What the pattern cache saves: building a plan, or gather's index tensors, against finding them in the cache.
+"""Systems that measure the pattern cache and the memory pool: plans built and looked up, scratch memory borrowed.
 
-What the cache and the pool are worth by themselves: many patterns looked up, scratch borrowed and given back.
+They have no FLOPs and no bound. Each checks what the cache or pool gave.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -19,12 +20,11 @@ from .. import block_patterns, memory, patterns
 from .. import cache as caches
 from ..block_patterns import BlockSparse
 from ..cost import Cost
-from ..engine import gather
-from ..engine.block_calls import Tiling
-from ..engine.block_sparse import tiling_for
-from ..engine.dilated import Plan, make_plan
-from .contract import SAMPLED, Output, System, only
+from ..engine import blocks, gather
+from ..engine.dilated import make_plan
+from ..engine.execute import WHOLE, Plan, View, views_of
 from .points import Point
+from .systems import SAMPLED, Output, Refused, System, only
 
 
 class PlanBuild(System):
@@ -52,8 +52,8 @@ class PlanBuild(System):
             self.cache.clear()
         shape = self.pattern, self.point.seq_len, self.point.heads, self.point.kv_heads
         if isinstance(self.pattern, patterns.BlockSparse):
-            shape = self.pattern, self.point.seq_len, self.point.causal, self.way
-            key, build = caches.key("tiling", *shape), lambda: tiling_for(*shape)
+            shape = *shape, self.point.causal, self.way
+            key, build = caches.key("tiling", *shape), lambda: blocks.make_plan(*shape)
         elif self.gather:
             key, build = caches.key("gather", *shape, self.device), lambda: gather.gather_indices(*shape, self.device)
         else:
@@ -97,24 +97,24 @@ class Steps(Output):
 
 def shown(steps, point: Point) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """(head, K/V head, query positions (segments, m), key positions) that attend to each other, segment by segment."""
-    n = point.seq_len
-    if isinstance(steps, Tiling):  # the same for all heads
-        runs = [[at[0] + torch.arange(r.nodes)[:, None] * at[1] + torch.arange(size) for at, size in
-                 ((r.query, r.rows), (r.key, r.keys))] for r in steps.runs]  # fmt: skip
-        runs += [[c.queries[:, None] + torch.arange(c.rows), c.keys] for c in steps.picked]
-        yield from ((h, h // (point.heads // point.kv_heads), *run) for h in range(point.heads) for run in runs)
-        return
     if not isinstance(steps, Plan):  # gather's indices
         for members, kv_members, rows in (s for sets in steps for s in sets):
             yield from ((int(h), int(kv), rows.cpu(), rows.cpu()) for h, kv in zip(members, kv_members))
         return
-    numbers = [torch.arange(n * h).view(1, n, h, 1) for h in (point.heads, point.kv_heads)]
-    for call in (call for _, calls in steps.blocks for call in calls):
-        segments = call.within(0, n)
-        own, kv = (call.view(t, segments, kv=i > 0)[0, ..., 0] for i, t in enumerate(numbers))  # (segments, m, h)
-        for rows, kv_rows in zip(own.unbind(-1), kv.unbind(-1)):
-            head, kv_head = int(rows[0, 0]) % point.heads, int(kv_rows[0, 0]) % point.kv_heads
-            yield head, kv_head, rows // point.heads, kv_rows // point.kv_heads
+    for call in steps.calls:
+        own, kv = (_positions(v, call, point.seq_len, h) for v, h in ((call.q, point.heads), (call.k, point.kv_heads)))
+        for i in range(call.heads):
+            yield call.q.head + i * call.q.head_step, call.k.head + i * call.k.head_step, own[i], kv[i]
+
+
+def _positions(view: View, call, n: int, heads: int) -> list[Tensor]:
+    """The positions (nodes, rows) that one side of a call reads, by its heads."""
+    if view.index is not None:
+        rows = view.index if view.index.shape[1] == view.rows else view.index + torch.arange(view.rows)
+        return [rows] * call.heads
+    numbers = torch.arange(n)[:, None].expand(n, heads).reshape(1, n, heads, 1).contiguous()
+    ((found,),) = views_of([(numbers, WHOLE, view)], range(call.nodes), call.heads)
+    return list(found[..., 0].unbind(-1))
 
 
 LOOKUPS = 200
@@ -151,7 +151,7 @@ class CacheWorkload(System):
         options = only(point, "max_mb", "blocks")
         self.point, self.device, self.dtype = point, torch.device(device), getattr(torch, point.dtype)
         if point.pattern["kind"] != "block_sparse":
-            raise ValueError("cache_workload looks block-sparse patterns up, give one of the block size to use")
+            raise Refused("cache_workload looks block-sparse patterns up, give one of the block size to use")
         self.max_bytes, self.way = int(options.get("max_mb", 64) * 2**20), options.get("blocks", "views")
         self.lookups, self.cost = workload(point), Cost(0, 0, 0, 0, 0)
 
@@ -160,16 +160,16 @@ class CacheWorkload(System):
 
     def run(self, inputs) -> Output:
         kept = caches.PatternCache(self.max_bytes)
-        found = [kept.get(caches.key("tiling", *shape), lambda shape=shape: tiling_for(*shape))
-                 for shape in ((p, n, self.point.causal, self.way) for p, n in self.lookups)]  # fmt: skip
+        found = [kept.get(caches.key("tiling", *shape), lambda shape=shape: blocks.make_plan(*shape))
+                 for shape in ((p, n, 1, 1, self.point.causal, self.way) for p, n in self.lookups)]  # fmt: skip
         stats = kept.stats()
         counted = {"cache_hits": stats.hits, "cache_misses": stats.misses, "cache_evictions": stats.evictions,
                    "cache_bytes": stats.bytes}  # fmt: skip
         return Found(found, counted)
 
     def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
-        fresh = {x: tiling_for(*x, self.point.causal, self.way) for x in set(self.lookups)}
-        wrong = sum(not same(found, fresh[x]) for x, found in zip(self.lookups, output.tilings)) / LOOKUPS
+        fresh = {x: blocks.make_plan(*x, 1, 1, self.point.causal, self.way) for x in set(self.lookups)}
+        wrong = sum(not same(found, fresh[x]) for x, found in zip(self.lookups, output.plans)) / LOOKUPS
         wrong += output.counted != modelled(self.lookups, {x: _bytes(t) for x, t in fresh.items()}, self.max_bytes)
         return {"out": float(wrong)}, {"out": 0.0}
 
@@ -177,21 +177,23 @@ class CacheWorkload(System):
 class Found(Output):
     """What lookups gave; only when looked at is ``out`` the pairs that each comes to (lookups,)."""
 
-    def __init__(self, tilings: list[Tiling], counted: dict[str, int]):
-        self.tilings, self.counted, self.lse, self.grads = tilings, counted, None, ()
+    def __init__(self, plans: list[Plan], counted: dict[str, int]):
+        self.plans, self.counted, self.lse, self.grads = plans, counted, None, ()
 
     @cached_property
     def out(self) -> Tensor:
-        runs = [sum(r.rows * r.keys * r.nodes for r in t.runs) for t in self.tilings]
-        picked = [sum(c.rows * c.keys.numel() for c in t.picked) for t in self.tilings]
-        return torch.tensor(runs) + torch.tensor(picked)
+        return torch.tensor([sum(c.q.rows * c.k.rows * c.nodes for c in plan.calls) for plan in self.plans])
 
 
-def same(a: Tiling, b: Tiling) -> bool:
-    """Whether two tilings are the same calls."""
-    pairs = list(zip(a.picked, b.picked))
-    alike = all(x.rows == y.rows and x.queries.equal(y.queries) and x.keys.equal(y.keys) for x, y in pairs)
-    return alike and (a.runs, a.bare, len(a.picked)) == (b.runs, b.bare, len(b.picked))
+def same(a: Plan, b: Plan) -> bool:
+    """Whether two plans are the same calls."""
+    return a.uncovered == b.uncovered and len(a.calls) == len(b.calls) and all(map(_same_call, a.calls, b.calls))
+
+
+def _same_call(a, b) -> bool:
+    strided = [replace(c, q=replace(c.q, index=None), k=replace(c.k, index=None)) for c in (a, b)]
+    indices = [[t for t in (c.q.index, c.k.index) if t is not None] for c in (a, b)]
+    return strided[0] == strided[1] and len(indices[0]) == len(indices[1]) and all(map(torch.equal, *indices))
 
 
 def modelled(lookups, sizes: dict, max_bytes: int) -> dict[str, int]:
@@ -210,8 +212,9 @@ def modelled(lookups, sizes: dict, max_bytes: int) -> dict[str, int]:
             "cache_bytes": sum(kept.values())}  # fmt: skip
 
 
-def _bytes(tiling: Tiling) -> int:
-    return sum(t.numel() * t.element_size() for c in tiling.picked for t in (c.queries, c.keys))
+def _bytes(plan: Plan) -> int:
+    found = {id(t): t.numel() * t.element_size() for c in plan.calls for t in (c.q.index, c.k.index) if t is not None}
+    return sum(found.values())
 
 
 class PoolWorkload(System):

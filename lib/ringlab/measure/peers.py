@@ -1,4 +1,4 @@
-"""Attention of other packages, where they are installed: systems like ours, each held to the function that it states.
+"""Attention of other packages, where they are installed: each is checked against the function that it documents.
 
 A package is imported when a point of it is built, and never required. The option ``version`` of a point is the one that
 it is to be measured with, so that another one is another point. On a CPU a package's own kernel does not run; there
@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import torch
 
 from .. import patterns
-from .contract import Output, System, only
 from .points import Point
+from .systems import Output, Refused, System, only
 
 ABSENT = "not installed"
 PEERS = {  # system: (distribution, how to install it beside a current torch: what it pins is years old)
@@ -51,7 +51,7 @@ def _module(point: Point, name: str):
     if version is None:
         raise NotImplementedError(f"{ABSENT}: {how}")
     if wanted != version:
-        raise ValueError(f"{package} {wanted} was asked for, {version} is installed")
+        raise Refused(f"{package} {wanted} was asked for, {version} is installed")
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -62,9 +62,9 @@ def _dilated(point: Point, mixing: str, offsets: str) -> tuple[list[int], list[i
     """Segment lengths and dilation rates of a point whose function the package states."""
     pattern = patterns.from_dict(point.pattern)
     if not isinstance(pattern, patterns.Dilated) or (pattern.mixing, pattern.offsets) != (mixing, offsets):
-        raise ValueError(f"{point.system} computes dilated {mixing} with offsets by {offsets}, not {pattern}")
+        raise Refused(f"{point.system} computes dilated {mixing} with offsets by {offsets}, not {pattern}")
     if point.kv_heads != point.heads:
-        raise ValueError(f"{point.system} needs as many K/V heads as heads, got {point.kv_heads} and {point.heads}")
+        raise Refused(f"{point.system} needs as many K/V heads as heads, got {point.kv_heads} and {point.heads}")
     return list(pattern.segment_lengths), list(pattern.dilation_rates)
 
 
@@ -155,13 +155,10 @@ def ring_attention_pytorch(point: Point, device) -> System:
     gpu = torch.device(device).type == "cuda"
     module = _module(point, f"ring_attention_pytorch.ring_flash_attention{'_cuda' if gpu else ''}")
     if point.pattern["kind"] != "dense":
-        raise ValueError(f"ring_attention_pytorch computes dense attention, not {patterns.from_dict(point.pattern)}")
+        raise Refused(f"ring_attention_pytorch computes dense attention, not {patterns.from_dict(point.pattern)}")
     attention = module.ring_flash_attn_cuda if gpu else module.ring_flash_attn
 
     def forward(q, k, v):
         return attention(q, k, v, causal=point.causal, bucket_size=min(1024, point.seq_len)), None
 
     return System(point, device, forward)
-
-
-SYSTEMS = {f.__name__: f for f in (dilated_attention_pytorch, torchscale_dilated, ring_attention_pytorch)}

@@ -79,8 +79,14 @@ class Point:
         return digest(self.to_dict())
 
     @property
+    def shape(self) -> dict:
+        """What ``cost.count`` takes besides the pattern and the dtype."""
+        names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def first(self) -> Point:
-        """The point whose work a twin repeats; itself for all others."""
+        """The point whose work an A/A control repeats; itself for all others."""
         return self.but(options={k: v for k, v in self.options if k != "twin"})
 
     def to_dict(self) -> dict:

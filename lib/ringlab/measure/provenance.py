@@ -19,12 +19,16 @@ from .. import __version__, hardware
 from ..kernels import triton_config
 
 PACKAGE = Path(__file__).resolve().parent.parent
-OUTSIDE_ENGINE = (
-    "measure", "report", "cli.py", "__main__.py", "estimate.py", "meta_run.py", "advise",
+# What a measured call runs, by folder or module of the package, and what of these only starts or tunes it.
+ENGINE = (
+    "patterns", "block_patterns", "cache", "memory", "attention", "adaptive", "compat", "kernels", "engine",
+    "ring",
 )  # fmt: skip
-# What of measure/ only says which points there are, who runs them and where the rows go.
-OUTSIDE_METHOD = (
-    "__init__", "points", "suites", "session", "store", "provenance",
+NOT_RUN = ("kernels/triton_tune", "ring/launch", "ring/processes")
+# What decides how a call is timed and checked; in measure/ the others name the points, run them and keep the rows.
+METHOD = (
+    "cost", "reference", "tracking", "hardware", "measure/systems", "measure/cache_systems", "measure/peers",
+    "measure/workers", "measure/timing", "measure/stats",
 )  # fmt: skip
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.
@@ -32,7 +36,7 @@ KEY = ("engine", "method", "torch", "device", "device_name", "machine", "threads
 
 
 def code_hash(paths, root: Path) -> str:
-    """12 hex digits over Python files: their code, without comments, docstrings and layout.
+    """12 hex digits over Python files: their code, without comments, docstrings, layout and messages of errors.
 
     The syntax tree is written out by hand because ``ast.dump`` differs between Python versions.
     """
@@ -43,30 +47,43 @@ def code_hash(paths, root: Path) -> str:
     return sha.hexdigest()[:12]
 
 
-def _written(node) -> str:
+def _written(node, raised: bool = False) -> str:
     if isinstance(node, list):
-        return f"[{','.join(map(_written, node))}]"
+        return f"[{','.join(_written(each, raised) for each in node if not _is_text(each))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    fields = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            fields["body"] = node.body[1:]
-    return f"{type(node).__name__}({','.join(f'{k}={_written(v)}' for k, v in fields.items())})"
+    raised = raised or isinstance(node, ast.Raise)
+    if raised and (isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str)):
+        return "''"
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return f"{type(node).__name__}({','.join(f'{name}={_written(value, raised)}' for name, value in fields)})"
+
+
+def _is_text(node) -> bool:
+    """A statement that is only a string: a docstring."""
+    value = getattr(node, "value", None)
+    return isinstance(node, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def _hash_of(package: Path, names: tuple[str, ...]) -> str:
+    found = [
+        *(package / f"{name}.py" for name in names),
+        *(p for name in names for p in (package / name).rglob("*.py")),
+    ]
+    left_out = {package / f"{name}.py" for name in NOT_RUN}
+    return code_hash([path for path in found if path.exists() and path not in left_out], package)
 
 
 @functools.cache
 def engine_hash(package: Path = PACKAGE) -> str:
-    """Hash of the engine (floors 0 to 3): every module of the package but measuring, reports and the command line."""
-    files = (p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in OUTSIDE_ENGINE)
-    return code_hash(files, package)
+    """Hash of the code that a measured call runs."""
+    return _hash_of(package, ENGINE)
 
 
 @functools.cache
 def method_hash(package: Path = PACKAGE) -> str:
-    """Hash of what decides how a point is measured: its systems, inputs, checks, timing, bounds and statistics."""
-    return code_hash((p for p in (package / "measure").glob("*.py") if p.stem not in OUTSIDE_METHOD), package)
+    """Hash of the code that decides how a point is measured: its inputs, checks, timing, bounds and statistics."""
+    return _hash_of(package, METHOD)
 
 
 @functools.cache
@@ -75,11 +92,7 @@ def machine_id() -> str:
 
     Its processor and GPUs are part of the name: machines started from one image share the rest.
     """
-    try:
-        name = Path("/etc/machine-id").read_text().strip()
-    except OSError:
-        name = ""
-    node = uuid.getnode()
+    name, node = (hardware.Probe().read("/etc/machine-id") or "").strip(), uuid.getnode()
     if not name:  # getnode() without a network card is random, and then has its lowest bit of the first octet set
         name = f"{node:x}" if not node >> 40 & 1 else platform.node()
     found = hardware.detect()
@@ -115,15 +128,9 @@ def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
 
 def threads() -> int:
     """The physical cores that this process may run on, at most what its control group grants: one thread each."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    siblings = set()
-    for core in cores:
-        try:
-            path = f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-            siblings.add(Path(path).read_text().strip())
-        except OSError:
-            siblings.add(str(core))
-    quota = hardware.detect().cpu_quota
+    probe, quota = hardware.Probe(), hardware.detect().cpu_quota
+    path = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    siblings = {(probe.read(path.format(core)) or str(core)).strip() for core in probe.affinity()}
     return max(1, min(len(siblings), int(quota) if quota else len(siblings)))
 
 
@@ -185,22 +192,13 @@ def device_state(device: str) -> dict:
     except (OSError, subprocess.SubprocessError):
         return {}
     values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
-    return {name: _number(value) for name, value in zip(GPU_STATE, values)}
-
-
-def _number(text: str):
-    try:
-        return float(text)
-    except ValueError:  # "[N/A]", a bit mask, "P0"
-        return text
+    number = re.compile(r"-?\d+(\.\d+)?")  # others are "[N/A]", a bit mask, "P0"
+    return {name: float(x) if number.fullmatch(x) else x for name, x in zip(GPU_STATE, values)}
 
 
 def _cpu_mhz() -> float | None:
     """Mean clock of the cores now, as the kernel tells it; None where it does not."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
+    lines = (hardware.Probe().read("/proc/cpuinfo") or "").splitlines()
     found = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
     return round(sum(found) / len(found)) if found else None
 

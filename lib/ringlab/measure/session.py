@@ -1,17 +1,6 @@
-"""What else ran on the CPU while samples were taken: times measured beside other work are too long.
+"""Runs the points that have no rows yet: each in its own process, compared ones in turns, every sample stored at once.
 
-What a run shows on stderr: a line per group and per point, and the round at work with the time left.
-
-On a terminal that is one line written over and over, in a file or a pipe a line every ten seconds.
-
-One point while it is measured.
-
-Points on their way: each in its own process, those that are compared taking turns, every sample stored as it comes.
-
-A run of an interleaved group that was stopped goes on where it stood, at its next round. A process that dies costs its
-point alone.
-
-Runs what is missing and returns what is there.
+A run of a group that was stopped goes on at its next round. A process that dies costs its point alone.
 """
 
 from __future__ import annotations
@@ -28,53 +17,52 @@ from uuid import uuid4
 
 import torch
 
-from .. import cost, hardware, patterns
+from .. import hardware
 from ..cost import Cost
 from . import provenance
 from .points import Group, Point, Result
 from .stats import summary
 from .store import Store, Unfinished, latest, read, result_row, unfinished, warn
-from .timing import Bounds, available_bytes, rounds_for, samples_for
-from .workers import Died, Handle, Host, Ranks, TimedOut
+from .timing import Bounds, available_bytes, rounds_for
+from .workers import Died, TimedOut, Workers
 
-CROWDED = 0.1  # cores missing for our threads, as a part of these, from which times are not trusted
+TIMEOUT_S = 120.0  # that one point may take, all its rounds included
+CONTENTION = 0.1  # times are not trusted where more cores are missing, as a part of the threads that need them
 STAT = Path("/proc/stat")
 LEAST_S = 0.9  # the machine counts in hundredths of a second, too coarse for less
 
 
-class Neighbours:
-    """Adds up the CPU time of others over the samples of a group.
+class CpuContention:
+    """CPU time that other processes take while samples are taken: times measured beside other work are too long.
 
-    Others' seconds are the machine's busy time, a hypervisor's stolen time included, less that of this process and of
-    its workers. ``threads``: how many of ours must not wait. Without a /proc/stat, and over less than a second in all,
-    it knows nothing.
+    Others' time is the machine's busy time, a hypervisor's stolen time included, less our own. ``threads``: how many of
+    ours must not wait. Nothing is known without a /proc/stat, and over less than a second in all.
     """
 
-    def __init__(self, threads: int):
-        self.threads, self.wall_s, self.theirs_s = threads, 0.0, 0.0
+    def __init__(self, threads: int, cores: int | None = None, stat: Path = STAT, clock: Callable = time.monotonic):
+        self.threads, self.available = threads, cores or os.cpu_count() or 1
+        self.stat, self.clock, self.wall_s, self.others_s = stat, clock, 0.0, 0.0
 
     @contextmanager
-    def watched(self, workers: Callable[[], float] = float) -> Iterator[None]:
-        """Watch what runs inside; ``workers``: CPU seconds that the workers have used so far."""
-        before, begin = (self.busy(), time.process_time(), workers()), time.monotonic()
+    def watched(self, ours: Callable[[], float] = time.process_time) -> Iterator[None]:
+        """Watch what runs inside; ``ours``: CPU seconds that this process and its workers have used so far."""
+        busy, used, begin = self._busy(), ours(), self.clock()
         yield
-        self.wall_s += time.monotonic() - begin
-        busy, own, theirs = self.busy(), time.process_time(), workers()
-        if busy is not None:
-            self.theirs_s += busy - before[0] - (own - before[1]) - (theirs - before[2])
+        self.wall_s += self.clock() - begin
+        if None not in (busy, now := self._busy()):
+            self.others_s += now - busy - (ours() - used)
 
-    @staticmethod
-    def busy() -> float | None:
+    def _busy(self) -> float | None:
         """Seconds of CPU time that all processes of this machine have used since it started."""
-        try:
-            fields = STAT.read_text().split("\n", 1)[0].split()[1:]
-        except OSError:
+        text = hardware.Probe().read(str(self.stat))
+        if text is None:
             return None
+        fields = text.split("\n", 1)[0].split()[1:]
         user, nice, system, _, _, irq, softirq, stolen = (int(x) for x in fields[:8])
         return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
 
     @classmethod
-    def now(cls, threads: int, wall_s: float = 1.0) -> Neighbours:
+    def now(cls, threads: int, wall_s: float = 1.0) -> CpuContention:
         """What others take while this process waits."""
         found = cls(threads)
         with found.watched():
@@ -84,56 +72,47 @@ class Neighbours:
     @property
     def cores(self) -> float | None:
         """Cores that others used on average."""
-        known = self.wall_s >= LEAST_S and STAT.is_file()
-        return round(max(0.0, self.theirs_s / self.wall_s), 2) if known else None
+        known = self.wall_s >= LEAST_S and self.stat.is_file()
+        return round(max(0.0, self.others_s / self.wall_s), 2) if known else None
 
     @property
-    def crowded(self) -> bool:
+    def high(self) -> bool:
         """Too few cores were left for our threads."""
-        missing = (self.cores or 0.0) + self.threads - (os.cpu_count() or 1)
-        return missing > CROWDED * self.threads
+        return (self.cores or 0.0) + self.threads - self.available > CONTENTION * self.threads
 
 
-RATE = {"cpu": 1e11, "cuda": 1e14}  # FLOP/s, a first guess that only weighs points against each other
 EVERY_S = 10.0
-PRIOR_S = 30.0  # of work at the pace that was guessed, or the first points alone would decide
-START_S = 0.7  # of a point, before its first sample
+PRIOR_POINTS, PRIOR_S = 6, 30.0  # what is assumed of the pace, or the first points alone would decide
+PREPARED = 0.2  # of a point is done when it was built and checked
 
 
 class Progress:
-    """Time left = time so far, scaled by the work still to do; each point's work is guessed, then known."""
+    """What a run shows on stderr: a line for each group and point, and the round at work with the time left.
 
-    def __init__(self, groups: list[tuple[Group, list[Point]]], device: str, show: bool):
-        self.show, self.terminal = show, show and sys.stderr.isatty()
-        self.samples = {(g.name, p.id): g.timed * _expected_s(p, device) for g, points in groups for p in points}
-        self.total, self.count = len(self.samples), 0
-        self.left_s = sum(self.samples.values()) + START_S * self.total
-        self.done_s, self.start = 0.0, time.monotonic()
-        self.said = self.start
+    On a terminal that is one line written over and over, in a file or a pipe a line every ten seconds. The time left
+    takes all points for equally long, as their samples are chosen to be.
+    """
+
+    def __init__(self, total: int, show: bool, clock: Callable[[], float]):
+        self.show, self.terminal, self.clock = show, show and sys.stderr.isatty(), clock
+        self.total, self.count, self.done = total, 0, 0.0
+        self.start = self.said = clock()
 
     def begin(self, group: Group, points: list[Point]) -> None:
         turns = ", taking turns" if group.interleave and len(points) > 1 else ""
         self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self._left()})")
 
-    def did(self, text: str, seconds: float) -> None:
-        """So much of the work is done, by the guess that was made for it."""
-        self.left_s, self.done_s = self.left_s - seconds, self.done_s + seconds
+    def did(self, text: str, share: float) -> None:
+        """This share of a point is done."""
+        self.done += share
         if self.terminal:
             print(f"\r\033[K{text} ({self._left()})", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - self.said > EVERY_S:
+        elif self.clock() - self.said > EVERY_S:
             self._line(f"{text} ({self._left()})")
 
-    def expect(self, group: Group, point: Point, seconds: float) -> None:
-        """The samples of a point will take so long."""
-        self.left_s += seconds - self.samples.get((group.name, point.id), 0.0)
-        self.samples[group.name, point.id] = seconds
-
-    def drop(self, group: Group, point: Point) -> None:
-        """A point that failed takes no samples."""
-        self.expect(group, point, 0.0)
-
-    def result(self, result: Result) -> None:
-        self.count += 1
+    def result(self, result: Result, share: float) -> None:
+        """A point is done, and with it the rest of its ``share``."""
+        self.count, self.done = self.count + 1, self.done + share
         if result.median is not None:
             found = f"{result.median * 1e3:.4g} ms" + (" unstable" if result.unstable else "")
         else:
@@ -149,39 +128,28 @@ class Progress:
     def _line(self, text: str) -> None:
         self.clear()
         if self.show:
-            self.said = time.monotonic()
+            self.said = self.clock()
             warn(text)
 
     def _left(self) -> str:
-        pace = (time.monotonic() - self.start + PRIOR_S) / (self.done_s + PRIOR_S)
-        left = max(0.0, self.left_s) * pace
+        pace = (self.clock() - self.start + PRIOR_S) / (self.done + PRIOR_POINTS)  # seconds a point
+        left = max(0.0, self.total - self.done) * pace
         return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
-
-
-def _expected_s(point: Point, device: str) -> float:
-    """Seconds that the samples of a point may take, from its FLOPs."""
-    names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
-    shape = {name: getattr(point, name) for name in names}
-    try:
-        work = cost.count(patterns.from_dict(point.pattern), dtype=getattr(torch, point.dtype), **shape)
-    except ValueError:  # a point that will be refused
-        return 0.0
-    seconds = work.flops / RATE[device]
-    return samples_for(seconds) * max(seconds, 0.02)
 
 
 @dataclass
 class Member:
-    """A point on its way: its process, what its replies said, and its samples by round."""
+    """A point of a group on its way: its processes, what their replies said, and its samples by round."""
 
     point: Point
     samples: dict[int, float] = field(default_factory=dict)
-    handle: Handle | Ranks | None = None
+    workers: Workers | None = None
     row: dict = field(default_factory=lambda: {"status": "ok", "reason": ""})
     estimate: float = 0.0  # seconds of a sample
     wanted: int = 0
     spent: float = 0.0
     cpu_s: float = 0.0  # CPU time of its processes so far
+    done: float = 0.0  # as a part of the point
 
     @property
     def alive(self) -> bool:
@@ -191,42 +159,111 @@ class Member:
     def left(self) -> int:
         return max(0, self.wanted - len(self.samples)) if self.alive else 0
 
+    @property
+    def oversubscribed(self) -> bool:
+        """Its ranks have no core each, so that no time is taken."""
+        return self.row.get("ranks", {}).get("oversubscribed", False)
 
-def crammed(member: Member) -> bool:
-    """Its ranks have no core each, so that no time is taken."""
-    return member.row.get("ranks", {}).get("oversubscribed", False)
+    @property
+    def drawn(self) -> tuple:
+        """What decides the point's inputs, their random values aside."""
+        return (*self.point.shape.values(), self.point.dtype)
 
-
-def drawn(point: Point) -> tuple:
-    """What decides a point's inputs, their random values aside."""
-    shape = (point.batch, point.seq_len, point.heads, point.kv_heads, point.head_dim)
-    return (*shape, point.dtype, point.causal, point.passes)
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
+            self.workers = None
 
 
 EARLY = ("cuda",)  # devices whose processes take seconds to be ready: those of a group start side by side
 CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, its libraries' workspaces included
 
 
-@dataclass
 class Session:
-    """What all groups of one run share, and the running of a group."""
+    """The arguments of ``run``, and what all groups of a run share. ``workers`` starts the processes of a point."""
 
-    store: Store
-    here: dict
-    rehearsal: bool
-    settings: dict
-    timeout_s: float
-    progress: Progress | None = None
-    bounds: Bounds | None = None
-    results: list[Result] = field(default_factory=list)
-    host: Host | None = None
-    said: set[str] = field(default_factory=set)  # warnings that need not come again
-    tolerances: dict[tuple, dict] = field(default_factory=dict)  # by shape and dtype: half precision takes seconds
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        profile,
+        device: str | None = None,
+        rehearsal: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        progress: bool = False,
+        memory_bytes: int | None = None,
+        workers: Callable[..., Workers] = Workers,
+        contention: type[CpuContention] = CpuContention,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+        name = getattr(profile, "name", profile)
+        if device is None:
+            device = "cpu" if rehearsal else hardware.get_profile(name).kind
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"profile {name!r} is of a GPU, and torch drives none here; rehearsal=True times this CPU")
+        here = provenance.collect(device)
+        if memory_bytes is None and device == "cpu":
+            memory_bytes = available_bytes(hardware.detect().ram_bytes)
+        self.folder, self.device, self.rehearsal, self.timeout_s = folder, device, rehearsal, timeout_s
+        self.here, self.threads, self.show = here | {"profile": name}, here["threads"], progress
+        self.settings = {"device": device, "threads": self.threads, "memory_bytes": memory_bytes}
+        self.start, self.contention, self.clock = workers, contention, clock
+        self.bounds = Bounds(device, None if rehearsal else name, self.probe)
+        self.results: list[Result] = []
+        self.said: set[str] = set()  # warnings that need not come again
+        self.tolerances: dict[tuple, dict] = {}  # by shape and dtype: half precision takes seconds
 
-    def close(self) -> None:
-        if self.host is not None:
-            self.host.close()
-            self.host = None
+    def run(self, groups: Iterable[Group], force: bool = False, minutes: float | None = None) -> list[Result]:
+        groups = _checked(groups, minutes)
+        until = self.clock() + (math.inf if minutes is None else 60 * minutes)
+        with Store(self.folder) as self.store:
+            there = [] if force else read(self.folder)
+            kept = [r for r in there if self._counts(r)]
+            disturbed = self._disturbed(kept)
+            kept = [r for r in kept if (r.group, r.run) not in disturbed]
+            done = {(r.group, r.composition, r.point.id) for r in kept}
+            wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
+            missing = [(g, [p for p in g.points if (g.name, g.composition(p), p.id) not in done]) for g in groups]
+            todo = [(group, points) for group, points in missing if points]
+            if self.show and not todo:
+                newest = max((r.provenance.get("utc", "") for r in kept), default="")
+                warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
+            elif self.show and (why := _foreign(there, self.here, wanted)):
+                warn(why)
+            self.progress = Progress(sum(len(points) for _, points in todo), self.show, self.clock)
+            try:
+                for number, (group, points) in enumerate(todo):
+                    if number and self.clock() >= until:
+                        self.progress.clear()
+                        warn(_left(todo[number:], minutes))
+                        break
+                    anew = force or group.name in {name for name, _ in disturbed}
+                    self.run_group(group, points, None if anew else self._unfinished(group))
+            except KeyboardInterrupt:
+                self.progress.clear()
+                said = f"{len(self.results)} points and the finished samples of others are kept"
+                raise Interrupted(f"interrupted: {said}; run again to go on") from None
+        return latest([r for r in kept + self.results if (r.group, r.composition, r.point.id) in wanted])
+
+    def _unfinished(self, group: Group) -> Unfinished | None:
+        return unfinished(self.folder, group, self.here, self.rehearsal)
+
+    def _counts(self, result: Result) -> bool:
+        """Whether a result of an earlier run is done, by the same code on this machine."""
+        same = result.rehearsal == self.rehearsal and not provenance.differs(result.provenance, self.here)
+        less_time = result.provenance.get("timeout_s", self.timeout_s) < self.timeout_s
+        return result.final and same and not (result.status == "timeout" and less_time)
+
+    def _disturbed(self, kept: list[Result]) -> set[tuple[str, str]]:
+        """(group, run) of the rows that other work disturbed, if it no longer would."""
+        found = {(r.group, r.run) for r in kept if r.provenance.get("crowded")}
+        if found and (now := self.contention.now(self.threads)).high:
+            if self.show:
+                warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
+            return set()
+        return found
 
     def run_group(self, group: Group, points: list[Point], earlier: Unfinished | None) -> None:
         """Measure points of a group, together or one by one, going on with a run that was stopped (``earlier``)."""
@@ -244,28 +281,28 @@ class Session:
         if not group.interleave:
             return [[p] for p in points]
         most = len(points)
-        if self.settings["device"] == "cuda" and self.here.get("device_memory_bytes"):
+        if self.device == "cuda" and self.here.get("device_memory_bytes"):
             most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))
         return [points[i : i + most] for i in range(0, len(points), most)]
 
     def _run_together(self, group: Group, run: str, members: list[Member], first: int) -> int:
         """Prepare, then take rounds in turn, from number ``first``; returns the number after the last."""
-        origin = self.here | provenance.moment(self.settings["device"]) | {"timeout_s": self.timeout_s}
-        starved, others = [], Neighbours(self.here["threads"] if self.settings["device"] == "cpu" else 0)
+        origin = self.here | provenance.moment(self.device) | {"timeout_s": self.timeout_s}
+        starved, others = [], self.contention(self.threads if self.device == "cpu" else 0)
         try:
-            if self.settings["device"] in EARLY:
+            if self.device in EARLY:
                 self._start_early(group, members)
             for member in members:
-                self._step(group, member, "prepare", START_S)
-                if member.row["status"] == "oom" and any(m.handle for m in members):
+                self._step(group, member, "prepare", PREPARED)
+                if member.row["status"] == "oom" and any(m.workers for m in members):
                     starved.append(member)
-                elif not group.timed or crammed(member):
-                    self._close(member)
+                elif not group.timed or member.oversubscribed:
+                    member.close()
             last = self._take_rounds(group, run, members, first, others) if group.timed else first
             self._conclude(group, run, [m for m in members if m not in starved], origin, others)
         finally:
             for member in members:
-                self._close(member)
+                member.close()
         for member in starved:  # once more, with all of the memory
             last = self._run_together(group, run, [Member(member.point)], last)
         return last
@@ -274,27 +311,26 @@ class Session:
         """Start the processes of points on one rank; ``prepare`` tells of what goes wrong."""
         for member in (m for m in members if m.point.world_size == 1):
             try:
-                member.handle = self._start_point(group, member)
+                member.workers = self._start_point(group, member)
             except Died:
                 return
 
-    def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: Neighbours) -> int:
+    def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: CpuContention) -> int:
         for member in members:
-            if member.alive and not crammed(member):
+            if member.alive and not member.oversubscribed:
                 reply = self._step(group, member, "calibrate", 0.0, sample_s=group.sample_s)
                 member.estimate = reply.get("estimate", 0.0)
         alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
             member.wanted = max(count, group.rounds)
-            self.progress.expect(group, member.point, member.left * max(member.estimate, 0.02))
         number = first
         while waiting := [m for m in members if m.left]:
             turn = number % len(waiting)  # or the same one would always come first, and another always after it
             for member in waiting[turn:] + waiting[:turn]:
-                done, work = number - first, max(member.estimate, 0.02)
+                done, share = number - first, (1 - PREPARED) / member.wanted
                 text = f"{group.name}: round {done + 1} of {done + max(m.left for m in waiting)}"
-                with others.watched(lambda member=member: member.cpu_s):
-                    reply = self._step(group, member, "sample", work, text, last=member.left == 1)
+                with others.watched(lambda member=member: time.process_time() + member.cpu_s):
+                    reply = self._step(group, member, "sample", share, text, last=member.left == 1)
                 if member.alive:
                     member.samples[number] = reply["seconds"]
                     sample = {"round": number, "seconds": reply["seconds"], "loops": member.row["loops"]}
@@ -305,70 +341,55 @@ class Session:
                 self._step(group, member, "verify", 0.0)
         return number
 
-    def _step(self, group: Group, member: Member, command: str, work_s: float, text: str = "", **arguments) -> dict:
+    def _step(self, group: Group, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
         """One command to a point's process; what goes wrong is that point's status and reason."""
-        start, reply = time.monotonic(), {}
+        start, reply = self.clock(), {}
         if command == "prepare":
-            arguments["tolerance"] = self.tolerances.get(drawn(member.point), {})
+            arguments["tolerance"] = self.tolerances.get(member.drawn, {})
         try:
-            if member.handle is None:
-                member.handle = self._start_point(group, member)
-                start = time.monotonic()  # the first one waits for the host, which is not the point's time
-            reply = member.handle.ask(command, max(0.0, self.timeout_s - member.spent), **arguments)
+            if member.workers is None:
+                member.workers = self._start_point(group, member)
+                start = self.clock()  # the first one waits for torch's import, which is not the point's time
+            reply = member.workers.ask(command, max(0.0, self.timeout_s - member.spent), **arguments)
         except TimedOut as late:
             behind = f": {late}" if str(late) else ""
             reply = {"status": "timeout", "reason": f"took more than {self.timeout_s:g} s{behind}"}
         except Died as death:
             reply = {"status": death.status, "reason": death.reason, "final": death.final}
-        member.spent += time.monotonic() - start
+        member.spent += self.clock() - start
         member.cpu_s = reply.pop("cpu_s", member.cpu_s)
         known = reply.pop("known", {})
         if "ranks" in reply:
             reply["ranks"] = member.row["ranks"] | reply["ranks"]
         member.row |= reply
-        self.tolerances.setdefault(drawn(member.point), {}).update(known)
-        self.progress.did(text or f"{group.name}: {command} {member.point.label()}", work_s)
+        self.tolerances.setdefault(member.drawn, {}).update(known)
+        member.done += share
+        self.progress.did(text or f"{group.name}: {command} {member.point.label()}", share)
         if not member.alive:
-            self.progress.drop(group, member.point)
-            self._close(member)
+            member.close()
         return reply
 
-    def _start_point(self, group: Group, member: Member) -> Handle | Ranks:
-        point, cores = member.point, self.settings["threads"]
-        more = {"point": point.to_dict(), "early": point.world_size == 1 and self.settings["device"] in EARLY}
+    def _start_point(self, group: Group, member: Member) -> Workers:
+        point = member.point
+        own = {"point": point.to_dict(), "early": point.world_size == 1 and self.device in EARLY}
         if group.ranks > 1:
-            more |= {"threads": max(1, cores // group.ranks), "timeout_s": self.timeout_s}
-            member.row["ranks"] = {"threads": more["threads"], "oversubscribed": point.world_size > cores}
-        return self._start(more, point.world_size)
-
-    def _start(self, more: dict, ranks: int = 1) -> Handle | Ranks:
-        if self.host is None:
-            self.host = Host()
-        try:
-            settings = self.settings | more
-            return Handle(self.host, settings) if ranks == 1 else Ranks(self.host, settings, ranks)
-        except Died:
-            self.close()
-            raise
-
-    def _close(self, member: Member) -> None:
-        if member.handle is not None:
-            member.handle.close()
-            member.handle = None
+            own |= {"threads": max(1, self.threads // group.ranks), "timeout_s": self.timeout_s}
+            member.row["ranks"] = {"threads": own["threads"], "oversubscribed": point.world_size > self.threads}
+        return self.start(self.settings | own, point.world_size)
 
     def probe(self, names: list[str]) -> dict:
         """The CPU's rates, from a process of their own; none where that fails or others run beside it.
 
         A disturbed rate is too low, and the bound that it gives too high: it would accuse honest rows.
         """
-        handle, others = None, Neighbours(self.here["threads"])
+        worker, others = None, self.contention(self.threads)
         try:
-            handle = self._start({"memory_bytes": None})
+            worker = self.start(self.settings | {"memory_bytes": None})
             reply = {"cpu_s": 0.0}
-            with others.watched(lambda: reply["cpu_s"]):
-                reply |= handle.ask("probe", self.timeout_s, dtypes=names)
-            if others.crowded:
-                raise Died("crashed", f"others used {others.cores:g} cores meanwhile", False)
+            with others.watched(lambda: time.process_time() + reply["cpu_s"]):
+                reply |= worker.ask("probe", self.timeout_s, dtypes=names)
+            if others.high:
+                raise Died("crashed", f"others used {others.cores:g} cores meanwhile")
             return reply["peaks"]
         except (Died, TimedOut) as failure:
             why = str(failure) or "no answer"
@@ -377,22 +398,22 @@ class Session:
                 warn(f"the CPU's rates could not be measured, so these rows have no lower bound: {why}")
             return {}
         finally:
-            if handle is not None:
-                handle.close()
+            if worker is not None:
+                worker.close()
 
-    def _conclude(self, group: Group, run: str, members: list[Member], origin: dict, others: Neighbours) -> None:
+    def _conclude(self, group: Group, run: str, members: list[Member], origin: dict, others: CpuContention) -> None:
         """Statistics, bound and share of each point, stored; an ok that cannot be true becomes suspect."""
         self.bounds.need({m.point.dtype for m in members if m.alive and m.samples})
-        state = provenance.device_state(self.settings["device"])
-        origin |= {"others_cores": others.cores, "crowded": others.crowded} | ({"gpu_after": state} if state else {})
-        if others.crowded:
+        state = provenance.device_state(self.device)
+        origin |= {"others_cores": others.cores, "crowded": others.high} | ({"gpu_after": state} if state else {})
+        if others.high:
             warn(f"{group.name}: others used {others.cores:g} cores meanwhile, so that these times are too long")
         gemm = [m for m in members if m.point.system == "sgemm" and m.samples and m.alive]
         rate = gemm[0].row["cost"]["flops"] / summary(list(gemm[0].samples.values())).median if gemm else None
         for member in members:
             row = {k: v for k, v in member.row.items() if k not in ("estimate", "seconds")}
             if member.alive:
-                row |= self._judged(member, rate, others.crowded)
+                row |= self._judged(member, rate, others.high)
             self._store(group, run, member, row, origin)
 
     def _judged(self, member: Member, rate: float | None, crowded: bool) -> dict:
@@ -403,7 +424,7 @@ class Session:
             doubts.append(f"a peak of {peak} bytes is smaller than its own tensors, {floor} bytes")
         if member.samples:
             found = summary([member.samples[number] for number in sorted(member.samples)])
-            gpus = member.point.world_size if self.settings["device"] == "cuda" else 1  # a CPU has one rate for all
+            gpus = member.point.world_size if self.device == "cuda" else 1  # a CPU has one rate for all
             mine = replace(cost, folded_flops=cost.folded_flops // gpus, floor_bytes=cost.floor_bytes // gpus)
             bound, below = self.bounds.below(mine, member.point.dtype, found.median)
             share = cost.flops / found.median / rate if rate else None
@@ -424,13 +445,10 @@ class Session:
         )  # fmt: skip
         self.store.append(**result_row(result, member.spent))
         self.results.append(result)
-        self.progress.result(result)
+        self.progress.result(result, 1 - member.done)
 
     def _append(self, run: str, **row) -> None:
         self.store.append(run=run, rehearsal=self.rehearsal, **row)
-
-
-TIMEOUT_S = 120.0  # that one point may take, all its rounds included
 
 
 class Interrupted(KeyboardInterrupt):
@@ -467,50 +485,11 @@ def run(
     Raises Interrupted on Ctrl-C (all rows so far are kept), Busy where another run holds the folder, OSError where the
     folder cannot be written, and ValueError for arguments that cannot be.
     """
-    groups = _checked(groups, timeout_s, minutes)
-    until = time.monotonic() + (math.inf if minutes is None else 60 * minutes)
-    name = getattr(profile, "name", profile)
-    if device is None:
-        device = "cpu" if rehearsal else hardware.get_profile(name).kind
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"profile {name!r} is of a GPU, and torch drives none here; rehearsal=True times this CPU")
-    here = provenance.collect(device)
-    if memory_bytes is None and device == "cpu":
-        memory_bytes = available_bytes(hardware.detect().ram_bytes)
-    with Store(folder) as store:
-        there = [] if force else read(folder)
-        kept = [r for r in there if _counts(r, here, rehearsal, timeout_s)]
-        again = _disturbed(kept, here["threads"], progress)
-        kept = [r for r in kept if (r.group, r.run) not in again]
-        done = {(r.group, r.composition, r.point.id) for r in kept}
-        wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
-        missing = [(g, [p for p in g.points if (g.name, g.composition(p), p.id) not in done]) for g in groups]
-        todo = [(group, points) for group, points in missing if points]
-        if progress and not todo:
-            newest = max((r.provenance.get("utc", "") for r in kept), default="")
-            warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
-        elif progress and (why := _foreign(there, here, wanted)):
-            warn(why)
-        settings = {"device": device, "threads": here["threads"], "memory_bytes": memory_bytes}
-        session = Session(store, here | {"profile": name}, rehearsal, settings, timeout_s)
-        session.progress = Progress(todo, device, progress)
-        session.bounds = Bounds(device, None if rehearsal else name, here["threads"], session.probe)
-        try:
-            for number, (group, points) in enumerate(todo):
-                if number and time.monotonic() >= until:
-                    session.progress.clear()
-                    warn(_left(todo[number:], minutes))
-                    break
-                anew = force or group.name in {name for name, _ in again}
-                session.run_group(group, points, None if anew else unfinished(folder, group, here, rehearsal))
-        except KeyboardInterrupt:
-            session.progress.clear()
-            kept_now = f"{len(session.results)} points and the finished samples of others are kept"
-            raise Interrupted(f"interrupted: {kept_now}; run again to go on") from None
-        finally:
-            session.close()
-    found = [r for r in kept + session.results if (r.group, r.composition, r.point.id) in wanted]
-    return latest(found)
+    session = Session(
+        folder, profile=profile, device=device, rehearsal=rehearsal, timeout_s=timeout_s, progress=progress,
+        memory_bytes=memory_bytes,
+    )  # fmt: skip
+    return session.run(groups, force, minutes)
 
 
 def _left(todo: list[tuple[Group, list]], minutes: float) -> str:
@@ -518,7 +497,7 @@ def _left(todo: list[tuple[Group, list]], minutes: float) -> str:
     return f"{minutes:g} minutes are over: {points} points are left, of {'; '.join(names)}; run again to go on"
 
 
-def _checked(groups, timeout_s: float, minutes: float | None) -> list[Group]:
+def _checked(groups, minutes: float | None) -> list[Group]:
     groups = [groups] if isinstance(groups, Group) else list(groups)
     for group in groups:
         if not isinstance(group, Group):
@@ -526,27 +505,9 @@ def _checked(groups, timeout_s: float, minutes: float | None) -> list[Group]:
     names = [g.name for g in groups]
     if len(set(names)) < len(names):
         raise ValueError(f"two groups have the name {next(n for n in names if names.count(n) > 1)!r}")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be positive, got {minutes!r}")
     return groups
-
-
-def _counts(result: Result, here: dict, rehearsal: bool, timeout_s: float) -> bool:
-    same = result.rehearsal == rehearsal and provenance.key(result.provenance) == provenance.key(here)
-    longer = result.status == "timeout" and result.provenance.get("timeout_s", timeout_s) < timeout_s
-    return result.final and same and not longer
-
-
-def _disturbed(kept: list[Result], threads: int, progress: bool) -> set[tuple[str, str]]:
-    """(group, run) of the rows that others disturbed, if they no longer would."""
-    found = {(r.group, r.run) for r in kept if r.provenance.get("crowded")}
-    if found and (now := Neighbours.now(threads)).crowded:
-        if progress:
-            warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
-        return set()
-    return found
 
 
 def _foreign(there: list[Result], here: dict, wanted: set) -> str:

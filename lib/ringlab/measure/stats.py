@@ -70,8 +70,9 @@ def summary(seconds: Sequence[float]) -> Summary:
     if not seconds:
         raise ValueError("no samples")
     q1, q3 = _quartiles(seconds)
-    low, high = _interval([math.log(s) for s in seconds])
-    return Summary(median(seconds), q1, q3, (math.exp(low), math.exp(high)), _unsteady(seconds))
+    middle, (low, high) = median(seconds), map(math.exp, _interval([math.log(s) for s in seconds]))
+    ci = min(low, middle), max(high, middle)  # logarithms round, and of two middle samples they take another mean
+    return Summary(middle, q1, q3, ci, _unsteady(seconds))
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:

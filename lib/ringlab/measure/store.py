@@ -90,7 +90,7 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn) -> list[Result]
                     bad.append(number)
                 else:
                     results.append(result)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             bad.append(number)
     if bad:
         shown = ", ".join(map(str, sorted(bad)[:5])) + (", ..." if len(bad) > 5 else "")

@@ -1,21 +1,7 @@
-"""The points of the three documents on ring attention: published systems by rank and length, float32 as they have it.
+"""Which points answer which document. A suite is a function of a profile: every machine measures the same list.
 
-With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from others, and the plan and the ring move
-nothing; ``LONG`` reaches over a border. Rows on more ranks than the machine has cores have memory and bytes, no time.
-
-The points of document 002, on block-sparse attention: its table, what each step is worth, how near to the work
-itself, over length to extreme lengths, and one row for each pattern.
-
-The points of the kernels on a GPU: each way to run a pattern there, beside the fastest calls that do like work.
-
-One shape throughout: 16 heads in the GPU's half precision, three branches that fold; all that is compared takes turns.
-
-The points of the landscape: the field's attention functions, at a like number of keys for each query, on one page.
-
-All take turns in one group. Dense attention sees every key; a query of the sparse ones 270 to 450 of them on average,
-whatever the length, so that they differ in which keys they see and less in how many.
-
-Which points answer which document. A suite is a function of a profile: every machine measures the same list.
+``suite(profile, device=..., rehearsal=...)`` gives groups of points; all that a group compares takes turns. In the
+option ``twin`` a call stands twice: an A/A control, which shows by how much the same work differs from itself.
 """
 
 from __future__ import annotations
@@ -23,74 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .. import block_patterns, hardware, kernels
-from ..block_patterns import BlockSparse
+from ..block_patterns import BlockSparse, bigbird, hierarchical, local_global, sliding_window
 from ..patterns import Dense, Dilated
 from . import peers
 from .points import Group, Point, sgemm
 
-RING_DOCUMENT = Dilated([512, 1024], [1, 2], mixing="head_groups", offsets="branch")
-RING_LONG = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
-SDPA, CORRECT = "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect"
-HILBERT = "RingDilatedAttentionHilbertGPUOptimized"
-V2_COLLECTIVE, ROBUST, HYBRID = (f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid"))
-TWIN = {"twin": True}  # the same work once more
+TWIN = {"twin": True}
 SHORTEST = 4096  # a rehearsal goes no further
 LARGE_MEMORY = 16e9  # bytes; from here on a GPU takes longer sequences
-
-
-def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 001: throughput and memory per rank over n and p, of the systems that it tested.
-
-    ``throughput``: on one rank, two and four; ``simulated``: eight in one process, which has no memory of a rank to
-    show. Four are timed where each has a core or GPU of its own; all rows of a group have the same threads a rank.
-    """
-    first = Point(SDPA, RING_DOCUMENT)
-    ns = _lengths(rehearsal, 2048, 4096, 8192, 16384)
-    points = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2, 4)]
-    points += [first.but(system=CORRECT, seq_len=ns[1], world_size=p) for p in (1, 2)]
-    points += [first.but(system=HILBERT, seq_len=ns[1]), first.but(system="dense_sdpa", pattern=Dense(), seq_len=ns[1])]
-    points += [first.but(seq_len=ns[1], world_size=p, options=TWIN) for p in (1, 2)]
-    return [
-        Group("throughput", tuple(points)),
-        Group("simulated", (first.but(seq_len=ns[-1], options={"simulated": 8}),), timed=False),
-    ]
-
-
-def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 003: gathering against the ring against the plan; time, memory and bytes.
-
-    ``one device``: its tables, where no ring code runs; ``schemes``: two ranks and four whose segments reach over the
-    border.
-    """
-    first = Point(V2_COLLECTIVE, RING_LONG)
-    one = [first.but(system=system, seq_len=n) for n in (1024, 2048, 4096) for system in (V2_COLLECTIVE, ROBUST)]
-    one += [p.but(causal=True) for p in one[-2:]]
-    one += [one[-3].but(options=TWIN)]
-
-    def schemes(n: int, ranks: int) -> list[Point]:
-        point = first.but(seq_len=n, world_size=ranks)
-        return [point, point.but(system=ROBUST), point.but(system="ringlab", options={"scheme": "plan"})]
-
-    several = [p for n in (1024, 2048, 4096) for p in schemes(n, 2)]
-    several += [p.but(causal=True) for p in several[-3:]]
-    several += [several[-1].but(options=dict(several[-1].options) | TWIN), *schemes(4096, 4)]
-    return [Group("one device", tuple(one)), Group("schemes", tuple(several))]
-
-
-def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 004: the hybrid over n and p.
-
-    ``hybrid``: its table on one rank, two and four; ``long``: what 32K and 64K hold on several ranks, untimed.
-    """
-    first = Point(HYBRID, RING_DOCUMENT, world_size=2)
-    ns = _lengths(rehearsal, 1024, 2048, 4096, 8192, 16384)
-    points = [first.but(seq_len=n) for n in ns]
-    points += [first.but(seq_len=n, world_size=p) for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))]
-    groups = [Group("hybrid", (*points, first.but(seq_len=ns[0], options=TWIN)))]
-    if not rehearsal:
-        long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
-        groups.append(Group("long", tuple(long), timed=False))
-    return groups
 
 
 def own_dtype(profile: hardware.Profile) -> str:
@@ -104,33 +30,207 @@ def half_dtype(profile: hardware.Profile, device: str) -> str:
     return "bfloat16" if device == "cpu" else own if own != "float32" else "float16"
 
 
+def is_large(profile: hardware.Profile) -> bool:
+    return (profile.memory_bytes or 0) > LARGE_MEMORY
+
+
+def dense(point: Point) -> Point:
+    """Dense attention by torch on the same tensors."""
+    return point.but(system="dense_sdpa", pattern=Dense(), options={})
+
+
+def again(point: Point) -> Point:
+    """The A/A control of a point."""
+    return point.but(options=dict(point.options) | TWIN)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# document 000: what each optimisation is worth, and how near the engine is to what the machine can do
+
+# b = 1, h = 8, d = 64; head groups with offsets by branch is what its classes compute.
+DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
+TOKENS = 8192
+PLAIN = {"gather": True, "backend": "eager", "cache": False, "pool": False}
+FULL = {"gather": False, "backend": "auto", "cache": True, "pool": True}
+COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_pool_threshold_mb": 16.0}  # its snippet
+
+# The engine's own function: every head runs every branch.
+LONG = Dilated([2048, 4096], [1, 2])
+SHORT = Dilated([512, 1024], [1, 2])
+LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
+POOLED = Dilated([512, 4096], [1, 8])  # few products, and of 16 such sequences one head's accumulator is 16 MiB
+
+
+def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """Document 000, about three minutes on two CPU cores; a rehearsal takes the first two groups alone.
+
+    ``implementations``: each in each dtype, each switch and each kernel. ``lengths``: from which n on the pattern pays.
+    ``passes``: causal, and in training. ``cache and pool``: what a plan costs, when a pool helps. ``engine forward``
+    and ``engine backward``: beside this machine's matrix product, torch's own kernel and the copying form. ``memory``:
+    what half precision holds. Dense SDPA is timed at each n that occurs.
+    """
+    groups = [implementations(profile, device, rehearsal), lengths(profile, device)]
+    return groups if rehearsal else [*groups, passes(profile, device), reuse(profile, device), *engine(profile, device)]
+
+
+def implementations(profile: hardware.Profile, device: str, rehearsal: bool) -> Group:
+    """The document's table, its dtype x optimisation 2x2, the switches and the kernels."""
+    ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
+    plain, flash = ours.but(options=PLAIN), ours.but(system="RingDilatedAttentionV2Flash", options={})
+    bf16 = device == "cpu" and not rehearsal or hardware.has_bf16(profile.capability)
+    points = [ours, dense(ours), again(ours)]
+    for dtype in ("float32", "float16", *(["bfloat16"] if bf16 else [])):
+        # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would repeat what others show.
+        repeats = {"bfloat16": (plain, flash), "float32": (flash,)}.get(dtype, ()) if device == "cpu" else ()
+        points += [p.but(dtype=dtype) for p in (plain, ours, flash) if p not in repeats]
+        # On a CPU torch computes half-precision dense attention up to six times slower: a minute for one row.
+        points += [dense(ours).but(dtype=dtype)] if device != "cpu" and dtype != "float32" else []
+    points.append(ours.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE))
+    points += [ours.but(options=FULL | {name: PLAIN[name]}) for name in FULL]
+    if device != "cpu":  # there the plain path takes a second a call, and its switches as long again
+        points += [ours.but(options=PLAIN | {name: FULL[name]}) for name in ("gather", "backend")]
+    named = [ours.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
+    if not rehearsal:
+        # Strided views borrow nothing for this function; gathered, its buffers reach the published threshold of 16 MB.
+        points += [ours.but(options=FULL | {"gather": True, "pool": False}), *named]
+    if device == "cuda" and own_dtype(profile) != "float32":  # fp32 is refused by most GPU kernels
+        points += [p.but(dtype=own_dtype(profile)) for p in named]
+    return Group("implementations", tuple(dict.fromkeys(points)))
+
+
+def long_length(profile: hardware.Profile, device: str) -> int:
+    """A sequence that a forward and backward of dense attention takes a second for, or less."""
+    return 4096 if device == "cpu" else 32768 if is_large(profile) else 8192
+
+
+def lengths(profile: hardware.Profile, device: str) -> Group:
+    """All optimisations and dense SDPA over growing n."""
+    longest = 4096 if device == "cpu" else 65536 if is_large(profile) else 32768
+    ours = Point("ringlab", DOCUMENT, dtype="float32" if device == "cpu" else own_dtype(profile), options=FULL)
+    ns = [2**i for i in range(10, 20) if 2**i <= longest]
+    points = [p for n in ns for p in (ours.but(seq_len=n), dense(ours.but(seq_len=n)))]
+    return Group("lengths", (*points, again(points[0])))
+
+
+def passes(profile: hardware.Profile, device: str) -> Group:
+    """All optimisations and dense SDPA: causal, and forward with backward. The plain forward stands in ``lengths``."""
+    ours = Point("ringlab", DOCUMENT, seq_len=long_length(profile, device), dtype=own_dtype(profile), options=FULL)
+    ways = ({"causal": True}, {"passes": "fwd+bwd"}, {"causal": True, "passes": "fwd+bwd"})
+    points = [p.but(**way) for way in ways for p in (ours, dense(ours))]
+    return Group("passes", (*points, again(ours.but(passes="fwd+bwd"))))
+
+
+def reuse(profile: hardware.Profile, device: str) -> Group:
+    """The pattern cache cold and warm, and the pool by threshold where it borrows: accumulators of half precision.
+
+    The pool's function is chosen for it: few products, and in every call one accumulator of 16 MiB, or of 4 MiB at a
+    quarter of the length.
+    """
+    build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
+    plans = [build.but(seq_len=1024), build, build.but(pattern=LADDER), build.but(options={"gather": True})]
+    points = [p.but(options=dict(p.options) | {"warm": False}) for p in plans]
+    points += [p.but(options=dict(p.options) | {"warm": True}) for p in plans[1:]]
+    for n, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):
+        off = Point("ringlab", POOLED, batch=16, seq_len=n, heads=1, dtype=half_dtype(profile, device))
+        points += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
+        points += [dense(off), again(off)]
+    return Group("cache and pool", tuple(points))
+
+
+def engine(profile: hardware.Profile, device: str) -> list[Group]:
+    """The engine's speed against what the machine can do, and its memory; dense SDPA at a shorter n is timed above."""
+    n, half = long_length(profile, device), half_dtype(profile, device)
+    long = Point("ringlab", LONG, seq_len=(2 if device == "cpu" else 4) * n, dtype=own_dtype(profile))
+    causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
+    rate = () if device == "cuda" else (sgemm(),)
+    ceiling = {"system": "contiguous_segments"}
+    forward = (long, long.but(system="copying"), long.but(**ceiling), causal, causal.but(**ceiling), short, ladder)
+    backward = [p.but(seq_len=n, passes="fwd+bwd", **how) for p in (long, short) for how in ({}, ceiling)]
+    held = (long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd"))
+    return [
+        Group("engine forward", (*forward, ladder.but(system="copying"), dense(long), *rate)),
+        Group("engine backward", (*backward, *rate)),
+        Group("memory", tuple(dict.fromkeys(held)), timed=False),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# documents 001, 003, 004: ring attention by rank and length, float32 as they have it
+
+# With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from others, and the plan and the ring move
+# nothing; RING_LONG reaches over a border. Points on more ranks than the machine has cores have memory and no time.
+RING_DOCUMENT = Dilated([512, 1024], [1, 2], mixing="head_groups", offsets="branch")
+RING_LONG = DOCUMENT
+SDPA, CORRECT = "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect"
+HILBERT = "RingDilatedAttentionHilbertGPUOptimized"
+V2_COLLECTIVE, ROBUST, HYBRID = (f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid"))
+
+
+def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """Document 001: throughput and memory per rank over n and p, of the systems that it tested.
+
+    ``throughput``: on one rank, two and four; ``simulated``: eight in one process, which has no memory of a rank to
+    show.
+    """
+    first = Point(SDPA, RING_DOCUMENT)
+    ns = _lengths(rehearsal, 2048, 4096, 8192, 16384)
+    second = first.but(seq_len=ns[1])
+    points = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2, 4)]
+    points += [second.but(system=CORRECT, world_size=p) for p in (1, 2)]
+    points += [second.but(system=HILBERT), dense(second)]
+    points += [second.but(world_size=p, options=TWIN) for p in (1, 2)]
+    simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
+    return [Group("throughput", tuple(points)), Group("simulated", (simulated,), timed=False)]
+
+
+def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """Document 003: gathering against the ring against the plan; time, memory and bytes.
+
+    ``one device``: its tables, where no ring code runs; ``schemes``: two ranks and four whose segments reach over the
+    border.
+    """
+    first, ns = Point(V2_COLLECTIVE, RING_LONG), (1024, 2048, 4096)
+    one = [first.but(system=system, seq_len=n) for n in ns for system in (V2_COLLECTIVE, ROBUST)]
+    one += [p.but(causal=True) for p in one[-2:]] + [again(one[-1])]
+
+    def schemes(n: int, ranks: int) -> list[Point]:
+        point = first.but(seq_len=n, world_size=ranks)
+        return [point, point.but(system=ROBUST), point.but(system="ringlab", options={"scheme": "plan"})]
+
+    several = [p for n in ns for p in schemes(n, 2)]
+    several += [p.but(causal=True) for p in several[-3:]]
+    several += [again(several[-1]), *schemes(4096, 4)]
+    return [Group("one device", tuple(one)), Group("schemes", tuple(several))]
+
+
+def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+    """Document 004: the hybrid over n and p. ``long``: what 32K and 64K hold on several ranks, untimed."""
+    first = Point(HYBRID, RING_DOCUMENT, world_size=2)
+    ns = _lengths(rehearsal, 1024, 2048, 4096, 8192, 16384)
+    points = [first.but(seq_len=n) for n in ns]
+    points += [first.but(seq_len=n, world_size=p) for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))]
+    long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
+    groups = [Group("hybrid", (*points, again(points[0]))), Group("long", tuple(long), timed=False)]
+    return groups[:1] if rehearsal else groups
+
+
 def _lengths(rehearsal: bool, *lengths: int) -> list[int]:
     return [n for n in lengths if not rehearsal or n <= SHORTEST]
 
 
-RING_SUITES: dict[str, Callable[..., list[Group]]] = {
-    "benchmark_summary": benchmark_summary,
-    "performance_comparison": performance_comparison,
-    "hybrid_summary": hybrid_summary,
-}
+# ---------------------------------------------------------------------------------------------------------------------
+# document 002: block-sparse attention
 
-
-SPARSE_TABLE, JOURNEY, EFFICIENCY = "block sparse table", "journey", "efficiency"
-WINDOW_LENGTHS, EXTREME_LENGTHS, BLOCK_PATTERNS, SESSION_REUSE = (
-    "window lengths",
-    "extreme lengths",
-    "block patterns",
-    "reuse",
-)
+SPARSE_TABLE, JOURNEY, EFFICIENCY, WINDOW_LENGTHS = "block sparse table", "journey", "efficiency", "window lengths"
+EXTREME_LENGTHS, BLOCK_PATTERNS, SESSION_REUSE = "extreme lengths", "block patterns", "reuse"
 ORIGINAL, OPTIMIZED = "BlockSparseRingDilatedAttention", "BlockSparseOptimized"
 TORCH_SPARSE = "BlockSparseTorchSparse"
 
-SESSION_TOKENS = (
-    4096  # the document's: batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions, two blocks each way
-)
-WINDOW = block_patterns.sliding_window(2, block_size=64)
+# The document's: batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions, two blocks each way.
+SESSION_TOKENS = 4096
+WINDOW = sliding_window(2, block_size=64)
 LONG_TOKENS = 16384
-FAR = block_patterns.sliding_window(2, block_size=128)
+FAR = sliding_window(2, block_size=128)
 EXTREME_TOKENS = (65536, 131072, 262144)
 BLOCK_WAYS = ("rows", "batched", "views")  # of execution, as the document's journey goes
 FRESH = {"results": False}
@@ -138,144 +238,111 @@ ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window shows
 LOOKED_UP = 2048  # the longest of the lengths whose patterns are looked up
 CACHES_MB = (0, 0.25, 1, 64)  # the last is the library's own; with 0 nothing is kept
 SCRATCH_MB, THREADS = (1, 4, 16, 64), (1, 2)
+KINDS: dict[str, BlockSparse] = {
+    "window": WINDOW,
+    "strided": BlockSparse([block_patterns.Window(1), block_patterns.Strided(8)], 64),
+    "local and global": local_global(1, 2, block_size=64),
+    "BigBird": bigbird(1, 2, 3, block_size=64),
+    "hierarchical": hierarchical([(1, 2), (8, 32)], block_size=64),
+}
+
+
+def a_tenth(block_size: int, times: int = 1) -> BlockSparse:
+    """A window and global blocks whose density at ``times`` 16,384 positions is about a tenth."""
+    some = 128 // block_size * times
+    return local_global(2 * some, 4 * some, block_size=block_size)
 
 
 def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """The points of document 002 for a profile, about three minutes on two CPU cores.
+    """Document 002, about three minutes on two CPU cores; a rehearsal leaves out what is long.
 
     ``block sparse table``: its table and dense attention. ``journey``: what building the calls costs, cold and warm,
     and what each step is worth. ``efficiency``: how near a call comes to dense time times density, beside torch's
     compiled FlexAttention on the same masks. ``window lengths``: from which n on the pattern pays. ``extreme
     lengths``: the lengths of its headlines, each alone. ``block patterns``: density, time and error of each kind, and
     of blocks chosen by content. ``reuse``: a cache by its bytes where many patterns are looked up, and a pool beside
-    fresh memory by size and threads. A rehearsal leaves out what is long.
+    fresh memory by size and threads.
     """
     dtype = own_dtype(profile) if device == "cuda" else "float32"
-    groups = [
-        sparse_table(dtype),
-        journey(dtype),
-        window_lengths(profile, device, dtype, rehearsal),
-        block_patterns_group(dtype),
-    ]
-    if not rehearsal:
-        groups += [efficiency(profile, device, dtype), extreme_lengths(device, dtype), session_reuse()]
-    return groups
+    ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
+    chosen = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
+    kinds = Group(BLOCK_PATTERNS, (*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen))
+    groups = [sparse_table(ours), journey(ours), window_lengths(ours, profile, device, rehearsal), kinds]
+    if rehearsal:
+        return groups
+    # A CPU takes one head of the eight: all of them are alike, and it would spend minutes on them.
+    far = ours.but(pattern=FAR, heads=1, kv_heads=1) if device == "cpu" else ours.but(pattern=FAR)
+    extreme = Group(EXTREME_LENGTHS, tuple(far.but(seq_len=n) for n in EXTREME_TOKENS), interleave=False)
+    return [*groups, efficiency(ours, profile, device), extreme, session_reuse()]
 
 
-def sparse_table(dtype: str) -> Group:
+def sparse_table(ours: Point) -> Group:
     """The document's rows; torch's sparse tensors know float32 alone, and where others have another dtype they stand
     beside it in float32 too.
     """
-    ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
     published = [ours.but(system=system) for system in (ORIGINAL, OPTIMIZED)]
-    points = [*published, ours, ours.but(options=TWIN)]
-    points.append(ours.but(system="dense_sdpa", pattern=Dense()))
-    points.append(ours.but(system=TORCH_SPARSE, dtype="float32"))
-    if dtype != "float32":
-        points += [p.but(dtype="float32") for p in (published[1], ours)]
+    points = [*published, ours, again(ours), dense(ours), ours.but(system=TORCH_SPARSE, dtype="float32")]
+    points += [p.but(dtype="float32") for p in (published[1], ours) if p.dtype != "float32"]
     return Group(SPARSE_TABLE, tuple(points))
 
 
-def journey(dtype: str) -> Group:
+def journey(call: Point) -> Group:
     """Calls built and found, the three ways, and the cache off and on."""
-    call = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
-    built = [call.but(system="plan_build", options={"blocks": way, "warm": warm}) for way in BLOCK_WAYS
-             for warm in (False, True)]  # fmt: skip
-    ways = [call.but(options={"blocks": way}) for way in BLOCK_WAYS]
-    off = [call.but(options={"blocks": way, "cache": False}) for way in ("rows", "views")]
-    return Group(JOURNEY, (*built, *ways, *off, call.but(options={"blocks": "views"} | TWIN)))
+    built = [{"blocks": way, "warm": warm} for way in BLOCK_WAYS for warm in (False, True)]
+    ways = [{"blocks": way} for way in BLOCK_WAYS] + [{"blocks": way, "cache": False} for way in ("rows", "views")]
+    points = [call.but(system="plan_build", options=how) for how in built] + [call.but(options=how) for how in ways]
+    return Group(JOURNEY, (*points, call.but(options={"blocks": "views"} | TWIN)))
 
 
-def efficiency(profile: hardware.Profile, device: str, dtype: str) -> Group:
+def efficiency(ours: Point, profile: hardware.Profile, device: str) -> Group:
     """Local and global blocks at about a tenth of all pairs; dense attention, and torch's kernel for the same mask.
 
-    On a CPU once more with results in fresh memory, which shows what their page faults cost.
-
-    It takes seconds for the dense call there, and its pace changes meanwhile: three rounds tell little, and one call
-    of half a second beside it too.
+    On a CPU once more with results in fresh memory, which shows what their page faults cost. The dense call takes
+    seconds there, and its pace changes meanwhile: three rounds tell little, and one call of half a second too.
     """
-    times = 4 if device == "cuda" and (profile.memory_bytes or 0) > LARGE_MEMORY else 1
-    long = Point("ringlab", local_global(128, times), seq_len=times * LONG_TOKENS, dtype=dtype)
-    masks = (long, long.but(pattern=local_global(64, times)))
-    points = [*masks, long.but(causal=True), long.but(passes="fwd+bwd")]
-    if device == "cpu":
-        points.append(long.but(options=FRESH))
-    dense = long.but(system="dense_sdpa", pattern=Dense())
-    points += [dense, *([dense.but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute for it
+    times = 4 if device == "cuda" and is_large(profile) else 1
+    long = ours.but(pattern=a_tenth(128, times), seq_len=times * LONG_TOKENS)
+    points = [long, long.but(pattern=a_tenth(64, times)), long.but(causal=True), long.but(passes="fwd+bwd")]
+    points += [long.but(options=FRESH)] if device == "cpu" else []
+    points += [dense(long), *([dense(long).but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute
     points.append(long.but(system="flex"))  # compiling it takes as long as all else
     return Group(EFFICIENCY, tuple(points), rounds=6, sample_s=1.0 if device == "cpu" else 0.0)
 
 
-def local_global(block_size: int, times: int = 1) -> BlockSparse:
-    """A window and global blocks whose density at ``times`` 16,384 positions is about a tenth."""
-    some = 128 // block_size * times
-    return block_patterns.local_global(2 * some, 4 * some, block_size=block_size)
-
-
-def window_lengths(profile: hardware.Profile, device: str, dtype: str, rehearsal: bool = False) -> Group:
+def window_lengths(ours: Point, profile: hardware.Profile, device: str, rehearsal: bool) -> Group:
     """A fixed window over growing n beside dense attention, and the document's two rows at a long n."""
-    large = (profile.memory_bytes or 0) > LARGE_MEMORY
-    longest = SHORTEST if rehearsal else LONG_TOKENS if device == "cpu" else 65536 if large else 32768
+    longest = SHORTEST if rehearsal else LONG_TOKENS if device == "cpu" else 65536 if is_large(profile) else 32768
     dense_to = SHORTEST if device == "cpu" else longest
-    ours = Point("ringlab", WINDOW, dtype=dtype)
     ns = [2**i for i in range(10, 20) if 2**i <= longest]
-    points = [ours.but(seq_len=n) for n in ns]
-    points += [ours.but(seq_len=n, system="dense_sdpa", pattern=Dense()) for n in ns if n <= dense_to]
+    points = [ours.but(seq_len=n) for n in ns] + [dense(ours.but(seq_len=n)) for n in ns if n <= dense_to]
     if longest > SHORTEST:
         far = longest // 2 if device == "cpu" else longest
         points += [ours.but(seq_len=far, system=system) for system in (ORIGINAL, OPTIMIZED)]
     return Group(WINDOW_LENGTHS, tuple(points))
 
 
-def extreme_lengths(device: str, dtype: str) -> Group:
-    """What the headlines are about, one after the other: each has the machine's memory to itself.
-
-    A CPU takes one head of the eight: all of them are alike, and it would spend minutes on them.
-    """
-    heads = 1 if device == "cpu" else 8
-    points = [Point("ringlab", FAR, seq_len=n, heads=heads, dtype=dtype) for n in EXTREME_TOKENS]
-    return Group(EXTREME_LENGTHS, tuple(points), interleave=False)
-
-
-def block_patterns_group(dtype: str) -> Group:
-    """One row for each kind of pattern, and one for blocks chosen by content."""
-    point = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
-    chosen = point.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
-    return Group(BLOCK_PATTERNS, (*(point.but(pattern=pattern) for pattern in KINDS.values()), chosen))
-
-
 def session_reuse() -> Group:
     """Lookups of many patterns by what the cache may hold, and scratch from a pool and without it."""
-    lookup = Point("cache_workload", WINDOW, seq_len=LOOKED_UP)
-    points = [lookup.but(options={"max_mb": mb, "blocks": "batched"}) for mb in CACHES_MB]
-    points.append(lookup.but(options={"max_mb": CACHES_MB[-1], "blocks": "views"}))
-    scratch = Point("pool_workload", Dense(), seq_len=1)
-    points += [scratch.but(options={"size_mb": mb, "threads": threads, "pool": pool})
-               for mb in SCRATCH_MB for threads in THREADS for pool in (False, True)]  # fmt: skip
+    lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
+    caches = [{"max_mb": mb, "blocks": "batched"} for mb in CACHES_MB] + [{"max_mb": CACHES_MB[-1], "blocks": "views"}]
+    pools = [
+        {"size_mb": mb, "threads": threads, "pool": pool}
+        for mb in SCRATCH_MB for threads in THREADS for pool in (False, True)
+    ]  # fmt: skip
+    points = [point.but(options=how) for point, ways in ((lookup, caches), (scratch, pools)) for how in ways]
     return Group(SESSION_REUSE, tuple(points))
 
 
-KINDS: dict[str, BlockSparse] = {
-    "window": WINDOW,
-    "strided": BlockSparse([block_patterns.Window(1), block_patterns.Strided(8)], 64),
-    "local and global": block_patterns.local_global(1, 2, block_size=64),
-    "BigBird": block_patterns.bigbird(1, 2, 3, block_size=64),
-    "hierarchical": block_patterns.hierarchical([(1, 2), (8, 32)], block_size=64),
-}
-SESSION_SUITES: dict[str, Callable[..., list[Group]]] = {"session_summary": session_summary}
+# ---------------------------------------------------------------------------------------------------------------------
+# kernels on a GPU: each way to run a pattern there, beside the fastest calls that do like work
 
-
-RUNGS, RUNGS_BY_LENGTH, RUNGS_ON_BLOCKS, RUNGS_IN_MEMORY = (
-    "rungs",
-    "rungs by length",
-    "rungs on blocks",
-    "rungs in memory",
-)  # groups begin so
+# One shape throughout: 16 heads in the GPU's half precision, three branches that fold. Groups are named from these.
+RUNGS, RUNGS_BY_LENGTH = "rungs", "rungs by length"
+RUNGS_ON_BLOCKS, RUNGS_IN_MEMORY = "rungs on blocks", "rungs in memory"
 RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
 RUNG_TOKENS, RUNG_HEADS, RUNG_HEAD_DIMS = 65536, 16, (128, 64)
 RUNG_LONGER = (262_144, 1_048_576)
-RUNG_MASK = local_global(128, 4)  # of 65,536 positions about a tenth of all pairs
-
+RUNG_MASK = a_tenth(128, 4)  # of 65,536 positions about a tenth of all pairs
 # Each way of this library by the options of the system "ringlab"; the next one is one more row here and one in
 # report/rungs.toml.
 RUNG_WAYS: dict[str, dict] = {
@@ -296,9 +363,9 @@ def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     """The points for a GPU that is here, about four minutes on a data-centre GPU; none for a CPU or a rehearsal.
 
     ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by head_dim and pass; dense attention
-    beside the first. ``rungs by length``: from 16,384 tokens to a million, where the copying form is held against.
-    ``rungs on blocks``: a tenth of all pairs in blocks of 128. ``rungs in memory``: the longest, forward and backward,
-    each alone on the GPU.
+    beside the first. ``rungs by length``: from 16,384 tokens to a million, beside the copying form. ``rungs on
+    blocks``: a tenth of all pairs in blocks of 128. ``rungs in memory``: the longest, forward and backward, each alone
+    on the GPU.
     """
     if device == "cpu" or rehearsal:
         return []
@@ -307,75 +374,71 @@ def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     longer = [n for n in RUNG_LONGER if _fits(first.but(seq_len=n), profile.memory_bytes)]
     groups = [rungs(first.but(head_dim=d, **how), name) for d in RUNG_HEAD_DIMS for name, how in RUNG_PASSES.items()]
     groups += [rungs_by_length(first.but(seq_len=n)) for n in (RUNG_TOKENS // 4, *longer)]
-    groups += [
-        rungs_on_blocks(first.but(pattern=RUNG_MASK, **RUNG_PASSES[name]), name)
-        for name in ("forward", "forward and backward")
-    ]
+    for name in ("forward", "forward and backward"):  # FlexAttention is compiled last, and forward alone
+        point = first.but(pattern=RUNG_MASK, **RUNG_PASSES[name])
+        flex = [point.but(system="flex")] if name == "forward" else []
+        groups.append(Group(f"{RUNGS_ON_BLOCKS}, {name}", (*_ways(point, "default", "lists"), dense(point), *flex)))
     training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
-    trained = (training, _way(training, "lists"), _way(training, "fused"))
-    return [*groups, Group(RUNGS_IN_MEMORY, trained, interleave=False)]
+    trained = _ways(training, "default", "lists", "fused")
+    return [*groups, Group(RUNGS_IN_MEMORY, tuple(trained), interleave=False)]
 
 
 def rungs(point: Point, name: str) -> Group:
     """Every way and every peer on the shape and pass of a point."""
-    points = [_way(point, way) for way in RUNG_WAYS] + [point.but(system="copying")]
+    points = [*_ways(point, *RUNG_WAYS), point.but(system="copying")]
     points += [point.but(system="contiguous_segments", options={"backend": peer}) for peer in RUNG_PEERS]
     if (point.head_dim, name) == (RUNG_HEAD_DIMS[0], "forward"):
-        points += [_dense(point), point.but(options=TWIN)]
+        points += [dense(point), again(point)]
     return Group(f"{RUNGS}, head_dim {point.head_dim}, {name}", tuple(points))
 
 
 def rungs_by_length(point: Point) -> Group:
     """Every way but eager merges, and the copying form; dense attention where it takes less than a tenth of a second.
 
-    A million tokens leave the copying form no room beside others: each has the GPU to itself.
+    A million tokens leave the copying form no memory beside others: each has the GPU to itself.
     """
-    points = [point, _way(point, "lists"), _way(point, "fused"), point.but(system="copying")]
-    points += [_dense(point)] if point.seq_len <= RUNG_TOKENS else []
-    return Group(
-        f"{RUNGS_BY_LENGTH}, {point.seq_len:,} tokens", tuple(points), interleave=point.seq_len < max(RUNG_LONGER)
-    )
+    points = [*_ways(point, "default", "lists", "fused"), point.but(system="copying")]
+    points += [dense(point)] if point.seq_len <= RUNG_TOKENS else []
+    turns = point.seq_len < max(RUNG_LONGER)
+    return Group(f"{RUNGS_BY_LENGTH}, {point.seq_len:,} tokens", tuple(points), interleave=turns)
 
 
-def rungs_on_blocks(point: Point, name: str) -> Group:
-    """Two ways on a block-sparse pattern, dense attention, and torch's FlexAttention, which is compiled last."""
-    points = [point, _way(point, "lists"), _dense(point)]
-    points += [point.but(system="flex")] if point.passes == "fwd" else []
-    return Group(f"{RUNGS_ON_BLOCKS}, {name}", tuple(points))
-
-
-def _way(point: Point, name: str) -> Point:
-    return point.but(options=RUNG_WAYS[name])
-
-
-def _dense(point: Point) -> Point:
-    return point.but(system="dense_sdpa", pattern=Dense())
+def _ways(point: Point, *names: str) -> list[Point]:
+    return [point.but(options=RUNG_WAYS[name]) for name in names]
 
 
 def _fits(point: Point, memory_bytes: int | None) -> bool:
-    """Room for q, k, v, out and their gradients twice: a timed call's results are held against the checked one's."""
+    """Memory for q, k, v, out and their gradients twice: a timed call's results are compared with the checked one's."""
     return 16 * 2 * point.seq_len * point.heads * point.head_dim <= (memory_bytes or 0)
 
 
-KERNEL_SUITES: dict[str, Callable[..., list[Group]]] = {"kernels": kernel_suite}
+# ---------------------------------------------------------------------------------------------------------------------
+# the landscape: the field's attention functions on one page
 
-
+# Dense attention sees every key; a query of the sparse ones 270 to 450 of them on average, whatever the length, so that
+# they differ in which keys they see and less in how many.
 LANDSCAPE, LANDSCAPE_CHECKS = "landscape", "landscape checks"
-LANDSCAPE_BLOCK = 64
-LANDSCAPE_WINDOW = block_patterns.sliding_window(2, block_size=LANDSCAPE_BLOCK)  # five blocks: 320 keys
-BIGBIRD = block_patterns.bigbird(1, 1, 1, block_size=LANDSCAPE_BLOCK)  # three, a global and a random one
-LOCAL_GLOBAL = block_patterns.local_global(1, 2, block_size=LANDSCAPE_BLOCK)  # three and two global ones
-ROWS_KEPT = 256  # rows that each branch of ``ladder`` keeps of a segment, as LongNet's do
+LANDSCAPE_WINDOW = WINDOW  # five blocks: 320 keys
+BIGBIRD = bigbird(1, 1, 1, block_size=64)  # three, a global and a random one
+LOCAL_GLOBAL = local_global(1, 2, block_size=64)  # three and two global ones
+ROWS_KEPT = 256  # rows that each branch of the ladder keeps of a segment, as LongNet's do
 
 
 def landscape_ladder(seq_len: int, **how) -> Dilated:
     """LongNet's geometric ladder up to the whole sequence: segments of 256 x 4^i at rate 4^i, each keeping 256 rows.
 
-    >>> str(ladder(16384))
+    >>> str(landscape_ladder(16384))
     'dilated [256, 1024, 4096, 16384] / [1, 4, 16, 64]'
     """
     rates = [4**i for i in range(20) if ROWS_KEPT * 4**i <= seq_len] or [1]
     return Dilated([ROWS_KEPT * r for r in rates], rates, **how)
+
+
+LANDSCAPE_PEERS: dict[str, Callable[[int], Dilated | Dense]] = {  # what each says it computes, by sequence length
+    "dilated_attention_pytorch": lambda n: landscape_ladder(n, mixing="head_groups", offsets="branch"),
+    "torchscale_dilated": lambda n: landscape_ladder(n, offsets="block"),
+    "ring_attention_pytorch": lambda n: Dense(),
+}
 
 
 def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
@@ -386,22 +449,20 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     others that is installed stands in both, with its version, and causal too; one that is not, once, to be listed as
     absent.
     """
-    dtype = own_dtype(profile) if device == "cuda" else "float32"
-    large = (profile.memory_bytes or 0) > LARGE_MEMORY
-    ns = [1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536]
-    ns = [n for n in ns if not rehearsal or n <= SHORTEST]
-    dense_to = SHORTEST if device == "cpu" else ns[-1] if large else ns[-2]
-    dense = Point("dense_sdpa", Dense(), dtype=dtype)
-    ours = [Point("ringlab", pattern, dtype=dtype) for pattern in (LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL)]
-    points = [dense.but(seq_len=n) for n in ns if n <= dense_to]
+    ns = _lengths(rehearsal, *([1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536]))
+    dense_to = SHORTEST if device == "cpu" else ns[-1] if is_large(profile) else ns[-2]
+    window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile) if device == "cuda" else "float32")
+    points = [dense(window.but(seq_len=n)) for n in ns if n <= dense_to]
     for n in ns:
-        points += [p.but(seq_len=n) for p in ours] + [ours[0].but(seq_len=n, pattern=landscape_ladder(n))]
-    points.append(ours[0].but(seq_len=ns[0], options=TWIN))
+        here = LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL, landscape_ladder(n)
+        points += [window.but(seq_len=n, pattern=pattern) for pattern in here]
+    points.append(window.but(seq_len=ns[0], options=TWIN))
     if not rehearsal:
         # Its mask is made from all pairs, 4 GiB of them at 65,536.
-        points.append(ours[2].but(system="flex", seq_len=ns[-1] if device == "cpu" or large else ns[-2]))
+        n = ns[-1] if device == "cpu" or is_large(profile) else ns[-2]
+        points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
     for name, pattern in LANDSCAPE_PEERS.items():
-        points += _peer(name, pattern, dtype, [n for n in ns if name != "ring_attention_pytorch" or n <= dense_to])
+        points += _peer(name, pattern, window.dtype, [n for n in ns if pattern(n) != Dense() or n <= dense_to])
     return [Group(LANDSCAPE, tuple(dict.fromkeys(points))), landscape_checks(points, ns[0])]
 
 
@@ -414,13 +475,6 @@ def _peer(name: str, pattern: Callable, dtype: str, ns: list[int]) -> list[Point
     return theirs + [p.but(system="ringlab", options={}) for p in theirs if p.pattern["kind"] == "dilated"]
 
 
-LANDSCAPE_PEERS: dict[str, Callable[[int], Dilated | Dense]] = {  # what each says it computes, by sequence length
-    "dilated_attention_pytorch": lambda n: landscape_ladder(n, mixing="head_groups", offsets="branch"),
-    "torchscale_dilated": lambda n: landscape_ladder(n, offsets="block"),
-    "ring_attention_pytorch": lambda n: Dense(),
-}
-
-
 def landscape_checks(points: list[Point], seq_len: int) -> Group:
     """Forward and backward of each system at one length, those of others causal too; FlexAttention has no backward."""
     there = [p for p in points if p.seq_len == seq_len and p.system != "flex" and not dict(p.options).get("twin")]
@@ -429,145 +483,15 @@ def landscape_checks(points: list[Point], seq_len: int) -> Group:
     return Group(LANDSCAPE_CHECKS, tuple(dict.fromkeys([*there, *causal])), timed=False)
 
 
-LANDSCAPE_SUITES: dict[str, Callable[..., list[Group]]] = {"landscape": landscape}
-
-
-# Document 000: b = 1, h = 8, d = 64; head groups with offsets by branch is what its classes compute.
-DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
-TOKENS = 8192
-PLAIN = {"gather": True, "backend": "eager", "cache": False, "pool": False}
-FULL = {"gather": False, "backend": "auto", "cache": True, "pool": True}
-COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_pool_threshold_mb": 16.0}  # its snippet
-
-# The engine's own function: every head runs every branch.
-LONG = Dilated([2048, 4096], [1, 2])
-SHORT = Dilated([512, 1024], [1, 2])
-LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
-POOLED = Dilated([512, 4096], [1, 8])  # few products, and of 16 such sequences one head's accumulator is 16 MiB
-
-
-def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """The points of document 000 for a profile, about three minutes on two CPU cores; each group answers a question.
-
-    ``implementations``: how fast is each in each dtype, and what is each switch and each kernel worth (the refused ones
-    give their reason)? ``lengths``: from which n on does the pattern pay? ``passes``: does it also causal, and in
-    training? ``cache and pool``: what does a plan cost, and when does a pool help? ``engine forward`` and ``engine
-    backward``: how near is it to this machine's matrix product and to torch's own kernel, how far from the copying
-    form? ``memory``: what does it hold in half precision? Dense SDPA is timed at each n that occurs, and in each of the
-    first four groups a call stands twice. A rehearsal takes the first two with the profile's dtypes.
-    """
-    groups = [implementations(profile, device, rehearsal), lengths(profile, device, rehearsal)]
-    return groups if rehearsal else [*groups, passes(profile, device), reuse(profile, device), *engine(profile, device)]
-
-
-def dtypes(profile: hardware.Profile, device: str, rehearsal: bool) -> list[str]:
-    """float32, float16 and, where the hardware has it, bfloat16."""
-    bf16 = device == "cpu" and not rehearsal or hardware.has_bf16(profile.capability)
-    return ["float32", "float16", *(["bfloat16"] if bf16 else [])]
-
-
-def implementations(profile: hardware.Profile, device: str, rehearsal: bool = False) -> Group:
-    """The document's table, its dtype x optimisation 2x2, the switches and the kernels, all taking turns."""
-    document = Point("ringlab", DOCUMENT, seq_len=TOKENS)
-    dense = Point("dense_sdpa", Dense(), seq_len=TOKENS)
-    flash = document.but(system="RingDilatedAttentionV2Flash")
-    points = [document.but(options=FULL), dense, document.but(options=FULL | TWIN)]
-    for dtype in dtypes(profile, device, rehearsal):
-        for point in (document.but(options=PLAIN), document.but(options=FULL), flash):
-            # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would repeat what others show.
-            repeats = {"bfloat16": (document.but(options=PLAIN), flash), "float32": (flash,)}.get(dtype, ())
-            if device != "cpu" or point not in repeats:
-                points.append(point.but(dtype=dtype))
-        # On a CPU torch computes half-precision dense attention up to six times slower: a minute for one row.
-        if device != "cpu" and dtype != "float32":
-            points.append(dense.but(dtype=dtype))
-    points.append(document.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE))
-    points += [document.but(options=FULL | {name: PLAIN[name]}) for name in FULL]
-    if device != "cpu":  # there the plain path takes a second a call, and its switches as long again
-        points += [document.but(options=PLAIN | {name: FULL[name]}) for name in ("gather", "backend")]
-    if not rehearsal:
-        # Strided views borrow nothing for this function; gathered, its buffers reach the published threshold of 16 MB.
-        points.append(document.but(options=FULL | {"gather": True, "pool": False}))
-        points += [document.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
-    chosen = own_dtype(profile)
-    if device == "cuda" and chosen != "float32":  # fp32 is refused by most GPU kernels
-        points += [document.but(options=FULL | {"backend": name}, dtype=chosen) for name in kernels.KERNELS]
-    return Group("implementations", tuple(dict.fromkeys(points)))
-
-
-def long_length(profile: hardware.Profile, device: str) -> int:
-    """A sequence that a forward and backward of dense attention takes a second for, or less."""
-    return 4096 if device == "cpu" else 32768 if (profile.memory_bytes or 0) > LARGE_MEMORY else 8192
-
-
-def lengths(profile: hardware.Profile, device: str, rehearsal: bool = False) -> Group:
-    """All optimisations and dense SDPA over growing n."""
-    longest = 4096 if device == "cpu" else 65536 if (profile.memory_bytes or 0) > LARGE_MEMORY else 32768
-    dtype = "float32" if device == "cpu" else own_dtype(profile)
-    points = []
-    for n in (2**i for i in range(10, 20)):
-        if n <= longest and (n != TOKENS or device != "cpu"):  # 8192 is in the table
-            points.append(Point("ringlab", DOCUMENT, seq_len=n, dtype=dtype, options=FULL))
-            points.append(Point("dense_sdpa", Dense(), seq_len=n, dtype=dtype))
-    points.append(points[0].but(options=FULL | TWIN))
-    return Group("lengths", tuple(points))
-
-
-def passes(profile: hardware.Profile, device: str) -> Group:
-    """All optimisations and dense SDPA: causal, and forward with backward. The plain forward stands in ``lengths``."""
-    n, dtype = long_length(profile, device), own_dtype(profile)
-    ours = Point("ringlab", DOCUMENT, seq_len=n, dtype=dtype, options=FULL)
-    dense = Point("dense_sdpa", Dense(), seq_len=n, dtype=dtype)
-    ways = ({"causal": True}, {"passes": "fwd+bwd"}, {"causal": True, "passes": "fwd+bwd"})
-    points = [p.but(**way) for way in ways for p in (ours, dense)]
-    return Group("passes", (*points, ours.but(passes="fwd+bwd", options=FULL | TWIN)))
-
-
-def reuse(profile: hardware.Profile, device: str) -> Group:
-    """The pattern cache cold and warm, and the pool by threshold where it borrows: accumulators of half precision.
-
-    The pool's function is chosen for it: few products, and in every call one accumulator of 16 MiB, or of 4 MiB at a
-    quarter of the length.
-    """
-    build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
-    short, ladder, gathered = build.but(seq_len=1024), build.but(pattern=LADDER), {"gather": True}
-    cold = [short, build, ladder, build.but(options=gathered)]
-    warm = [build, ladder, build.but(options=gathered)]
-    points = [p.but(options=dict(p.options) | {"warm": False}) for p in cold]
-    points += [p.but(options=dict(p.options) | {"warm": True}) for p in warm]
-    for n, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):
-        off = Point("ringlab", POOLED, batch=16, seq_len=n, heads=1, dtype=half_dtype(profile, device))
-        points += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
-        points.append(off.but(system="dense_sdpa", pattern=Dense()))
-        points.append(off.but(options=TWIN))
-    return Group("cache and pool", tuple(points))
-
-
-def engine(profile: hardware.Profile, device: str) -> list[Group]:
-    """The engine's speed against what the machine can do, and its memory; dense SDPA at a shorter n is timed above."""
-    n, half = long_length(profile, device), half_dtype(profile, device)
-    long = Point("ringlab", LONG, seq_len=(2 if device == "cpu" else 4) * n, dtype=own_dtype(profile))
-    causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
-    rate = () if device == "cuda" else (sgemm(),)
-    forward = (
-        long, long.but(system="copying"), long.but(system="contiguous_segments"),
-        causal, causal.but(system="contiguous_segments"),
-        short, ladder, ladder.but(system="copying"), long.but(system="dense_sdpa", pattern=Dense()), *rate,
-    )  # fmt: skip
-    backward = [p.but(seq_len=n, passes="fwd+bwd", system=system) for p in (long, short)
-                for system in ("ringlab", "contiguous_segments")]  # fmt: skip
-    held = (long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd"))
-    return [
-        Group("engine forward", forward),
-        Group("engine backward", (*backward, *rate)),
-        Group("memory", tuple(dict.fromkeys(held)), timed=False),
-    ]
-
-
+RING_SUITES: dict[str, Callable[..., list[Group]]] = {
+    "benchmark_summary": benchmark_summary,
+    "performance_comparison": performance_comparison,
+    "hybrid_summary": hybrid_summary,
+}
 SUITES: dict[str, Callable[..., list[Group]]] = {
-    **KERNEL_SUITES,
+    "kernels": kernel_suite,
     "optimization": optimization,
     **RING_SUITES,
-    **SESSION_SUITES,
-    **LANDSCAPE_SUITES,
+    "session_summary": session_summary,
+    "landscape": landscape,
 }

@@ -1,26 +1,15 @@
-"""The copying form of dilated attention, as public implementations build it: a baseline, timed against the engine.
+"""The systems under measurement: inputs, one call, a check of that call against the float64 reference, and its cost.
 
-Per branch: the selected rows are copied to a contiguous tensor, one kernel call runs over them, its output and
-log-sum-exp are scattered into full-length buffers; then all branches are mixed by the softmax of their log-sum-exps.
-Unlike torchscale's, the mixing weights are differentiated, so that it is the same function forward and backward.
-
-Attention to blocks chosen by content as a system under measurement: judged with the blocks that were chosen.
-
-torch's FlexAttention on a pattern's own mask, compiled: what a block-sparse pattern is compared with.
-
-A system on several ranks: each holds a shard of the same inputs, and all are judged together on global rows.
-
-The systems under measurement, each with its own inputs, its own correctness check and its own cost.
-
-A builder takes (point, device) and returns a System. An entry ``"module:function"`` names a builder of the user's own.
+A builder takes (point, device) and returns a System. ``SYSTEMS`` names them; a point may also name a builder of the
+user's own, as ``"module:function"``.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -28,23 +17,370 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import Execution, Simulated, attention, kernels, memory, patterns, reference
+from .. import Execution, Simulated, attention, compat, cost, kernels, memory, patterns, reference
 from ..adaptive import Adaptive, adaptive_attention, best_blocks
 from ..cost import PASSES, Cost
 from ..engine import torch_sparse
 from ..ring import Problem, Traffic, choose, comm, counting
 from ..ring.layout import layout_named
 from ..ring.volume import sent_bytes
-from . import peers
-from .cache_systems import CacheWorkload, PlanBuild, PoolWorkload
-from .contract import SAMPLED, Output, System, only
 from .points import Point
+
+GRADIENT_KV_HEADS = 2
+SAMPLED = 32  # rows and columns per head that are compared with the float64 oracle
+
+
+@dataclass
+class Output:
+    """What one call gave; ``grads`` = (dq, dk, dv) for "fwd+bwd"; ``counted``: what else it did, by name."""
+
+    out: Tensor
+    lse: Tensor | None = None
+    grads: tuple[Tensor, ...] = ()
+    counted: dict[str, int] = field(default_factory=dict)
+
+    def named(self) -> dict[str, Tensor]:
+        found = {"out": self.out} | ({} if self.lse is None else {"lse": self.lse})
+        return found | dict(zip(("dq", "dk", "dv"), self.grads))
+
+
+class Refused(ValueError):
+    """A system does not serve a point; the message says why. Any other error of a system is a fault."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Arguments that the library refuses inside are a refusal of the point."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+class System:
+    """Attention by ``forward(q, k, v) -> (out, lse or None)`` on (b, n, h, d), judged against ``pattern``.
+
+    Another kind of system overrides ``inputs``, ``run`` and ``check``, and sets ``cost``.
+    """
+
+    def __init__(self, point: Point, device, forward: Callable, pattern=None):
+        self.point, self.device, self.forward = point, torch.device(device), forward
+        self.dtype = getattr(torch, point.dtype)
+        self.pattern = patterns.from_dict(point.pattern) if pattern is None else pattern
+        self.scheme: str | None = None  # across ranks: by which its bytes are predicted, None where nothing is
+        self.tolerance: dict[str, float] = {}  # where it is known already: inputs of one shape are drawn alike
+        self.cost: Cost = cost.count(self.pattern, dtype=self.dtype, **point.shape)
+
+    @property
+    def backward(self) -> bool:
+        return self.point.passes == "fwd+bwd"
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of q, k, v."""
+        p = self.point
+        return [(p.batch, p.seq_len, h, p.head_dim) for h in (p.heads, p.kv_heads, p.kv_heads)]
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v, and for a backward dout; normal, from a generator seeded by the point's id, made in place."""
+        generator = torch.Generator(self.device).manual_seed(int(self.point.id, 16) >> 1)
+        shapes = self.shapes()
+        shapes += shapes[:1] if self.backward else []
+        made = [torch.empty(s, dtype=self.dtype, device=self.device).normal_(generator=generator) for s in shapes]
+        return [t.requires_grad_(self.backward) for t in made[:3]] + made[3:]
+
+    def run(self, inputs: list[Tensor]) -> Output:
+        q, k, v, *rest = inputs
+        out, lse = self.forward(q, k, v)  # (b, n, h, d), (b, h, n)
+        if not self.backward:
+            return Output(out, lse)
+        grads = torch.autograd.grad(out, (q, k, v), rest[0])
+        return Output(out.detach(), None if lse is None else lse.detach(), grads)
+
+    def as_bnhd(self, t: Tensor) -> Tensor:
+        """A tensor of the system's own layout as (b, n, h, d)."""
+        return t
+
+    def check(self, inputs: list[Tensor], output: Output, starts=(None,)) -> tuple[dict[str, float], dict[str, float]]:
+        """(errors, tolerance) of this output against the float64 oracle at full size; inf: wrong shape or dtype.
+
+        ``starts``: where the stretches of keys begin whose gradients are compared, None: one anywhere.
+        """
+        q, k, v, *rest = (self.as_bnhd(t.detach()) for t in inputs)
+        found = {n: t if n == "lse" else self.as_bnhd(t) for n, t in output.named().items()}
+        dout, causal = (rest[0] if rest else None), self.point.causal
+        if found.keys() - self.tolerance.keys():
+            self.tolerance = reference.tolerance(q, k, v, dout, causal=causal)
+        tolerance = self.tolerance
+        b, n, h, _ = q.shape
+        want = {"out": q.shape, "lse": (b, h, n), "dq": q.shape, "dk": k.shape, "dv": v.shape}
+        dtypes = {name: q.dtype for name in want} | {"lse": found["lse"].dtype if "lse" in found else None}
+        wrong = [x for x, t in found.items() if tuple(t.shape) != tuple(want[x]) or t.dtype != dtypes[x]]
+        if wrong:
+            return dict.fromkeys(wrong, float("inf")), {name: tolerance[name] for name in wrong}
+        seed = int(self.point.id[:8], 16)
+        errors = reference.sampled_errors(
+            q, k, v, self.pattern, causal=causal, out=found["out"], lse=found.get("lse"), samples=SAMPLED, seed=seed
+        )
+        if rest:
+            each = [self._gradient_errors(q, k, v, dout, found, seed, start) for start in starts]
+            errors |= {name: max(e[name] for e in each) for name in each[0]}
+        return errors, {name: tolerance[name] for name in errors}
+
+    def _gradient_errors(self, q, k, v, dout, found, seed: int, start: int | None) -> dict[str, float]:
+        """dq, dk, dv of a few neighbouring heads: every query that sees a sampled key needs its exact softmax."""
+        heads, kv_heads = self.point.heads, self.point.kv_heads
+        group, few = heads // kv_heads, min(GRADIENT_KV_HEADS, kv_heads)
+        first = seed % (kv_heads - few + 1)
+        kv, own = slice(first, first + few), slice(first * group, (first + few) * group)
+        errors = reference.sampled_errors(
+            q[:, :, own], k[:, :, kv], v[:, :, kv], _HeadsFrom(self.pattern, own.start, heads, kv_heads),
+            causal=self.point.causal, out=found["out"][:, :, own], lse=None, dout=dout[:, :, own],
+            grads=(found["dq"][:, :, own], found["dk"][:, :, kv], found["dv"][:, :, kv]),
+            samples=SAMPLED, seed=seed, start=start,
+        )  # fmt: skip
+        return {name: errors[name] for name in ("dq", "dk", "dv")}
+
+
+class _HeadsFrom:
+    """A pattern seen by some of its heads, ``first`` being number 0."""
+
+    def __init__(self, pattern, first: int, heads: int, kv_heads: int):
+        self.pattern, self.first, self.of = pattern, first, {"heads": heads, "kv_heads": kv_heads}
+
+    def multiplicity(self, queries, keys, *, n: int, head: int, **_):
+        return self.pattern.multiplicity(queries, keys, n=n, head=self.first + head, **self.of)
+
+    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
+        return self.pattern.reach(first, last, n)
+
+
+def only(point: Point, *allowed: str) -> dict:
+    """The options of a point; raises Refused for one that the system does not have."""
+    options = dict(point.options)
+    unknown = options.keys() - set(allowed)
+    if unknown:
+        raise Refused(f"{point.system} has no option {sorted(unknown)[0]!r}; known: {', '.join(allowed) or 'none'}")
+    return options
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# shards
+
+
+def count_step() -> None:
+    """Count a step that all ranks take together, so that the one that stays behind is known."""
+    if comm.on_post is not None:
+        comm.on_post()
+
+
+class Sharded:
+    """This rank's part of a system that works on shards over the default group; a ``System`` to who measures it.
+
+    ``cost`` is the whole point's, but for ``floor_bytes``, which are those of the shard. Raises Refused for a layout
+    that the point cannot have.
+    """
+
+    def __init__(self, system: System):
+        self.system, self.point = system, system.point
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        n = self.point.seq_len
+        with refusing():
+            self.layout = layout_named(dict(self.point.options).get("layout", "contiguous"), n, self.ranks)
+        floor = system.cost.floor_bytes * self.layout.size(self.rank) // n
+        self.cost, self.tolerance = replace(system.cost, floor_bytes=floor), {}
+        self.first: Traffic | None = None
+
+    def inputs(self) -> list[Tensor]:
+        """The shards of the point's inputs, which are the same on every rank."""
+        mine = [self.layout.shard(t.detach(), self.rank).clone() for t in self.system.inputs()]
+        return [t.requires_grad_(self.system.backward) for t in mine[:3]] + mine[3:]
+
+    def run(self, inputs: list[Tensor]) -> Output:
+        with counting() as traffic, torch.autograd.set_multithreading_enabled(False):  # count the backward's bytes too
+            output = self.system.run(inputs)
+        self.first = self.first or traffic
+        return output
+
+    def check(self, inputs: list[Tensor], output: Output) -> tuple[dict[str, float], dict[str, float]]:
+        """(errors, tolerance) of all ranks' output, gathered on rank 0 and compared as a system on one device is."""
+        mine = {name: t.detach().cpu() for name, t in output.named().items()}
+        everyone = [None] * self.ranks
+        count_step()
+        dist.gather_object(mine, everyone if self.rank == 0 else None)
+        found = [self._judged(everyone) if self.rank == 0 else None]
+        dist.broadcast_object_list(found)
+        errors, tolerance, self.tolerance = found[0]
+        return errors, tolerance
+
+    def _judged(self, everyone: list[dict[str, Tensor]]) -> tuple[dict, dict, dict]:
+        shapes = {name: [size[2 if name == "lse" else 1] for size in (e[name].shape for e in everyone)]
+                  for name in everyone[0]}  # fmt: skip
+        wanted = [self.layout.size(rank) for rank in range(self.ranks)]
+        wrong = [name for name, sizes in shapes.items() if sizes != wanted]
+        if wrong:
+            return dict.fromkeys(wrong, float("inf")), dict.fromkeys(wrong, 0.0), {}
+        device = self.system.device
+        whole = {name: self.layout.unshard([e[name] for e in everyone], 2 if name == "lse" else 1).to(device)
+                 for name in everyone[0]}  # fmt: skip
+        grads = tuple(whole[name] for name in ("dq", "dk", "dv") if name in whole)
+        self.system.tolerance = self.tolerance
+        starts = [owned[0].start for rank in range(self.ranks) if (owned := self.layout.ranges(rank))]
+        given = self.system.inputs()
+        errors, tolerance = self.system.check(given, Output(whole["out"], whole.get("lse"), grads), starts)
+        return errors, tolerance, self.system.tolerance
+
+    def sent(self) -> dict:
+        """What this rank sent in its first call, beside what its scheme's plan says; ``planned`` None: no scheme."""
+        scheme, p = self.system.scheme, self.point
+        bytes_, messages = self.first.from_rank(self.rank), self.first.messages
+        found = {"scheme": scheme, "bytes_sent": bytes_, "messages": messages, "planned": None}
+        if scheme is None:
+            return found
+        problem = Problem(self.system.pattern, self.layout, p.causal, p.heads, p.kv_heads)
+        scheme = choose(problem).scheme if scheme == "auto" else scheme
+        shape = {"batch": p.batch, "head_dim": p.head_dim, "dtype": self.system.dtype, "passes": p.passes}
+        return found | {"scheme": scheme, "planned": sent_bytes(problem, self.rank, scheme, **shape)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# baselines
+
+TORCHS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def ringlab(point: Point, device) -> System:
+    """This library; options are those of ``Execution``, backend, and pool_threshold_mb for a pool of its own.
+
+    On several ranks, or ``simulated`` ones in this process: scheme and layout.
+    """
+    switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "results", "pool_threshold_mb")
+    options = only(point, *switches, "simulated", "scheme", "layout")
+    across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
+    group = group_of(point, options.pop("simulated", None))
+    if group is not None:
+        across["group"] = group
+    backend, threshold_mb = options.pop("backend", "auto"), options.pop("pool_threshold_mb", None)
+    if threshold_mb is not None:
+        if not options.get("pool"):
+            raise Refused(f"pool_threshold_mb={threshold_mb} needs pool=True")
+        options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
+    pattern, causal = patterns.from_dict(point.pattern), point.causal
+    with refusing():
+        execution = Execution(**options)
+    # Refused here, before any input is made.
+    kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=causal,
+                   backward=point.passes == "fwd+bwd", backend=backend)  # fmt: skip
+
+    def forward(q, k, v):
+        return attention(q, k, v, pattern, causal=causal, backend=backend, execution=execution, return_lse=True,
+                         **across)  # fmt: skip
+
+    system = System(point, device, forward)
+    system.scheme = across.get("scheme", "auto") if point.world_size > 1 else None
+    return system
+
+
+def group_of(point: Point, simulated: int | None):
+    """The group of a point: its processes, ranks that are simulated in one, or None on one device."""
+    if point.world_size > 1:
+        if simulated is not None:
+            raise Refused(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
+        return dist.group.WORLD
+    return None if simulated is None else Simulated(simulated)
+
+
+def dense_sdpa(point: Point, device) -> System:
+    """torch's scaled_dot_product_attention over the whole sequence, whichever kernel it picks."""
+    only(point)
+    if point.pattern["kind"] != "dense":
+        raise Refused(f"dense_sdpa computes dense attention, not {patterns.from_dict(point.pattern)}")
+    grouped = {"enable_gqa": True} if point.kv_heads != point.heads else {}
+
+    def forward(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, n, d)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=point.causal, **grouped).transpose(1, 2), None
+
+    return System(point, device, forward)
+
+
+def copying(point: Point, device) -> System:
+    """What others ship, on the same function: each branch made contiguous, the same kernel, scattered, then mixed."""
+    only(point)
+    pattern = patterns.from_dict(point.pattern)
+    dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
+    kernel = kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward).kernel
+    return System(point, device, lambda q, k, v: (copying_attention(q, k, v, pattern, point.causal, kernel), None))
+
+
+class ContiguousSegments(System):
+    """torch's own kernel on segments that lie ready, as long as the first branch's selected rows: a ceiling for it.
+
+    Another function than the point's pattern: plain segments of m = w / r rows, checked as such. The option ``backend``
+    is a name of ``TORCHS``; without it torch takes which it likes. Raises Refused if m does not divide the sequence
+    length, and NotImplementedError where the named kernel cannot run.
+    """
+
+    def __init__(self, point: Point, device):
+        self.backend = only(point, "backend").get("backend")
+        if self.backend is not None:
+            if self.backend not in TORCHS:
+                raise Refused(f"unknown kernel of torch's {self.backend!r}; known: {', '.join(TORCHS)}")
+            kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=point.causal,
+                           backward=point.passes == "fwd+bwd", backend=self.backend)  # fmt: skip
+        pattern = patterns.from_dict(point.pattern)
+        dilated = isinstance(pattern, patterns.Dilated)
+        self.rows = pattern.segment_lengths[0] // pattern.dilation_rates[0] if dilated else point.seq_len
+        if point.seq_len % self.rows or point.kv_heads != point.heads:
+            given = f"{point.heads} / {point.kv_heads} heads, {point.seq_len} positions"
+            raise Refused(f"contiguous_segments needs equal heads and whole segments of {self.rows}, got {given}")
+        super().__init__(point, device, self._sdpa, patterns.Dilated([self.rows], [1]))
+
+    def shapes(self):
+        p = self.point
+        return [(p.batch * p.seq_len // self.rows, p.heads, self.rows, p.head_dim)] * 3  # (b * segments, h, m, d)
+
+    def _sdpa(self, q, k, v):
+        with nullcontext() if self.backend is None else sdpa_kernel(TORCHS[self.backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.point.causal), None
+
+    def as_bnhd(self, t):
+        return t.transpose(1, 2).reshape(self.point.batch, self.point.seq_len, self.point.heads, self.point.head_dim)
+
+
+class Sgemm(System):
+    """(n, n) @ (n, n) in fp32: the matmul rate that this run reaches."""
+
+    def __init__(self, point: Point, device):
+        only(point)
+        self.point, self.device, self.dtype = point, torch.device(device), torch.float32
+        n = point.seq_len
+        self.cost = Cost(pairs=0, distinct_pairs=0, flops=2 * n**3, folded_flops=2 * n**3, floor_bytes=12 * n * n)
+
+    def shapes(self):
+        return [(self.point.seq_len, self.point.seq_len)] * 2
+
+    def run(self, inputs):
+        return Output(inputs[0] @ inputs[1])
+
+    def check(self, inputs, output):
+        a, b = inputs
+        rows = torch.arange(0, len(a), max(1, len(a) // SAMPLED), device=a.device)
+        error = reference.error(output.out[rows], a[rows].double() @ b.double(), 1.0)
+        return {"out": error}, {"out": reference.EXACT[torch.float32]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the copying form of dilated attention
 
 UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as torchscale has it: finite, and weightless
 
 
 @dataclass(frozen=True)
-class Part:
+class RowCopy:
     """``segments`` whole segments of one branch from position ``start``, in which each selected head keeps m rows."""
 
     start: int
@@ -79,7 +415,7 @@ def _slice(heads: list[int]):
     return slice(heads[0], heads[-1] + 1, step) if even else heads
 
 
-def parts_of(branch, n: int) -> list[Part]:
+def parts_of(branch, n: int) -> list[RowCopy]:
     """A branch's kernel calls: whole segments and a short last one, heads of equal row counts together."""
     found = []
     whole, rest = divmod(n, branch.length)
@@ -90,7 +426,7 @@ def parts_of(branch, n: int) -> list[Part]:
             if segments and rows > 0:
                 by_rows.setdefault(rows, {}).setdefault(offset, []).append(head)
         for rows, heads in by_rows.items():
-            found.append(Part(start, segments, length, branch.rate, rows, tuple(sorted(heads.items()))))
+            found.append(RowCopy(start, segments, length, branch.rate, rows, tuple(sorted(heads.items()))))
     return found
 
 
@@ -146,20 +482,45 @@ class _Copying(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# block-sparse: FlexAttention, and blocks chosen by content
+
+
+def flex(point: Point, device) -> System:
+    """The kernel that ``Execution(blocks="flex")`` calls, without the lse that views make for it; forward alone.
+
+    Compiled, and the mask built, before anything is timed; its tracked memory lacks what it holds inside. Raises
+    NotImplementedError where it cannot run.
+    """
+    only(point)
+    pattern = patterns.from_dict(point.pattern)
+    if not isinstance(pattern, patterns.BlockSparse):
+        raise Refused(f"flex computes block-sparse patterns, not {pattern}")
+    if point.passes != "fwd":
+        raise NotImplementedError("flex is measured forward alone: its backward is that of views")
+    system = System(point, device, lambda q, k, v: torch_sparse.flex_forward(q, k, v, mask, point.head_dim**-0.5))
+    why = torch_sparse.refusal(device, system.dtype, point.head_dim, pattern.block_size)
+    if why:
+        raise NotImplementedError(f"FlexAttention {why}")
+    mask = torch_sparse.flex_prepare(pattern, point.seq_len, point.causal, device)
+    system.run([torch.zeros(shape, dtype=system.dtype, device=device) for shape in system.shapes()])  # compiles
+    return system
+
+
 ROUNDING = 1e-4  # by so much of the largest logit may a block that was left out be better: means are rounded
 
 
-class Chosen(System):
+class TopBlocks(System):
     """Each block of queries chooses its blocks, and then attends to them; options ``block_size`` and ``top_k``.
 
     The point's pattern is dense, as any block may be chosen. Its check compares with the oracle on the blocks chosen,
-    and these with the best by logits in float64. Raises ValueError for a batch: the oracle knows one choice a head.
+    and these with the best by logits in float64. Raises Refused for a batch: the oracle knows one choice a head.
     """
 
     def __init__(self, point: Point, device):
         self.chosen = Adaptive(**only(point, "block_size", "top_k"))
         if point.batch != 1 or point.pattern["kind"] != "dense":
-            raise ValueError("adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks")
+            raise Refused("adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks")
         causal = point.causal
         super().__init__(point, device, lambda q, k, v: adaptive_attention(q, k, v, self.chosen, causal=causal,
                                                                            return_lse=True))  # fmt: skip
@@ -221,259 +582,8 @@ class OfBlocks:
         return 0, n
 
 
-def flex(point: Point, device) -> System:
-    """The kernel that ``Execution(blocks="flex")`` calls, without the lse that views make for it; forward alone.
-
-    Compiled, and the mask built, before anything is timed; its tracked memory lacks what it holds inside. Raises
-    NotImplementedError where it cannot run.
-    """
-    only(point)
-    pattern = patterns.from_dict(point.pattern)
-    if not isinstance(pattern, patterns.BlockSparse):
-        raise ValueError(f"flex computes block-sparse patterns, not {pattern}")
-    if point.passes != "fwd":
-        raise NotImplementedError("flex is measured forward alone: its backward is that of views")
-    system = System(point, device, lambda q, k, v: torch_sparse.flex_forward(q, k, v, mask, point.head_dim**-0.5))
-    why = torch_sparse.refusal(device, system.dtype, point.head_dim)
-    if why:
-        raise NotImplementedError(f"FlexAttention {why}")
-    mask = torch_sparse.flex_prepare(pattern, point.seq_len, point.causal, device)
-    system.run([torch.zeros(shape, dtype=system.dtype, device=device) for shape in system.shapes()])  # compiles
-    return system
-
-
-def begin() -> None:
-    """Count a step that all ranks take together, so that the one that stays behind is known."""
-    if comm.on_post is not None:
-        comm.on_post()
-
-
-class Sharded:
-    """This rank's part of a system that works on shards over the default group; a ``System`` to who measures it.
-
-    ``cost`` is the whole point's, but for ``floor_bytes``, which are those of the shard. Raises ValueError for a layout
-    that the point cannot have.
-    """
-
-    def __init__(self, system: System):
-        self.system, self.point = system, system.point
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        n = self.point.seq_len
-        self.layout = layout_named(dict(self.point.options).get("layout", "contiguous"), n, self.ranks)
-        floor = system.cost.floor_bytes * self.layout.size(self.rank) // n
-        self.cost, self.tolerance = replace(system.cost, floor_bytes=floor), {}
-        self.first: Traffic | None = None
-
-    def inputs(self) -> list[Tensor]:
-        """The shards of the point's inputs, which are the same on every rank."""
-        mine = [self.layout.shard(t.detach(), self.rank).clone() for t in self.system.inputs()]
-        return [t.requires_grad_(self.system.backward) for t in mine[:3]] + mine[3:]
-
-    def run(self, inputs: list[Tensor]) -> Output:
-        with counting() as traffic, torch.autograd.set_multithreading_enabled(False):  # count the backward's bytes too
-            output = self.system.run(inputs)
-        self.first = self.first or traffic
-        return output
-
-    def check(self, inputs: list[Tensor], output: Output) -> tuple[dict[str, float], dict[str, float]]:
-        """(errors, tolerance) of all ranks' output, gathered on rank 0 and compared as a system on one device is."""
-        mine = {name: t.detach().cpu() for name, t in output.named().items()}
-        everyone = [None] * self.ranks
-        begin()
-        dist.gather_object(mine, everyone if self.rank == 0 else None)
-        found = [self._judged(everyone) if self.rank == 0 else None]
-        dist.broadcast_object_list(found)
-        errors, tolerance, self.tolerance = found[0]
-        return errors, tolerance
-
-    def _judged(self, everyone: list[dict[str, Tensor]]) -> tuple[dict, dict, dict]:
-        shapes = {name: [size[2 if name == "lse" else 1] for size in (e[name].shape for e in everyone)]
-                  for name in everyone[0]}  # fmt: skip
-        wanted = [self.layout.size(rank) for rank in range(self.ranks)]
-        wrong = [name for name, sizes in shapes.items() if sizes != wanted]
-        if wrong:
-            return dict.fromkeys(wrong, float("inf")), dict.fromkeys(wrong, 0.0), {}
-        device = self.system.device
-        whole = {name: self.layout.unshard([e[name] for e in everyone], 2 if name == "lse" else 1).to(device)
-                 for name in everyone[0]}  # fmt: skip
-        grads = tuple(whole[name] for name in ("dq", "dk", "dv") if name in whole)
-        self.system.tolerance = self.tolerance
-        starts = [owned[0].start for rank in range(self.ranks) if (owned := self.layout.ranges(rank))]
-        given = self.system.inputs()
-        errors, tolerance = self.system.check(given, Output(whole["out"], whole.get("lse"), grads), starts)
-        return errors, tolerance, self.system.tolerance
-
-    def sent(self) -> dict:
-        """What this rank sent in its first call, beside what its scheme's plan says; ``planned`` None: no scheme."""
-        scheme, p = self.system.scheme, self.point
-        bytes_, messages = self.first.from_rank(self.rank), self.first.messages
-        found = {"scheme": scheme, "bytes_sent": bytes_, "messages": messages, "planned": None}
-        if scheme is None:
-            return found
-        problem = Problem(self.system.pattern, self.layout, p.causal, p.heads, p.kv_heads)
-        scheme = choose(problem).scheme if scheme == "auto" else scheme
-        shape = {"batch": p.batch, "head_dim": p.head_dim, "dtype": self.system.dtype, "passes": p.passes}
-        return found | {"scheme": scheme, "planned": sent_bytes(problem, self.rank, scheme, **shape)}
-
-
-TORCHS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-
-
-def ringlab(point: Point, device) -> System:
-    """This library; options are those of ``Execution``, backend, and pool_threshold_mb for a pool of its own.
-
-    On several ranks, or ``simulated`` ones in this process: scheme and layout.
-    """
-    switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "results", "pool_threshold_mb")
-    options = only(point, *switches, "simulated", "scheme", "layout")
-    across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
-    group = ranks_of(point, options.pop("simulated", None))
-    if group is not None:
-        across["group"] = group
-    backend, threshold_mb = options.pop("backend", "auto"), options.pop("pool_threshold_mb", None)
-    if threshold_mb is not None:
-        if not options.get("pool"):
-            raise ValueError(f"pool_threshold_mb={threshold_mb} needs pool=True")
-        options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
-    pattern, execution, causal = patterns.from_dict(point.pattern), Execution(**options), point.causal
-    # Refused here, before any input is made.
-    kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=causal,
-                   backward=point.passes == "fwd+bwd", backend=backend)  # fmt: skip
-
-    def forward(q, k, v):
-        return attention(q, k, v, pattern, causal=causal, backend=backend, execution=execution, return_lse=True,
-                         **across)  # fmt: skip
-
-    system = System(point, device, forward)
-    system.scheme = across.get("scheme", "auto") if point.world_size > 1 else None
-    return system
-
-
-def ranks_of(point: Point, simulated: int | None):
-    """The group of a point: its processes, ranks that are simulated in one, or None on one device."""
-    if point.world_size > 1:
-        if simulated is not None:
-            raise ValueError(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
-        return dist.group.WORLD
-    return None if simulated is None else Simulated(simulated)
-
-
-def dense_sdpa(point: Point, device) -> System:
-    """torch's scaled_dot_product_attention over the whole sequence, whichever kernel it picks."""
-    only(point)
-    if point.pattern["kind"] != "dense":
-        raise ValueError(f"dense_sdpa computes dense attention, not {patterns.from_dict(point.pattern)}")
-    grouped = {"enable_gqa": True} if point.kv_heads != point.heads else {}
-
-    def forward(q, k, v):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, n, d)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=point.causal, **grouped).transpose(1, 2), None
-
-    return System(point, device, forward)
-
-
-def copying(point: Point, device) -> System:
-    """What others ship, on the same function: each branch made contiguous, the same kernel, scattered, then mixed."""
-    only(point)
-    pattern = patterns.from_dict(point.pattern)
-    dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
-    kernel = kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward).kernel
-    return System(point, device, lambda q, k, v: (copying_attention(q, k, v, pattern, point.causal, kernel), None))
-
-
-class ContiguousSegments(System):
-    """torch's own kernel on segments that lie ready, as long as the first branch's selected rows: a ceiling for it.
-
-    Another function than the point's pattern: plain segments of m = w / r rows, checked as such. The option ``backend``
-    is a name of ``TORCHS``; without it torch takes which it likes. Raises ValueError if m does not divide the sequence
-    length, and NotImplementedError where the named kernel cannot run.
-    """
-
-    def __init__(self, point: Point, device):
-        self.backend = only(point, "backend").get("backend")
-        if self.backend is not None:
-            if self.backend not in TORCHS:
-                raise ValueError(f"unknown kernel of torch's {self.backend!r}; known: {', '.join(TORCHS)}")
-            kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=point.causal,
-                           backward=point.passes == "fwd+bwd", backend=self.backend)  # fmt: skip
-        pattern = patterns.from_dict(point.pattern)
-        dilated = isinstance(pattern, patterns.Dilated)
-        self.rows = pattern.segment_lengths[0] // pattern.dilation_rates[0] if dilated else point.seq_len
-        if point.seq_len % self.rows or point.kv_heads != point.heads:
-            given = f"{point.heads} / {point.kv_heads} heads, {point.seq_len} positions"
-            raise ValueError(f"contiguous_segments needs equal heads and whole segments of {self.rows}, got {given}")
-        super().__init__(point, device, self._sdpa, patterns.Dilated([self.rows], [1]))
-
-    def shapes(self):
-        p = self.point
-        return [(p.batch * p.seq_len // self.rows, p.heads, self.rows, p.head_dim)] * 3  # (b * segments, h, m, d)
-
-    def _sdpa(self, q, k, v):
-        with nullcontext() if self.backend is None else sdpa_kernel(TORCHS[self.backend]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.point.causal), None
-
-    def as_bnhd(self, t):
-        return t.transpose(1, 2).reshape(self.point.batch, self.point.seq_len, self.point.heads, self.point.head_dim)
-
-
-class Sgemm(System):
-    """(n, n) @ (n, n) in fp32: the matmul rate that this run reaches."""
-
-    def __init__(self, point: Point, device):
-        only(point)
-        self.point, self.device, self.dtype = point, torch.device(device), torch.float32
-        n = point.seq_len
-        self.cost = Cost(pairs=0, distinct_pairs=0, flops=2 * n**3, folded_flops=2 * n**3, floor_bytes=12 * n * n)
-
-    def shapes(self):
-        return [(self.point.seq_len, self.point.seq_len)] * 2
-
-    def run(self, inputs):
-        return Output(inputs[0] @ inputs[1])
-
-    def check(self, inputs, output):
-        a, b = inputs
-        rows = torch.arange(0, len(a), max(1, len(a) // SAMPLED), device=a.device)
-        error = reference.error(output.out[rows], a[rows].double() @ b.double(), 1.0)
-        return {"out": error}, {"out": reference.EXACT[torch.float32]}
-
-
-def _published(name: str) -> Callable[[Point, torch.device], System]:
-    """A published module by its own constructor and forward; options go to the constructor."""
-
-    def builder(point: Point, device) -> System:
-        from ringlab import compat
-
-        pattern = patterns.from_dict(point.pattern)
-        if name in BLOCK_SPARSE:
-            if not isinstance(pattern, patterns.BlockSparse):
-                raise ValueError(f"{name} computes block-sparse patterns, not {pattern}")
-            shape = {"pattern": pattern}
-        else:
-            dilated = isinstance(pattern, patterns.Dilated)
-            if not dilated or (pattern.mixing, pattern.offsets) != ("head_groups", "branch"):
-                raise ValueError(f"{name} computes head groups with offsets by branch, not {pattern}")
-            lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
-            shape = {"segment_lengths": lengths, "dilation_rates": rates}
-        options = dict(point.options)
-        group = ranks_of(point, options.pop("simulated", None))
-        if group is not None:
-            options |= {"group": group} if point.world_size > 1 else {"ring_size": group.ranks}
-        home = compat if name in BLOCK_SPARSE else compat
-        module = getattr(home, name)(**shape, device=device, dtype=getattr(torch, point.dtype), **options)
-        system = System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
-        system.scheme = module.scheme if point.world_size > 1 else None
-        layout = module._ranks(point.seq_len).get("layout")
-        if layout is not None:  # the oracle goes along its curve
-            order = torch.cat([layout.positions(rank) for rank in range(layout.ranks)]).to(device)
-            system.as_bnhd = lambda t: t[:, order]
-        return system
-
-    return builder
+# ---------------------------------------------------------------------------------------------------------------------
+# published modules
 
 
 PUBLISHED = (
@@ -482,42 +592,69 @@ PUBLISHED = (
     "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect", "RingDilatedAttentionHilbertGPUOptimized",
 )  # fmt: skip
 BLOCK_SPARSE = ("BlockSparseRingDilatedAttention", "BlockSparseOptimized", "BlockSparseTorchSparse")
-ONE_DEVICE = ("flex", "adaptive", "dense_sdpa", "copying", "contiguous_segments", "sgemm", "plan_build",
-              "cache_workload", "pool_workload", *peers.SYSTEMS)  # fmt: skip
-SYSTEMS: dict[str, Callable[[Point, torch.device], System]] = {
+
+
+def published(point: Point, device) -> System:
+    """A published module by its own constructor and forward; options go to the constructor."""
+    name, pattern, options = point.system, patterns.from_dict(point.pattern), dict(point.options)
+    if name in BLOCK_SPARSE:
+        if not isinstance(pattern, patterns.BlockSparse):
+            raise Refused(f"{name} computes block-sparse patterns, not {pattern}")
+        options["pattern"] = pattern
+    else:
+        dilated = isinstance(pattern, patterns.Dilated)
+        if not dilated or (pattern.mixing, pattern.offsets) != ("head_groups", "branch"):
+            raise Refused(f"{name} computes head groups with offsets by branch, not {pattern}")
+        options["segment_lengths"] = list(pattern.segment_lengths)
+        options["dilation_rates"] = list(pattern.dilation_rates)
+    group = group_of(point, options.pop("simulated", None))
+    if group is not None:
+        options |= {"group": group} if point.world_size > 1 else {"ring_size": group.ranks}
+    with refusing():
+        module = getattr(compat, name)(device=device, dtype=getattr(torch, point.dtype), **options)
+    system = System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
+    system.scheme = module.scheme if point.world_size > 1 else None
+    layout = module._ranks(point.seq_len).get("layout")
+    if layout is not None:  # the reference goes along its curve
+        order = torch.cat([layout.positions(rank) for rank in range(layout.ranks)]).to(device)
+        system.as_bnhd = lambda t: t[:, order]
+    return system
+
+
+SEVERAL_RANKS = ("ringlab", *PUBLISHED, *BLOCK_SPARSE)
+SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "ringlab": ringlab,
     "dense_sdpa": dense_sdpa,
     "copying": copying,
     "contiguous_segments": ContiguousSegments,
     "sgemm": Sgemm,
-    "plan_build": PlanBuild,
-    "cache_workload": CacheWorkload,
-    "pool_workload": PoolWorkload,
+    "plan_build": "ringlab.measure.cache_systems:PlanBuild",
+    "cache_workload": "ringlab.measure.cache_systems:CacheWorkload",
+    "pool_workload": "ringlab.measure.cache_systems:PoolWorkload",
     "flex": flex,
-    "adaptive": Chosen,
-    **peers.SYSTEMS,
-    **{name: _published(name) for name in (*PUBLISHED, *BLOCK_SPARSE)},
+    "adaptive": TopBlocks,
+    "dilated_attention_pytorch": "ringlab.measure.peers:dilated_attention_pytorch",
+    "torchscale_dilated": "ringlab.measure.peers:torchscale_dilated",
+    "ring_attention_pytorch": "ringlab.measure.peers:ring_attention_pytorch",
+    **dict.fromkeys((*PUBLISHED, *BLOCK_SPARSE), published),
 }
 
 
-def build(point: Point, device) -> System:
-    """The system of a point; raises ValueError for an unknown name, and what its builder raises to refuse the point.
+def build(point: Point, device) -> System | Sharded:
+    """The system of a point; raises Refused for an unknown name, and what its builder raises to refuse the point.
 
-    The option ``twin=True`` changes nothing: the same work once more, which shows what the same work differs by.
+    The option ``twin=True`` changes nothing: it marks the A/A control, which does the same work once more.
 
     >>> build(Point("dense_sdpa", patterns.Dense(), seq_len=8), "cpu").cost.pairs
     512
     """
-    if point.world_size > 1 and point.system in ONE_DEVICE:
-        raise ValueError(f"{point.system} runs on one device, not on {point.world_size} ranks")
-    system = _builder(point)(point.first, device)
+    entry = SYSTEMS.get(point.system, point.system)
+    if isinstance(entry, str):
+        module, found, name = entry.partition(":")
+        if not found:
+            raise Refused(f"unknown system {entry!r}; known: {', '.join(SYSTEMS)}, or module:function")
+    if point.world_size > 1 and point.system in SYSTEMS and point.system not in SEVERAL_RANKS:
+        raise Refused(f"{point.system} runs on one device, not on {point.world_size} ranks")
+    builder = getattr(importlib.import_module(module), name) if isinstance(entry, str) else entry
+    system = builder(point.first, device)
     return system if point.world_size == 1 else Sharded(system)
-
-
-def _builder(point: Point) -> Callable[[Point, torch.device], System]:
-    if point.system in SYSTEMS:
-        return SYSTEMS[point.system]
-    module, found, name = point.system.partition(":")
-    if not found:
-        raise ValueError(f"unknown system {point.system!r}; known: {', '.join(SYSTEMS)}, or module:function")
-    return getattr(importlib.import_module(module), name)

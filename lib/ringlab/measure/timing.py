@@ -1,9 +1,4 @@
-"""Clocks, and how often to call: warm-up, loops per sample, samples per point. Units: seconds.
-
-Lower bounds on times: measured rates on a CPU, a profile's figures on a GPU; None where no figure is known.
-
-The memory of a first call, in a process that did nothing else before.
-"""
+"""Clocks and how often to call, in seconds; lower bounds on times; the memory of a first call."""
 
 from __future__ import annotations
 
@@ -19,9 +14,8 @@ import torch
 
 from .. import hardware, memory, tracking
 from ..cost import Cost
-from .contract import Output, System
 from .points import Point
-from .systems import build
+from .systems import Output, Refused, System, build
 
 MIN_SAMPLE_S = 0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
 SAMPLES = 10
@@ -44,31 +38,30 @@ class CpuClock:
 
 
 class CudaClock:
-    """Time between two events on the current stream, per call; the L2 cache is flushed before unless ``flush=False``.
+    """Time between two events on the current stream, per call; the L2 cache is flushed before each of them.
 
     The flush overwrites a buffer twice as large as L2, so that inputs come from memory as in a real network.
     """
 
-    def __init__(self, device: torch.device, flush: bool = True):
+    def __init__(self, device: torch.device):
         self.device = device
         size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
-        self.buffer = torch.empty(2 * size, dtype=torch.uint8, device=device) if flush else None
+        self.buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
 
     def sample(self, call: Callable[[], object], loops: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if self.buffer is not None:
-            self.buffer.zero_()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(loops)]
         torch.cuda.synchronize(self.device)
-        start.record()
-        for _ in range(loops):
+        for start, end in events:
+            self.buffer.zero_()
+            start.record()
             call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / loops
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return sum(start.elapsed_time(end) for start, end in events) / 1e3 / loops
 
 
-def clock_for(device: torch.device, flush: bool = True):
-    return CudaClock(device, flush) if device.type == "cuda" else CpuClock()
+def clock_for(device: torch.device) -> CpuClock | CudaClock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 def loops_for(seconds: float, sample_s: float = 0.0) -> int:
@@ -107,7 +100,6 @@ def rounds_for(seconds: list[float], interleaved: bool) -> list[int]:
     return [min(c, common) for c in counts]
 
 
-MARGIN = 1.1  # rates measured by a probe are raised by this before they bound anything: a probe can be disturbed
 PROBES = 3  # of the rates, before a row that is faster than its bound is called suspect
 
 
@@ -118,8 +110,8 @@ class Bounds:
     that other processes disturb says too little, and its bound would accuse honest rows: the best of all counts.
     """
 
-    def __init__(self, device: str, profile: str | None, threads: int, probe: Callable[[list[str]], dict]):
-        self.machine, self.on_gpu, self.threads, self._probe = hardware.detect(), device == "cuda", threads, probe
+    def __init__(self, device: str, profile: str | None, probe: Callable[[list[str]], dict]):
+        self.machine, self.on_gpu, self._probe = hardware.detect(), device == "cuda", probe
         found = hardware.get_profile(profile) if profile and self.on_gpu else None
         self.profile = found.on(self.machine) if found else None
         self.peaks: dict[str, hardware.Peaks] = {}
@@ -129,23 +121,20 @@ class Bounds:
         wanted = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
         wanted = sorted(wanted if again else wanted - self.peaks.keys())
         for name, rates in (self._probe(wanted) if wanted else {}).items():
-            found = hardware.Peaks(*rates, self.machine.cache_bytes, self.threads)
+            found = hardware.Peaks(*rates, self.machine.cache_bytes)
             self.peaks[name] = found.best(self.peaks[name]) if name in self.peaks else found
 
     def seconds(self, cost: Cost, dtype: str) -> float | None:
-        floor = cost.floor_bytes
-        if not self.on_gpu:
-            peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
-            if not peaks:  # the probe failed
+        if self.on_gpu:
+            if self.profile is None:
                 return None
-            flops, bandwidth = max(p.flops_per_s for p in peaks), max(p.bandwidth(floor) for p in peaks)
-            return cost.seconds(MARGIN * flops, MARGIN * bandwidth)
-        if self.profile is None:
+            rates = self.profile.rates(getattr(torch, dtype), cost.floor_bytes, self.machine)
+            return cost.seconds(rates.flops_per_s, rates.bytes_per_s) or None
+        peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
+        if not peaks:  # the probe failed
             return None
-        rate = self.profile.peak(getattr(torch, dtype), self.machine)
-        if dtype == "float32" and rate and self.profile.flops.get("tf32"):
-            rate = max(rate, self.profile.flops["tf32"] / 3)  # fp32 out of three tf32 products, as CUTLASS does
-        return cost.seconds(rate, self.profile.bandwidth(floor)) or None
+        rates = hardware.measured_rates(peaks, cost.floor_bytes)
+        return cost.seconds(rates.flops_per_s, rates.bytes_per_s)
 
     def below(self, cost: Cost, dtype: str, seconds: float) -> tuple[float | None, bool]:
         """(bound, whether ``seconds`` lies below it even after the rates were probed again)."""
@@ -212,7 +201,7 @@ def warm(point: Point, device: torch.device) -> None:
         system = build(point.but(seq_len=WARM_TOKENS), device)
         with tracking.LiveStorageTracker():
             system.run(system.inputs())
-    except (ValueError, NotImplementedError):  # a length that this system refuses; the point itself comes next
+    except (Refused, NotImplementedError):  # this length alone, perhaps; the point itself comes next
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     memory.GLOBAL_POOL.clear()
@@ -231,9 +220,6 @@ def limit_memory(extra_bytes: int | None) -> None:
 
 def available_bytes(ram_bytes: int | None) -> int | None:
     """Memory that a process may still take, by the system's estimate and at most ``ram_bytes``; None: unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
+    lines = (hardware.Probe().read("/proc/meminfo") or "").splitlines()
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*available, *([ram_bytes] if ram_bytes else [])], default=None)
+    return min([*available, *([ram_bytes] if available and ram_bytes else [])], default=None)

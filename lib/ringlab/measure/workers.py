@@ -1,45 +1,19 @@
-"""The runner's ends of the processes it starts: a host that forks workers, and a handle on each worker.
+"""Worker processes: a point on one rank or several, built, checked and then timed, on the session's word.
 
-The runner's end of a point on several ranks: one process each, forked by the host, asked and heard together.
-
-They are forked and not started by torch's launcher, which takes seconds per point to import torch in every rank; the
-host has done that once. Each has a channel of its own, so that one that ends is known at once and by name.
-
-One point in its own process: built, its memory taken, checked, and only then timed, on the runner's word.
-
-The runner sends a command a line and gets one line back: "prepare" (build, first call, check), "calibrate", "sample",
-"verify". A reply with a ``status`` other than "ok" is the end of the point. What the process itself cannot survive (a
-kill, a segfault, no end) is the runner's to tell. Workers are forked by ``host``.
-
-One rank of a point in its own process: a worker whose calls, times and verdicts are those of all ranks.
-
-The process that forks workers: ``python -m ringlab.measure.workers``, with a Unix socket as its stdin.
-
-torch is imported once, here, and every worker starts as a copy within milliseconds, in which the garbage collector
-leaves alone what was imported: looking through it takes 0.1 s each time, and copies its pages. The host itself runs no
-operator and never touches a GPU: threads and CUDA do not survive a fork.
-
-A request is one JSON line: {"do": "spawn", "settings": ...} with the worker's channel and stderr as file descriptors,
-answered by {"pid": ...}; or {"do": "reap", "pid": ...}, answered by {"code": exit code, or minus the signal}.
+A session sends a command and gets one reply for all ranks: "prepare" (build, first call, check), "calibrate", "sample",
+"verify"; "probe" measures the CPU's rates. A reply with a ``status`` other than "ok" is the end of the point. What the
+process itself cannot survive (a kill, a segmentation fault, no end) is reported from outside, with the rank's name.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
-import json
 import os
-import queue
-import select
-import signal
-import socket
-import subprocess
-import sys
+import pickle
 import tempfile
-import threading
 import time
-import traceback
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -48,236 +22,115 @@ import torch.distributed as dist
 from .. import hardware, reference
 from ..ring import launch
 from ..ring.launch import End
+from ..ring.processes import Ended, Process, last_line, signal_name
 from ..tracking import is_out_of_memory
-from . import provenance
-from .contract import Output, System
 from .points import Point
-from .systems import begin, build
+from .systems import Output, Refused, System, build, count_step
 from .timing import LONG_S, WARM_S, clock_for, footprint, limit_memory, loops_for, warm
-
-STARTUP_S = 180.0  # a first import of torch from a cold disk
 
 
 class TimedOut(Exception):
-    """No reply within the time."""
+    """No reply within the time; the message names the rank that is behind."""
 
 
 class Died(Exception):
     """The process ended: ``status`` and ``reason`` for its point, ``final`` where trying again would not help."""
 
-    def __init__(self, status: str, reason: str, final: bool):
+    def __init__(self, status: str, reason: str, final: bool = False):
         super().__init__(reason)
         self.status, self.reason, self.final = status, reason, final
 
 
-class Line:
-    """JSON lines over a socket, each with a deadline."""
-
-    def __init__(self, end: socket.socket):
-        self.socket, self.rest = end, b""
-
-    def send(self, message: dict, descriptors=()) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        try:
-            if descriptors:
-                socket.send_fds(self.socket, [data], descriptors)
-            else:
-                self.socket.sendall(data)
-        except (BrokenPipeError, ConnectionResetError):  # it died; receiving tells
-            pass
-
-    def receive(self, timeout_s: float) -> dict | None:
-        """The next message, or None where the other end has closed; raises TimedOut."""
-        end = time.monotonic() + timeout_s
-        while b"\n" not in self.rest:
-            self.socket.settimeout(max(1e-3, end - time.monotonic()))
-            try:
-                data = self.socket.recv(1 << 16)
-            except TimeoutError:
-                raise TimedOut from None
-            except ConnectionResetError:
-                return None
-            if not data:
-                return None
-            self.rest += data
-        line, _, self.rest = self.rest.partition(b"\n")
-        return json.loads(line)
-
-
-class Host:
-    """A fresh interpreter that finds this package and forks workers; in a session of its own, out of Ctrl-C's way."""
-
-    def __init__(self, command=(sys.executable, "-m", "ringlab.measure.workers")):
-        ours, theirs = socket.socketpair()
-        paths = [str(provenance.PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.stderr = tempfile.TemporaryFile()
-        with theirs:
-            self.process = subprocess.Popen(
-                command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=self.stderr, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            )  # fmt: skip
-        self.line = Line(ours)
-
-    def ask(self, message: dict, descriptors=()) -> dict:
-        """Raises Died where the host has ended, which no point survives."""
-        if self.line.socket.fileno() < 0:
-            raise Died("crashed", "the process that starts workers has ended", False)
-        self.line.send(message, descriptors)
-        try:
-            reply = self.line.receive(STARTUP_S)
-        except TimedOut:
-            raise Died("crashed", f"no answer within {STARTUP_S:g} s", False) from None
-        if reply is None:
-            raise Died(*autopsy(self.process.wait(), _tail(self.stderr)))
-        return reply
-
-    def close(self) -> None:
-        self.line.socket.close()
-        self.process.kill()
-        self.process.wait()
-        self.stderr.close()
-
-
-class Handle:
-    """One worker process; ``ask`` sends a command and waits for its reply."""
-
-    def __init__(self, host: Host, settings: dict):
-        ours, theirs = socket.socketpair()
-        self.host, self.line, self.pid = host, Line(ours), None
-        self.stderr = tempfile.TemporaryFile()
-        with theirs:
-            request = {"do": "spawn", "settings": settings}
-            self.pid = host.ask(request, [theirs.fileno(), self.stderr.fileno()])["pid"]
-
-    def ask(self, command: str, timeout_s: float, **arguments) -> dict:
-        """The reply; raises TimedOut, or Died with the reason. The process is gone after either."""
-        self.send(command, **arguments)
-        return self.reply(timeout_s)
-
-    def send(self, command: str, **arguments) -> None:
-        self.line.send({"do": command, **arguments})
-
-    def reply(self, timeout_s: float) -> dict:
-        try:
-            reply = self.line.receive(timeout_s)
-        except TimedOut:
-            self.close()
-            raise
-        if reply is None:
-            said, code = _tail(self.stderr), self.close()
-            raise Died(*autopsy(-signal.SIGKILL if code is None else code, said))
-        return reply
-
-    def close(self) -> int | None:
-        """End the process and its children; its exit code, None where it had gone before."""
-        if self.pid is None:
-            return None
-        self.line.socket.close()  # a worker that waits ends by itself; one that is busy is killed
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has ended, or has not come so far as to lead a group
-            pass
-        pid, self.pid = self.pid, None
-        self.stderr.close()
-        try:
-            return self.host.ask({"do": "reap", "pid": pid})["code"]
-        except Died:  # the host itself has gone; the system reaps what it left
-            return None
-
-
-def autopsy(code: int, said: str) -> tuple[str, str, bool]:
-    """(status, reason, final) of a process that ended by itself."""
+def cause_of_death(code: int, said: str) -> Died:
+    """What a point's row says of a process that ended by itself: its exit code, and the last line on its stderr."""
     if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        name = signal_name(-code)
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
-        return "crashed", f"the worker was ended by {name}{hint}", False
+        return Died("crashed", f"the worker was ended by {name}{hint}")
     if any(s in said.lower() for s in ("memoryerror", "can't allocate memory", "out of memory")):
-        return "oom", said, True
-    return "crashed", f"the worker ended with exit code {code}" + (f": {said}" if said else ""), False
+        return Died("oom", said, final=True)
+    return Died("crashed", f"the worker ended with exit code {code}" + (f": {said}" if said else ""))
 
 
-def _tail(stderr) -> str:
-    """The last line that a process wrote to stderr."""
-    stderr.seek(0)
-    lines = [line.strip() for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+class Workers:
+    """The processes of one point, one for each rank. Raises Died where they cannot be started."""
 
-
-class Ranks:
-    """The processes of one point; ``ask`` and ``close`` are those of a Handle, of all of them."""
-
-    def __init__(self, host: Host, settings: dict, ranks: int):
+    def __init__(self, settings: dict, ranks: int = 1):
         self.folder = tempfile.TemporaryDirectory(prefix="ringlab-")
-        self.handles: list[Handle] = []
+        self.processes: list[Process] = []
+        self.stderrs = [open(Path(self.folder.name, f"{rank}.stderr"), "w+b") for rank in range(ranks)]
+        modules = (__name__, launch.COMPILER) if ranks > 1 else (__name__,)
         try:
-            for rank in range(ranks):
-                self.handles.append(Handle(host, settings | {"rank": rank, "folder": self.folder.name}))
-        except BaseException:
+            for rank, stderr in enumerate(self.stderrs):
+                own = settings | ({"rank": rank, "folder": self.folder.name} if ranks > 1 else {})
+                output = stderr.fileno(), stderr.fileno()
+                self.processes.append(Process(serve, own, modules=modules, output=output))
+        except BaseException as error:
             self.close()
+            if isinstance(error, Ended):
+                raise cause_of_death(error.code, error.said) from None
             raise
 
     def ask(self, command: str, timeout_s: float, **arguments) -> dict:
-        """One reply for all ranks; raises TimedOut or Died with the rank that is behind or has gone."""
-        for handle in self.handles:
-            handle.send(command, **arguments)
-        replies, ends = self._listen(timeout_s)
-        counts = launch.beats(self.folder.name, len(self.handles))
+        """One reply for all ranks; raises TimedOut, or Died with the reason."""
+        for process in self.processes:
+            process.send((command, arguments))
+        several = len(self.processes) > 1
+        ends = launch.collect(self.processes, timeout_s, read=_end_of)
+        counts = launch.beats(self.folder.name, len(self.processes))
         found = launch.culprit(ends, counts)
         if found is None:
-            return self._merged([replies[rank] for rank in range(len(self.handles))])
+            return _merged([ends[rank].value for rank in range(len(ends))])
         rank, kind = found
         if kind == "died":
-            death = ends[rank].value
-            raise Died(death.status, f"rank {rank}: {death.reason}", death.final)
+            death = cause_of_death(ends[rank].value.code, last_line(self.stderrs[rank]))
+            raise Died(death.status, f"rank {rank}: {death.reason}" if several else death.reason, death.final)
         if kind == "silent":
             begun = max(counts[rank], 0)
-            raise TimedOut(f"rank {rank} is behind, {begun} steps begun, others {max(0, *counts)}")
-        reply = {"status": replies[rank]["status"], "reason": replies[rank]["reason"]}
-        if len({(r["status"], r["reason"]) for r in replies.values()}) > 1 or len(replies) < len(self.handles):
+            raise TimedOut(f"rank {rank} is behind, {begun} steps begun, others {max(0, *counts)}" if several else "")
+        reply = ends[rank].value
+        if several:  # the rest is one rank's alone
+            reply = {name: reply[name] for name in ("status", "reason", "final") if name in reply}
+        replies = {(end.value["status"], end.value["reason"]) for end in ends.values() if end.kind != "died"}
+        if len(replies) > 1 or len(ends) < len(self.processes):
             reply["reason"] = f"rank {rank}: {reply['reason']}"
         return reply
 
-    def _listen(self, timeout_s: float) -> tuple[dict[int, dict], dict[int, End]]:
-        """What each rank replied and how it fared, until all have, one has failed and a grace is over, or the time."""
-        replies: dict[int, dict] = {}
-        ends: dict[int, End] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(ends) < len(self.handles) and (left := deadline - time.monotonic()) > 0:
-            waiting = {h.line.socket: rank for rank, h in enumerate(self.handles) if rank not in ends}
-            for socket in select.select(list(waiting), [], [], left)[0]:
-                rank = waiting[socket]
-                try:
-                    replies[rank] = reply = self.handles[rank].reply(left)
-                    failed = reply["status"] != "ok"
-                    ends[rank] = End(reply.pop("kind", "error") if failed else "ok", culprit=reply.pop("culprit", None))
-                except Died as death:
-                    ends[rank] = End("died", death)
-                if ends[rank].kind != "ok":
-                    deadline = min(deadline, time.monotonic() + launch.GRACE_S)
-        return replies, ends
-
-    def _merged(self, replies: list[dict]) -> dict:
-        """The first rank's reply, and of what they do not share the largest, or all by rank."""
-        merged = replies[0]
-        if "cpu_s" in merged:
-            merged["cpu_s"] = sum(reply["cpu_s"] for reply in replies)
-        if "memory" in merged:
-            peaks = [reply["memory"]["tracked_peak_bytes"] for reply in replies]
-            sent = [reply["sent"] for reply in replies]
-            by_rank = {name: [each[name] for each in sent] for name in ("bytes_sent", "planned", "messages")}
-            floors = sum(reply["cost"]["floor_bytes"] for reply in replies)
-            merged |= {
-                "memory": replies[peaks.index(max(peaks))]["memory"],
-                "cost": merged["cost"] | {"floor_bytes": floors},
-                "ranks": by_rank | {"scheme": sent[0]["scheme"], "tracked_peak_bytes": peaks},
-            }
-            del merged["sent"]
-        return merged
-
     def close(self) -> None:
-        for handle in self.handles:
-            handle.close()
+        """End the processes and all that they have started."""
+        for process in self.processes:
+            process.end()
+        for stderr in self.stderrs:
+            stderr.close()
         self.folder.cleanup()
+
+
+def _end_of(reply: dict) -> End:
+    kind, culprit = reply.pop("kind", "error"), reply.pop("culprit", None)
+    return End("ok" if reply["status"] == "ok" else kind, reply, culprit=culprit)
+
+
+def _merged(replies: list[dict]) -> dict:
+    """The first rank's reply, and of what they do not share the largest, or all by rank."""
+    merged = replies[0]
+    if "cpu_s" in merged:
+        merged["cpu_s"] = sum(reply["cpu_s"] for reply in replies)
+    if "sent" in merged:
+        peaks = [reply["memory"]["tracked_peak_bytes"] for reply in replies]
+        sent = [reply["sent"] for reply in replies]
+        by_rank = {name: [each[name] for each in sent] for name in ("bytes_sent", "planned", "messages")}
+        floors = sum(reply["cost"]["floor_bytes"] for reply in replies)
+        merged |= {
+            "memory": replies[peaks.index(max(peaks))]["memory"],
+            "cost": merged["cost"] | {"floor_bytes": floors},
+            "ranks": by_rank | {"scheme": sent[0]["scheme"], "tracked_peak_bytes": peaks},
+        }
+        del merged["sent"]
+    return merged
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# in the worker's process
 
 
 def first_line(error: BaseException, length: int = 300) -> str:
@@ -285,14 +138,14 @@ def first_line(error: BaseException, length: int = 300) -> str:
 
 
 def outcome(error: Exception) -> tuple[str, str]:
-    """(status, reason) of what a system raised.
+    """(status, reason) of what a system raised: only what is raised to refuse a point is "unsupported".
 
-    >>> outcome(NotImplementedError("needs CUDA")), outcome(RuntimeError("CUDA out of memory. Tried"))[0]
-    (('unsupported', 'needs CUDA'), 'oom')
+    >>> outcome(NotImplementedError("needs CUDA")), outcome(ValueError("shapes differ"))
+    (('unsupported', 'needs CUDA'), ('crashed', 'ValueError: shapes differ'))
     """
     if is_out_of_memory(error):
         return "oom", first_line(error)
-    if isinstance(error, NotImplementedError | ValueError):
+    if isinstance(error, NotImplementedError | Refused):
         return "unsupported", first_line(error)
     return "crashed", f"{type(error).__name__}: {first_line(error)}"
 
@@ -300,8 +153,8 @@ def outcome(error: Exception) -> tuple[str, str]:
 class Worker:
     """A point on its way: its system, its inputs, and what its first call gave. Every method returns a reply."""
 
-    def __init__(self, point: Point, device: str, flush_l2: bool = True):
-        self.point, self.device, self.flush_l2 = point, torch.device(device), flush_l2
+    def __init__(self, point: Point, device: str):
+        self.point, self.device = point, torch.device(device)
         self.system: System | None = None
         self.inputs: list = []
         self.checked: Output | None = None
@@ -348,7 +201,7 @@ class Worker:
         return {"estimate": estimate * self.loops, "warmups": warmups, "loops": self.loops}
 
     def make_clock(self):
-        return clock_for(self.device, self.flush_l2)
+        return clock_for(self.device)
 
     def sample(self, last: bool) -> dict:
         self.keep = last
@@ -378,7 +231,8 @@ class Worker:
             return getattr(self, command)(**arguments)
         except Exception as error:  # noqa: BLE001  any failure of a system is a result, reported with its reason
             status, reason = outcome(error)
-            return {"status": status, "reason": reason}
+            found = {"status": status, "reason": reason, "final": status != "crashed"}
+            return found | {"kind": End.of(error).kind, "culprit": getattr(error, "rank", None)}
 
 
 def probe(dtypes: list[str]) -> dict:
@@ -388,50 +242,35 @@ def probe(dtypes: list[str]) -> dict:
     return {"peaks": {n: [p.flops_per_s, p.bytes_per_s_dram, p.bytes_per_s_cache] for n, p in found.items()}}
 
 
-def worker_for(point: Point, settings: dict) -> Worker:
-    """The worker of a point, or of one of its ranks."""
-    if "rank" in settings:
-        pass  # it is built on this module
-
-        return RankWorker(point, settings)
-    return Worker(point, settings["device"])
-
-
-def serve(channel: socket.socket, settings: dict) -> None:
-    """Answer the runner's commands until it hangs up, which ends the process at once, whatever it is doing.
+def serve(channel: Connection, settings: dict) -> None:
+    """Answer the session's commands.
 
     Every reply says how much CPU time this process has used (``cpu_s``), so that the rest is known to be others'.
     """
-    requests: queue.Queue = queue.Queue()
-    lines = channel.makefile("rb")
-
-    def listen():
-        for line in lines:
-            requests.put(json.loads(line))
-        os._exit(0)
-
-    threading.Thread(target=listen, daemon=True).start()
     torch.set_num_threads(settings["threads"])
     limit_memory(settings.get("memory_bytes"))
     worker = None
-    if settings.get("early"):  # while others of its group do so too; what goes wrong, prepare will meet again
-        worker = worker_for(Point.from_dict(settings["point"]), settings)
+    if settings.get("early"):  # while others of its group do so too; what goes wrong, prepare will raise again
+        worker = _worker(settings)
         worker.answer("start")
     while True:
-        request = requests.get()
-        command = request.pop("do")
+        command, arguments = pickle.loads(channel.recv_bytes())
         if command == "probe":
-            reply = probe(**request)
+            reply = probe(**arguments)
         else:
-            if worker is None:
-                worker = worker_for(Point.from_dict(settings["point"]), settings)
-            reply = worker.answer(command, **request)
+            worker = worker or _worker(settings)
+            reply = worker.answer(command, **arguments)
         reply = {"status": "ok", "reason": "", "cpu_s": time.process_time()} | reply
-        channel.sendall(json.dumps(reply).encode() + b"\n")
+        channel.send_bytes(pickle.dumps(reply))
+
+
+def _worker(settings: dict) -> Worker:
+    point = Point.from_dict(settings["point"])
+    return RankWorker(point, settings) if "rank" in settings else Worker(point, settings["device"])
 
 
 class RankWorker(Worker):
-    """A worker that joins the others in ``prepare``; every time it tells is the slowest rank's."""
+    """A worker that joins the others in ``prepare``; every time that it reports is the slowest rank's."""
 
     def __init__(self, point: Point, settings: dict):
         super().__init__(point, settings["device"])
@@ -459,20 +298,11 @@ class RankWorker(Worker):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", launch.loopback())
         beat = launch.Beat(self.folder, self.rank)
         store = dist.FileStore(str(Path(self.folder, "store")), ranks)
-        # The runner's own time is up first, and it tells who is behind.
-        launch.meet(store, self.rank, ranks, 2 * self.timeout_s, beat, backend)
+        # The session's own time is up first, and it names the rank that is behind.
+        launch.join_group(store, self.rank, ranks, 2 * self.timeout_s, beat, backend)
 
     def make_clock(self):
         return SharedClock(super().make_clock(), self.device)
-
-    def answer(self, command: str, **arguments) -> dict:
-        """The reply to a command, and whether what was raised only tells that another rank has gone."""
-        try:
-            return getattr(self, command)(**arguments)
-        except Exception as error:  # noqa: BLE001  any failure of a system is a result, reported with its reason
-            status, reason = outcome(error)
-            kind, culprit = launch.End.of(error).kind, getattr(error, "rank", None)
-            return {"status": status, "reason": reason, "kind": kind, "culprit": culprit}
 
 
 class SharedClock:
@@ -482,7 +312,7 @@ class SharedClock:
         self.clock, self.device = clock, device
 
     def sample(self, call, loops: int) -> float:
-        begin()
+        count_step()
         dist.barrier()
         return slowest(self.clock.sample(call, loops), self.device)
 
@@ -490,52 +320,6 @@ class SharedClock:
 def slowest(seconds: float, device: torch.device) -> float:
     """The largest of all ranks' seconds."""
     found = torch.tensor([seconds], dtype=torch.float64, device=device)
-    begin()
+    count_step()
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
-
-
-def main() -> None:
-    runner = socket.socket(fileno=0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's, which then ends us
-    while True:
-        line, descriptors, _, _ = socket.recv_fds(runner, 1 << 20, 2)
-        if not line:
-            return
-        request = json.loads(line)
-        if request["do"] == "reap":
-            _, status = os.waitpid(request["pid"], 0)
-            reply = {"code": os.waitstatus_to_exitcode(status)}
-        else:
-            if "rank" in request["settings"]:
-                importlib.import_module(launch.COMPILER)  # once here, not in every rank
-            gc.freeze()
-            reply = {"pid": _spawn(runner, request["settings"], *descriptors)}
-        runner.sendall(json.dumps(reply).encode() + b"\n")
-
-
-def _spawn(runner: socket.socket, settings: dict, channel: int, stderr: int) -> int:
-    pid = os.fork()
-    if pid:
-        os.close(channel)
-        os.close(stderr)
-        return pid
-    code = 1
-    try:
-        os.setsid()  # a group of its own, so that a kill takes its children too
-        runner.close()
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
-        os.dup2(stderr, 1)  # whatever a kernel prints
-        os.dup2(stderr, 2)
-        serve(socket.socket(fileno=channel), settings)
-    except BaseException:  # noqa: BLE001  a fork may not return into the host's loop
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import torch
 
 from .. import hardware, kernels
-from ..kernels import base, torch_kernels
+from ..kernels.base import DeviceSpec
 from .cells import PEAK, error, ms, peak
 from .computed import gpu_of
 from .rows import FULL, SHORT, document_rows, dtypes, is_optimised, shape, switches
@@ -93,12 +91,11 @@ def recorded(rows: list[list], stamp: str) -> Table:
 def by_rule(profile, stamp: str, head_dim: int = 64) -> Table:
     """What each kernel would say on the profile's compute capability: by its rules, not by a call."""
     rows = []
-    device = torch.device("cuda", 0)
-    with pretending(profile.capability):
-        for name in kernels.order(device):
-            kernel = kernels.KERNELS[name]
-            reasons = {word: kernel.refuses(device, getattr(torch, dtype), head_dim) for dtype, word in WORDS.items()}
-            rows.append([name, *(REFUSED if why else "allowed" for why in reasons.values()), _why(reasons)])
+    device = DeviceSpec("cuda", profile.capability)
+    for name in kernels.order(device):
+        kernel = kernels.KERNELS[name]
+        reasons = {word: kernel.refuses(device, getattr(torch, dtype), head_dim) for dtype, word in WORDS.items()}
+        rows.append([name, *(REFUSED if why else "allowed" for why in reasons.values()), _why(reasons)])
     return Table(
         f"Kernels on {profile.title} ({hardware.sm(profile.capability)}), by their rules",
         ["Kernel", *WORDS.values(), "Why refused"],
@@ -114,17 +111,3 @@ def _why(reasons: dict[str, str | None]) -> str | None:
     if len(known) == 1 and all(reasons.values()):
         return known.pop()
     return "; ".join(f"{word}: {why}" for word, why in reasons.items() if why) or None
-
-
-@contextmanager
-def pretending(capability):
-    """The kernels' rules as on a GPU of ``capability``; nothing may be called meanwhile."""
-    places = [m for m in (base, torch_kernels, kernels) if hasattr(m, "capability")]
-    before = [m.capability for m in places]
-    for m in places:
-        m.capability = lambda device: capability
-    try:
-        yield
-    finally:
-        for m, was in zip(places, before):
-            m.capability = was

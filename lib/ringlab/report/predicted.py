@@ -1,7 +1,7 @@
 """What was predicted of the rows of a report, beside what was measured: peak memory, bytes between ranks, time bound.
 
-A prediction runs no arithmetic: ``ringlab.estimate``, and the same dry run for systems that are no plain call of the
-engine. The rates under the bounds are those that the rows' own bounds were made with.
+A prediction runs no arithmetic: ``ringlab.estimate``, and the same run without data for systems that are no plain call
+of the engine. The rates under the bounds are those that the rows' own bounds were made with.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from .. import Simulated, compat, kernels, memory, patterns, ring, tracking
 from ..cost import Cost
 from ..engine import Execution
 from ..engine.autograd import local_attention
-from ..estimate import Estimate, Rates, estimate
+from ..estimate import Estimate, estimate
+from ..hardware import Rates
 from ..measure.points import Point
 from ..measure.systems import BLOCK_SPARSE, PUBLISHED, copying_attention
 from ..measure.timing import WARM_TOKENS
-from ..meta_run import Cold, DryRun, kernel_for
+from ..meta_run import FirstCall, MetaRun, kernel_for
 from .study import cost_of, pattern_of
 
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -157,7 +158,7 @@ def _probed(chain, dtype: str, head_dim: int, causal: bool, backward: bool) -> i
     """Bytes at the peak of probing a chain of kernels once."""
     how = {"causal": causal, "backward": backward, "backend": chain}
     kernels.choose("cpu", getattr(torch, dtype), head_dim, **how)  # what is loaded on the way is not counted
-    kernels.probe.cache_clear()
+    kernels.forget_probes()
     with tracking.LiveStorageTracker() as tracker:
         kernels.choose("cpu", getattr(torch, dtype), head_dim, **how)
     return tracker.peak_bytes
@@ -175,9 +176,9 @@ def _engine(point: Point, pattern, dtype, backend, execution, group, scheme, lay
         across = {"ranks": point.world_size, "scheme": scheme, "layout": layout} if point.world_size > 1 else {}
         return estimate(pattern, dtype=dtype, **_shape(point), **across, **how)
 
-    def call(run: DryRun, q, k, v):
+    def call(run: MetaRun, q, k, v):
         own = {"causal": point.causal, "scale": point.head_dim**-0.5, "backend": "auto"}
-        own["execution"] = Cold.of(execution, run)
+        own["execution"] = FirstCall.of(execution, run)
         args = [t.to(dtype) for t in (q, k, v)]
         if group is None:
             out, lse = local_attention(*args, pattern, **own)
@@ -197,7 +198,7 @@ def _baseline(point: Point) -> Estimate:
     shape = (point.batch, n, point.heads, point.head_dim)
     if point.system == "sgemm":
         cost = Cost(0, 0, 2 * n**3, 2 * n**3, 12 * n * n)
-        run = DryRun()
+        run = MetaRun()
         with run.on(kernel):
             run.name("out", run.tensor("q", (n, n), torch.float32) @ run.tensor("k", (n, n), torch.float32))
         return Estimate(cost, 1, None, run.parts(), run.peak_bytes, {})
@@ -218,8 +219,8 @@ def _baseline(point: Point) -> Estimate:
 
 
 def _traced(point: Point, cost: Cost, kernel, call: Callable, shape=None) -> Estimate:
-    """A dry run of ``call(run, q, k, v) -> (out, lse or None)`` and of its backward, on one device."""
-    run, dtype, backward = DryRun(), getattr(torch, point.dtype), point.passes != "fwd"
+    """A run without data of ``call(run, q, k, v) -> (out, lse or None)`` and of its backward, on one device."""
+    run, dtype, backward = MetaRun(), getattr(torch, point.dtype), point.passes != "fwd"
     heads = (point.heads, point.kv_heads, point.kv_heads, point.heads)
     shapes = [shape or (point.batch, point.seq_len, h, point.head_dim) for h in heads]
     made = [run.tensor(part, s, dtype) for part, s in zip(("q", "k", "v", "gradients"), shapes[: 4 if backward else 3])]

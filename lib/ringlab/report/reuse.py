@@ -82,9 +82,9 @@ class _Counting(memory.MemoryPool):
         super().__init__(threshold_bytes=threshold_bytes)
         self.sizes: list[int] = []
 
-    def borrow(self, shape, dtype=torch.float32, device="cpu"):
+    def lend(self, shape, dtype=torch.float32, device="cpu"):
         self.sizes.append(math.prod(shape) * dtype.itemsize)
-        return super().borrow(shape, dtype, device)
+        return super().lend(shape, dtype, device)
 
 
 @cache

@@ -10,9 +10,9 @@ import torch
 
 from .. import patterns
 from ..engine.dilated import make_plan
-from ..engine.fused import join_bytes
 from ..kernels import triton_config
-from ..kernels.tile_schedule import make_lists, split
+from ..kernels.experimental.fused_merge import join_bytes
+from ..kernels.tile_schedule import make_schedule, split
 from ..measure import suites as suite
 from ..measure.systems import parts_of
 from .study import Study, best, cost_of, pattern_of
@@ -105,7 +105,7 @@ def computed(point, capability: tuple[int, int]) -> float:
     for name, by, flops in passes:
         size = triton_config.sizes(name, point.head_dim, getattr(torch, point.dtype), capability)
         for source in split(pattern, n, heads, kv, size.rows):
-            lists = make_lists(source, n, heads, kv, rows=size.rows, cols=size.cols, causal=point.causal, by=by)
+            lists = make_schedule(source, n, heads, kv, rows=size.rows, cols=size.cols, causal=point.causal, by=by)
             done += flops * lists.visits * size.rows * size.cols
     return point.batch * done * point.head_dim / cost_of(point).flops
 

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
-from ..engine.block_calls import Tiling
-from ..engine.block_sparse import layers_of
-from ..engine.blocks import Cuts, layer, tile
+from ..engine.blocks import Cuts, layer, layers_of, tile
 from ..engine.dilated import first_and_step, progressions
+from ..engine.execute import Plan
 from ..patterns import Branch, Dense, Pattern
 from .layout import Layout
 
@@ -81,8 +80,8 @@ def needed(pattern: BlockSparse, layout: Layout, causal: bool, rank: int, source
 
 def block_calls(
     pattern: BlockSparse, layout: Layout, causal: bool, rank: int, received: Sequence[range] | None = None,
-    *, lower_right: bool = False,
-) -> Tiling:  # fmt: skip
+    heads: int = 1, kv_heads: int = 1, *, lower_right: bool = False,
+) -> Plan:  # fmt: skip
     """The calls of a rank's queries on its own keys, or on the rows ``received`` from others, in their order.
 
     ``lower_right``: as for ``tiling.tile``.
@@ -96,7 +95,8 @@ def block_calls(
             itself = torch.stack(layers).any(0).diagonal()
             diagonal = torch.where(itself, torch.arange(len(itself)), -1)
         layers = [seen & theirs.before(mine) for seen in layers]
-    return tile([layer(seen) for seen in layers], mine.cuts, theirs.cuts, diagonal, lower_right=lower_right)
+    layers = [layer(seen) for seen in layers]
+    return tile(layers, mine.cuts, theirs.cuts, diagonal, heads, kv_heads, lower_right=lower_right)
 
 
 @dataclass(frozen=True)

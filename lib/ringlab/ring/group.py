@@ -20,7 +20,7 @@ from .. import kernels
 from ..checks import check_choice, check_int, short_repr
 from ..engine import Execution
 from ..engine.autograd import IN_GRAPHS, local_attention, outside_graphs, positive_scale
-from ..kernels.base import wide
+from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
 from .comm import AllToAll, Post, Steps, Wait, drive, simulate
 from .exchange import Problem, RankPlan, digest, plan_rank
@@ -327,7 +327,7 @@ def ranks_forward(
 @ranks_forward.register_fake
 def _(q, k, v, group, call):
     call, (rank,), (b, s, h, d) = _calls[call], _group(group).here, q.shape
-    n, saved, broad = call.problem.layout.n, [], wide(q.dtype)
+    n, saved, broad = call.problem.layout.n, [], accumulation_dtype(q.dtype)
     if call.scheme == "plan":
         saved = [k.new_empty(sum(plan_rank(call.problem, rank).received), 2, b, d)]
     elif call.scheme == "ulysses":

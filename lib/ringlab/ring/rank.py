@@ -1,9 +1,8 @@
-"""Attention between rows that lie in different places: which strided views of two shards meet, and received rows.
+"""What one rank computes: calls on its own chunks by the one-device engine, and calls on rows of other chunks.
 
-Where a query chunk meets foreign keys of one segment, every query sees every key (see ``plan``), so each meeting is one
-dense call without a mask. Only a striped layout needs one: the square mask, shifted by a row where its keys come later.
-
-What one rank computes: its own chunks by the one-device engine, and its meetings with other rows.
+Where a chunk of queries and a chunk of keys share a segment of a branch, every query sees every key of it (see
+``exchange``), so cross-rank work is dense calls without a mask. Only a striped layout needs one: the square mask,
+shifted by a row where its keys come later.
 """
 
 from __future__ import annotations
@@ -16,77 +15,14 @@ import torch
 from torch import Tensor
 
 from .. import cache as caches
-from ..engine import Execution, block_passes, execute
-from ..engine.block_calls import Tiling
+from ..engine import Execution, dilated, execute
 from ..engine.dilated import first_and_step, progressions
-from ..kernels.base import HALF, Kernel, takes_lower_right, wide
+from ..engine.execute import Call, Plan, View, head_block
+from ..kernels.base import HALF, Kernel, accumulation_dtype, supports_lower_right_causal
 from ..patterns import Branch, Dense
 from . import exchange
-from .exchange import Problem, RankPlan, StridedRows, plan_rank
+from .exchange import Problem, RankPlan, plan_rank
 from .layout import Layout
-
-
-@dataclass(frozen=True)
-class Rows:
-    """``count`` rows of a shard at ``rate`` for each head of a call; ``head`` and ``first`` are (first, step)."""
-
-    rate: int
-    count: int
-    head: tuple[int, int]
-    first: tuple[int, int]
-
-    def view(self, t: Tensor, heads: int) -> Tensor:
-        """These rows of t (b, s, h, d) as (b, 1, count, heads, d)."""
-        s_b, s_n, s_h, s_d = t.stride()
-        size = (t.shape[0], 1, self.count, heads, t.shape[3])
-        stride = (s_b, 0, self.rate * s_n, self.head[1] * s_h + self.first[1] * s_n, s_d)
-        return t.as_strided(size, stride, t.storage_offset() + self.first[0] * s_n + self.head[0] * s_h)
-
-    def skip(self, heads: int) -> Rows:
-        """Without the first heads."""
-        (head, h_step), (first, f_step) = self.head, self.first
-        return replace(self, head=(head + heads * h_step, h_step), first=(first + heads * f_step, f_step))
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """One dense call for ``heads`` heads: rows of the query shard, and rows of a key shard or of what was received.
-
-    ``keys``: Rows of a shard, or an index (count, heads) into received rows. ``block``: (first row, count, heads) of
-    the received rows that form the shard. ``causal``: the square mask.
-    """
-
-    heads: int
-    queries: Rows
-    keys: Rows | Tensor
-    causal: bool = False
-    block: tuple[int, int, int] | None = None
-
-    @property
-    def shares_kv(self) -> bool:
-        return isinstance(self.keys, Rows) and self.keys.head[1] == 0 and self.keys.first[1] == 0 and self.heads > 1
-
-    def part(self, start: int, stop: int) -> Meeting | None:
-        """The same for heads start .. stop - 1, with the queries' heads counted from ``start``; None: it has none."""
-        first, step = self.queries.head
-        mine = [i for i in range(self.heads) if start <= first + i * step < stop]
-        if not mine:
-            return None
-        queries = self.queries.skip(mine[0])
-        queries = replace(queries, head=(queries.head[0] - start, step))
-        keys = self.keys.skip(mine[0]) if isinstance(self.keys, Rows) else self.keys[:, mine[0] : mine[-1] + 1]
-        return replace(self, heads=len(mine), queries=queries, keys=keys)
-
-
-def local_rows(layout: Layout, rank: int, block: StridedRows) -> Rows:
-    """A block's rows in the shard of the rank that owns them."""
-    row = 0
-    for owned in layout.ranges(rank):
-        if block.first[0] in owned:
-            first = (row + owned.index(block.first[0]), block.first[1] // owned.step)
-            return Rows(max(1, block.rate // owned.step), block.count, block.kv_head, first)
-        row += len(owned)
-    raise ValueError(f"rank {rank} does not own position {block.first[0]}")
 
 
 def chunks(layout: Layout, rank: int) -> list[tuple[int, range]]:
@@ -98,8 +34,8 @@ def chunks(layout: Layout, rank: int) -> list[tuple[int, range]]:
     return found
 
 
-def meetings(problem: Problem, rank: int, source: int) -> list[Meeting]:
-    """All calls of a rank's queries on the shard of ``source``; on its own shard those between different chunks."""
+def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
+    """The calls of a rank's queries on the shard of ``source``; on its own shard those between different chunks."""
     if problem.layout.kind == "striped":
         return _striped(problem, rank, source)
     found = []
@@ -113,7 +49,7 @@ def meetings(problem: Problem, rank: int, source: int) -> list[Meeting]:
     return found
 
 
-def _between(branch: Branch, problem: Problem, start: int, asking: range, wanted: range, rows) -> Iterator[Meeting]:
+def _between(branch: Branch, problem: Problem, start: int, asking: range, wanted: range, rows) -> Iterator[Call]:
     """The calls of one branch in the segment from ``start``; ``rows``: where the two parts begin in their shards."""
     alike: dict[tuple[int, int], list] = {}
     for head, offset in zip(branch.heads, branch.offsets):
@@ -122,16 +58,21 @@ def _between(branch: Branch, problem: Problem, start: int, asking: range, wanted
         if min(counts) > 0:
             member = (head, firsts[0] + rows[0], firsts[1] + rows[1], head // (problem.heads // problem.kv_heads))
             alike.setdefault(counts, []).append(member)
-    for (q_count, k_count), members in alike.items():
+    for counts, members in alike.items():
         for run in progressions(members):
-            head, q_first, k_first, kv_head = first_and_step(run)
-            queries, keys = (Rows(branch.rate, c, h, f) for c, h, f in (
-                (q_count, head, q_first), (k_count, kv_head, k_first)))  # fmt: skip
-            yield Meeting(len(run), queries, keys)
+            yield _call(run, branch.rate, *counts)
 
 
-def _striped(problem: Problem, rank: int, source: int) -> list[Meeting]:
-    """Dense attention between stripes: row i of a rank stands at position i * ranks + rank."""
+def _call(run: list[tuple[int, ...]], rate: int, q_count: int, k_count: int, causal: bool = False) -> Call:
+    """The call of a progression of (head, first query row, first key row, K/V head)."""
+    (head, head_step), (q_first, q_shift), (k_first, k_shift), (kv_head, kv_step) = first_and_step(run)
+    queries = View(q_count, q_first, rate, 0, head, head_step, q_shift)
+    keys = View(k_count, k_first, rate, 0, kv_head, kv_step, k_shift)
+    return Call(queries, keys, heads=len(run), causal=causal)
+
+
+def _striped(problem: Problem, rank: int, source: int) -> list[Call]:
+    """Dense attention between stripes: row i of a rank is at position i * ranks + rank."""
     q_count, k_count = problem.layout.size(rank), problem.layout.size(source)
     skip = 0
     if problem.causal:
@@ -140,16 +81,15 @@ def _striped(problem: Problem, rank: int, source: int) -> list[Meeting]:
     if min(q_count, k_count) < 1:
         return []
     group = problem.heads // problem.kv_heads
-    found = []
-    for run in progressions([(h, skip, 0, h // group) for h in range(problem.heads)]):
-        head, q_first, k_first, kv_head = first_and_step(run)
-        queries, keys = Rows(1, q_count, head, q_first), Rows(1, k_count, kv_head, k_first)
-        found.append(Meeting(len(run), queries, keys, problem.causal))
-    return found
+    runs = progressions([(h, skip, 0, h // group) for h in range(problem.heads)])
+    return [_call(run, 1, q_count, k_count, problem.causal) for run in runs]
 
 
-def received_meetings(plan: RankPlan) -> list[Meeting]:
-    """All calls of a rank's queries on the rows that it receives: one per branch, cut segment and group of heads."""
+# Received rows (R, 2, b, d) are read as k and v (b, R, 1, d): one row for each position and K/V head of a block.
+
+
+def received_calls(plan: RankPlan) -> list[Call]:
+    """The calls of a rank's queries on the rows that it receives: one per branch, cut segment and group of heads."""
     problem = plan.problem
     if isinstance(problem.pattern, Dense):
         return _on_blocks(plan)
@@ -162,24 +102,26 @@ def received_meetings(plan: RankPlan) -> list[Meeting]:
     return found
 
 
-def _on_blocks(plan: RankPlan) -> list[Meeting]:
+def _on_blocks(plan: RankPlan) -> list[Call]:
     """Dense attention: what comes of a chunk is read where it lies, without an index."""
     found, row = [], 0
     for source, blocks in enumerate(plan.receive):
-        calls = meetings(plan.problem, plan.rank, source) if blocks else []
+        calls = cross_rank_calls(plan.problem, plan.rank, source) if blocks else []
         starts = [first for first, _ in chunks(plan.problem.layout, source)]
         for block in blocks:
-            begin = local_rows(plan.problem.layout, source, block).first[0]
+            begin, h = block.local(plan.problem.layout, source).first[0], block.heads
             for call in calls:
-                if max(s for s in starts if s <= call.keys.first[0]) == begin:
-                    keys = replace(call.keys, first=(call.keys.first[0] - begin, call.keys.first[1]))
-                    found.append(replace(call, keys=keys, block=(row, block.count, block.heads)))
+                k = call.k
+                if max(s for s in starts if s <= k.first) == begin:
+                    first = row + (k.first - begin) * h + k.head
+                    keys = View(k.rows, first, k.step * h, head_step=0, shift=k.shift * h + k.head_step)
+                    found.append(replace(call, k=keys))
             row += block.rows
     return found
 
 
 def _cut_segments(problem: Problem, branch: Branch, queries: range) -> Iterator[tuple[int, range, list[range]]]:
-    """(start, query part, foreign key stretches that are seen) of the segments that the ends of a chunk cut."""
+    """(start, query part, ranges of foreign keys that it sees) of each segment that an end of the chunk cuts."""
     n, length = problem.layout.n, branch.length
     starts = {queries.start // length * length, (queries.stop - 1) // length * length}
     for start in sorted(starts):
@@ -203,9 +145,10 @@ def _on_received(branch, problem: Problem, start: int, asking: range, sides, row
     for (q_count, _), members in alike.items():
         indices = {head: rows for head, _, rows in members}
         for run in progressions([(head, first) for head, first, _ in members]):
-            head, q_first = first_and_step(run)
-            index = torch.stack([indices[h] for h, _ in run], 1)  # (keys, heads)
-            yield Meeting(len(run), Rows(branch.rate, q_count, head, q_first), index)
+            (head, head_step), (q_first, q_shift) = first_and_step(run)
+            index = torch.stack([indices[h] for h, _ in run], 1)[None]  # (1, keys, heads)
+            queries = View(q_count, q_first, branch.rate, 0, head, head_step, q_shift)
+            yield Call(queries, View(index.shape[1], head_step=0, index=index), heads=len(run))
 
 
 class _Table:
@@ -241,7 +184,7 @@ class _Table:
 
 @dataclass
 class Rank:
-    """One rank of a problem: how it computes, and what it has planned."""
+    """One rank of a problem: how it computes, and its plans."""
 
     problem: Problem
     rank: int
@@ -259,164 +202,144 @@ class Rank:
 
     @cached_property
     def plan(self) -> RankPlan:
+        """Which rows the rank receives and sends."""
         key = caches.key("exchange", self.problem, self.rank)
         return self.cached(key, lambda: plan_rank(self.problem, self.rank))
 
-    def meetings(self, source: int | None) -> list[Meeting]:
-        """The calls on the shard of a rank, or on the rows received under the plan (None)."""
-        key = caches.key("meetings", self.problem, self.rank, source)
-        if source is None:
-            return self.cached(key, lambda: received_meetings(self.plan))
-        return self.cached(key, lambda: meetings(self.problem, self.rank, source))
+    def calls(self, source: int | None, step: int | None = None) -> Plan:
+        """The calls on the shard of a rank, or on the rows received (None); ``step``: for so many heads at a time."""
+        given = source, *self._plan_key()
+        plan = self.cached(caches.key(*given), lambda: self._plan(source))
+        if step is None or step >= self.problem.heads:
+            return plan
+        return self.cached(caches.key(*given, step), lambda: plan.in_head_blocks(step))
+
+    def _plan_key(self) -> tuple:
+        return "calls", self.problem, self.rank
+
+    def _plan(self, source: int | None) -> Plan:
+        calls = received_calls(self.plan) if source is None else cross_rank_calls(self.problem, self.rank, source)
+        n, heads = self.problem.layout.size(self.rank), range(self.problem.heads)
+        return Plan(((heads, tuple(calls), tuple(calls)),), (), merges=True, same_rows=False, rows=range(n), period=n)
+
+    def heads_at_a_time(self, q: Tensor) -> int:
+        """So few that the fp32 copy of a half-precision result stays within a quarter of it."""
+        return max(1, self.problem.heads // 8)
+
+    def keys(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v as ``calls(None)`` reads them: views of all received rows (R, 2, b, d)."""
+        return tuple(t.transpose(0, 1).unsqueeze(2) for t in rows.unbind(1))  # (b, R, 1, d)
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
-        """out (b, s, h, d) and lse (b, s, h, 1) of all that the own shard shows."""
+        """out (b, s, h, d) and lse (b, h, s) over the keys of the own shard."""
         parts = self._chunks()
-        results = [self._on_chunk("forward", (q, k, v), row, positions) for row, positions in parts]
         if len(parts) == 1:
-            out, lse = results[0]
-            lse = lse.transpose(1, 2).unsqueeze(-1)
+            out, lse = self._chunk_forward(*parts[0], q, k, v)
         else:
-            out, lse = empty(q, k)
-            for (row, positions), (o, l) in zip(parts, results):
-                out[:, row : row + len(positions)] = o
-                lse[:, row : row + len(positions), :, 0] = l.transpose(1, 2)
-        self.add_forward(self.meetings(self.rank), q, (k, v), out, lse)
+            out, lse = empty(q)
+            for row, positions in parts:
+                rows = slice(row, row + len(positions))
+                out[:, rows], lse[:, :, rows] = self._chunk_forward(row, positions, q, k, v)
+        self.add_forward(self.rank, q, (k, v), out, lse)
         return out, lse
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
-        """dq, dk, dv, at least fp32 where more than one call adds to them; lse (b, h, s)."""
-        parts, more = self._chunks(), self.meetings(self.rank)
-        tensors = (dout, q, k, v, out, lse)
-        if len(parts) == 1 and not more:
-            return self._on_chunk("backward", tensors, *parts[0])
-        grads = tuple(torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (q, k, v))
+        """dq, dk, dv, at least fp32 where more than one call adds to them."""
+        parts, tensors = self._chunks(), (dout, q, k, v, out, lse)
+        if len(parts) == 1 and not self.calls(self.rank).calls:
+            return self._chunk_backward(*parts[0], *tensors)
+        grads = tuple(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v))
         for row, positions in parts:
-            for total, part in zip(grads, self._on_chunk("backward", tensors, row, positions)):
+            for total, part in zip(grads, self._chunk_backward(row, positions, *tensors)):
                 total[:, row : row + len(positions)] += part
-        self.add_backward(more, tensors[:2] + tensors[4:], (k, v), grads[0], grads[1:])
+        self.add_backward(self.rank, (dout, q, out, lse), (k, v), grads[0], grads[1:])
         return grads
 
     def _chunks(self) -> list[tuple[int, range]]:
         return [] if self.problem.layout.kind == "striped" else chunks(self.problem.layout, self.rank)
 
-    def _on_chunk(self, passes: str, tensors, row: int, positions: range):
+    def _chunk_forward(self, row: int, positions: range, *tensors) -> tuple[Tensor, Tensor]:
         """The one-device engine on one chunk, its segments cut where the chunk ends."""
+        q, k, v = (t[:, row : row + len(positions)] for t in tensors)
+        plan = dilated.plan_for(q, k, self.problem.pattern, self.cached, n=self.problem.layout.n, chunk=positions)
+        pool = self.execution.scratch()
+        return execute.forward(q, k, v, plan, self.problem.causal, self.scale, self.kernel, pool=pool)
+
+    def _chunk_backward(self, row: int, positions: range, *tensors) -> tuple[Tensor, ...]:
+        *reads, lse = tensors
         rows = slice(row, row + len(positions))
-        tensors = [t[:, rows] if t.dim() == 4 else t[:, :, rows] for t in tensors]
-        q, k = tensors[:2] if passes == "forward" else tensors[1:3]
-        plan = execute.plan_for(q, k, self.problem.pattern, self.cached, self.problem.layout.n, positions)
-        run = getattr(execute, passes)
-        return run(*tensors, plan, self.problem.causal, self.scale, self.kernel, self.execution.scratch())
+        reads, n = [t[:, rows] for t in reads], self.problem.layout.n
+        plan = dilated.plan_for(
+            reads[1], reads[2], self.problem.pattern, self.cached, backward=True, n=n, chunk=positions
+        )
+        run = plan, self.problem.causal, self.scale, self.kernel
+        return execute.backward(*reads, lse[:, :, rows], *run, pool=self.execution.scratch())
+
+    def add_forward(self, source: int | None, q, keys, out, lse) -> None:
+        """Merge the calls on ``source``, whose k and v are ``keys``, into out and lse (b, h, s)."""
+        plan = self.calls(source, self.heads_at_a_time(q) if out.dtype in HALF else None)
+        if plan.calls:
+            execute.forward(q, *keys, plan, self.problem.causal, self.scale, self.kernel, into=(out, lse))
+
+    def add_backward(self, source: int | None, reads, keys, dq, into) -> None:
+        """Add the gradients of the calls on ``source`` to dq and to ``into``, those of ``keys``; all fp32 or wider.
+
+        ``reads``: dout, q, out, lse.
+        """
+        (dout, q, out, lse), plan = reads, self.calls(source)
+        if plan.calls:
+            given = dout, q, *keys, out, lse, plan, self.problem.causal, self.scale, self.kernel
+            execute.backward(*given, into=(dq, *into))
 
     def received_forward(self, q, rows, out, lse) -> None:
-        """Merge what the rows received under the plan show into out and lse (b, s, h, 1)."""
-        self.add_forward(self.meetings(None), q, rows, out, lse)
+        """Merge the calls on the rows received under the plan into out and lse (b, h, s)."""
+        if len(rows):
+            self.add_forward(None, q, self.keys(rows), out, lse)
 
     def received_backward(self, reads, rows, dq, d_rows) -> None:
-        """Add the gradients of what the received rows show to dq and ``d_rows``, fp32 or wider."""
-        self.add_backward(self.meetings(None), reads, rows, dq, d_rows)
-
-    def add_forward(self, calls: list[Meeting], q, source, out, lse) -> None:
-        """Merge calls on ``source`` (a pair k, v or received rows) into out and lse (b, s, h, 1)."""
-        if not calls:
-            return
-        heads, limit = q.shape[2], execute.piece_limit(q)
-        for start, stop in _head_blocks(out, heads):
-            acc = out[:, :, start:stop].float() if out.dtype in HALF else out  # (b, s, h', d), rounded once at the end
-            for call in filter(None, (c.part(start, stop) for c in calls)):
-                k, v = keys_of(call, source)
-                rows = call.queries
-                views = (rows.view(q[:, :, start:stop], call.heads), k, v,
-                         rows.view(lse[:, :, start:stop], call.heads), rows.view(acc, call.heads))  # fmt: skip
-                execute.add_forward(views, limit, False, call.causal, self.scale, self.kernel)
-            if acc is not out:
-                out[:, :, start:stop] = acc
-
-    def add_backward(self, calls: list[Meeting], reads, source, dq, into) -> None:
-        """Add the gradients of calls: to dq, and ``into`` a pair dk, dv or gradients of received rows.
-
-        ``reads``: dout, q, out, lse; dq and ``into`` are fp32 or wider.
-        """
-        dout, q, out, lse = reads
-        lse, limit = lse.transpose(1, 2).unsqueeze(-1), execute.piece_limit(q)
-        for call in calls:
-            rows, h = call.queries, call.heads
-            k, v = keys_of(call, source)
-            indexed = isinstance(call.keys, Tensor)
-            grads = _fresh(k) if indexed else keys_of(call, into)
-            views = (*(rows.view(t, h) for t in (dout, q)), k, v, *(rows.view(t, h) for t in (out, lse, dq)), *grads)
-            shared = call.shares_kv
-            execute.add_backward(views, limit, False, shared, call.causal, self.scale, self.kernel)
-            if indexed:
-                both = torch.stack(grads, 0)[:, :, 0].permute(2, 3, 0, 1, 4)  # (keys, heads, 2, b, d)
-                into.index_add_(0, call.keys.to(into.device).flatten(), both.flatten(0, 1))
+        """Add the gradients of the calls on the received rows to dq and ``d_rows``, fp32 or wider."""
+        if len(rows):
+            self.add_backward(None, reads, self.keys(rows), dq, self.keys(d_rows))
 
 
 class BlockRank(Rank):
-    """A rank of a block-sparse pattern under the plan: dense calls on the parts of blocks that are at hand."""
+    """A rank of a block-sparse pattern under the plan: dense calls on the parts of blocks that it has."""
 
-    def _calls(self, received: bool) -> Tiling:
-        """The calls on the rows received, or on the own shard."""
+    def _plan_key(self) -> tuple:
+        return "block calls", self.problem, self.rank, supports_lower_right_causal(self.kernel)
 
-        def build() -> Tiling:
-            ranges = None
-            if received:  # every block that moves is a range of positions of all K/V heads
-                ranges = [next(block.members())[1] for blocks in self.plan.receive for block in blocks]
-            own = problem.pattern, problem.layout, problem.causal, self.rank
-            return exchange.block_calls(*own, ranges, lower_right=lower_right)
+    def _plan(self, source: int | None) -> Plan:
+        problem, ranges = self.problem, None
+        if source is None:  # every block that moves is a range of positions of all K/V heads
+            ranges = [next(block.members())[1] for blocks in self.plan.receive for block in blocks]
+        own = problem.pattern, problem.layout, problem.causal, self.rank
+        lower_right = supports_lower_right_causal(self.kernel)
+        return exchange.block_calls(*own, ranges, problem.heads, problem.kv_heads, lower_right=lower_right)
 
-        problem, lower_right = self.problem, takes_lower_right(self.kernel)
-        return self.cached(caches.key("block calls", problem, self.rank, received, lower_right), build)
+    def heads_at_a_time(self, q: Tensor) -> int:
+        return head_block(q, self.problem.kv_heads, q.shape[1])
 
-    def _keys(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v (b, positions, h_kv, d) as views of all received rows (R, 2, b, d)."""
+    def keys(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.problem.kv_heads
-        return shard_of(rows, 0, len(rows) // heads, heads)
+        return shard_of(rows, 0, len(rows) // heads, heads)  # (b, positions, h_kv, d)
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
-        out, lse = block_passes.forward(q, k, v, self._calls(False), self.scale, self.kernel)
-        return out, lse.transpose(1, 2).unsqueeze(-1)
+        plan = self.calls(self.rank)
+        if plan.narrow(q.dtype, q.shape[2] // k.shape[2], backward=False):
+            plan = self.calls(self.rank, self.heads_at_a_time(q))
+        pool = self.execution.scratch()
+        return execute.forward(q, k, v, plan, self.problem.causal, self.scale, self.kernel, pool=pool)
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
-        grads = tuple(torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in (q, k, v))
-        return block_passes.backward(dout, q, k, v, out, lse, self._calls(False), self.scale, self.kernel, grads)
-
-    def received_forward(self, q, rows, out, lse) -> None:
-        if len(rows):
-            block_passes.forward(q, *self._keys(rows), self._calls(True), self.scale, self.kernel, (out, lse))
-
-    def received_backward(self, reads, rows, dq, d_rows) -> None:
-        dout, q, out, lse = reads
-        if len(rows):
-            tensors, grads = (dout, q, *self._keys(rows), out, lse), (dq, *self._keys(d_rows))
-            block_passes.backward(*tensors, self._calls(True), self.scale, self.kernel, grads)
+        grads = tuple(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v))
+        self.add_backward(self.rank, (dout, q, out, lse), (k, v), grads[0], grads[1:])
+        return grads
 
 
-def empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """out (b, s, h, d) of zeros and lse (b, s, h, 1) of -inf: nothing seen yet."""
-    lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=wide(q.dtype), device=q.device)
-    return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
-
-
-def _head_blocks(out: Tensor, heads: int) -> Iterator[tuple[int, int]]:
-    """Heads at a time, so that the fp32 copy of a half-precision result stays within a quarter of it."""
-    step = max(1, heads // 8) if out.dtype in HALF else heads
-    return ((start, min(start + step, heads)) for start in range(0, heads, step))
-
-
-def keys_of(call: Meeting, source) -> tuple[Tensor, Tensor]:
-    """k and v (b, 1, m, h, d) of a call: views of a pair or of received rows (R, 2, b, d), copies where indexed."""
-    if isinstance(call.keys, Tensor):
-        rows = source[call.keys.to(source.device)]  # (m, h, 2, b, d)
-        return tuple(t.permute(2, 0, 1, 3).unsqueeze(1) for t in rows.unbind(2))
-    if call.block is not None:
-        source = shard_of(source, *call.block)
-    return tuple(call.keys.view(t, call.heads) for t in source)
-
-
-def _fresh(k: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(torch.zeros(k.shape, dtype=wide(k.dtype), device=k.device) for _ in range(2))
+def empty(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out (b, s, h, d) of zeros and lse (b, h, s) of -inf: no keys so far."""
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+    return torch.zeros_like(q, memory_format=torch.contiguous_format), lse.transpose(1, 2)
 
 
 def shard_of(rows: Tensor, first: int, count: int, heads: int) -> tuple[Tensor, Tensor]:
@@ -426,4 +349,4 @@ def shard_of(rows: Tensor, first: int, count: int, heads: int) -> tuple[Tensor, 
 
 
 def widened(tensors) -> tuple[Tensor, ...]:
-    return tuple(t.to(wide(t.dtype)) for t in tensors)
+    return tuple(t.to(accumulation_dtype(t.dtype)) for t in tensors)

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from .. import cache as caches
 from .. import patterns
 from ..block_patterns import BlockSparse
-from ..engine import block_sparse, execute
+from ..engine import blocks as block_engine
+from ..engine import dilated, execute
 from ..engine.autograd import fold_lse_gradient
-from ..kernels.base import wide
+from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
 from .comm import AllToAll, Exchange, Post, Steps, Wait
 from .exchange import Problem
@@ -36,7 +37,7 @@ def plan_forward(rank: Rank, q, k, v) -> Steps:
     yield Wait(ticket)
     del ticket  # it holds the rows sent
     rank.received_forward(q, rows, out, lse)
-    return out, lse.squeeze(-1).transpose(1, 2), rows
+    return out, lse, rows
 
 
 def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
@@ -44,8 +45,8 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
         rows = F.pad(rows, (0, q.shape[3] - d))
-    dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-    d_rows = torch.zeros(rows.shape, dtype=wide(rows.dtype), device=rows.device)
+    dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+    d_rows = torch.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
     rank.received_backward((dout, q, out, lse), rows, dq, d_rows)
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
     ticket = yield Post(AllToAll(d_rows, plan.received, home, plan.sent))
@@ -99,13 +100,13 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
         ticket = yield Post(exchange)
         if t == 0:
             out, lse = rank.local_forward(q, k, v)
-            out = out.to(wide(out.dtype))
+            out = out.to(accumulation_dtype(out.dtype))
         elif current is not None:
-            rank.add_forward(rank.meetings((rank.rank - t) % p), q, current, out, lse)
+            rank.add_forward((rank.rank - t) % p, q, current, out, lse)
         yield Wait(ticket)
         del exchange, ticket  # both hold what was sent, and the next step receives
         current = coming
-    return out.to(q.dtype), lse.squeeze(-1).transpose(1, 2)
+    return out.to(q.dtype), lse
 
 
 def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
@@ -113,7 +114,7 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     p, me, hops, d = rank.problem.layout.ranks, rank.rank, _hops(rank), q.shape[3]
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
-    dtype, reads = wide(k.dtype), (dout, q, out, lse)
+    dtype, reads = accumulation_dtype(k.dtype), (dout, q, out, lse)
     current, travelling, home, gradients = (k.contiguous(), v.contiguous()), None, None, None
     for t in range(p):
         exchange, coming = _hop(rank, hops, t + 1, current, k)
@@ -124,7 +125,7 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
             mine = None
         elif current is not None:
             mine = _shard(rank, source, k, dtype, zero=True)
-            rank.add_backward(rank.meetings(source), reads, current, total[0], mine)
+            rank.add_backward(source, reads, current, total[0], mine)
         if gradients is not None:
             yield Wait(gradients)
         if t and current is not None and travelling is not None:
@@ -162,15 +163,15 @@ def all_gather_forward(rank: Rank, q, k, v) -> Steps:
     exchange, shards = _gather(rank, k, v)
     ticket = yield Post(exchange)
     out, lse = rank.local_forward(q, k, v)
-    out = out.to(wide(out.dtype))
+    out = out.to(accumulation_dtype(out.dtype))
     yield Wait(ticket)
     for source, shard in shards.items():
-        rank.add_forward(rank.meetings(source), q, shard, out, lse)
-    return out.to(q.dtype), lse.squeeze(-1).transpose(1, 2)
+        rank.add_forward(source, q, shard, out, lse)
+    return out.to(q.dtype), lse
 
 
 def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
-    p, me, dtype, d = rank.problem.layout.ranks, rank.rank, wide(k.dtype), q.shape[3]
+    p, me, dtype, d = rank.problem.layout.ranks, rank.rank, accumulation_dtype(k.dtype), q.shape[3]
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     exchange, shards = _gather(rank, k, v)
@@ -180,7 +181,7 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     for t in range(1, p):  # one pair of ranks at a time, so that only two foreign gradients are held
         to, source = (me + t) % p, (me - t) % p
         part, coming = _shard(rank, to, k, dtype, zero=True), _shard(rank, me, k, dtype)
-        rank.add_backward(rank.meetings(to), (dout, q, out, lse), shards.pop(to), total[0], part)
+        rank.add_backward(to, (dout, q, out, lse), shards.pop(to), total[0], part)
         yield Wait((yield Post(Exchange({to: part}, {source: coming}))))
         for a, b in zip(total[1:], coming):
             a += b
@@ -286,18 +287,18 @@ def _heads_forward(rank: Rank, share: Share, q, k, v) -> tuple[Tensor, Tensor]:
     problem = rank.problem
     how = problem.causal, rank.scale, rank.kernel
     if isinstance(problem.pattern, BlockSparse):  # all heads see the same blocks
-        return block_sparse.run("forward", (q, k, v), problem.pattern, *how, rank.execution)
-    plan = execute.plan_for(q, k, _head_range(problem, share), rank.cached)
-    return execute.forward(q, k, v, plan, *how, rank.execution.scratch())
+        return block_engine.forward(q, k, v, problem.pattern, *how, rank.execution)
+    plan = dilated.plan_for(q, k, _head_range(problem, share), rank.cached)
+    return execute.forward(q, k, v, plan, *how, pool=rank.execution.scratch())
 
 
 def _heads_backward(rank: Rank, share: Share, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
     problem = rank.problem
     tensors, how = (dout, q, k, v, out, lse), (problem.causal, rank.scale, rank.kernel)
     if isinstance(problem.pattern, BlockSparse):
-        return block_sparse.run("backward", tensors, problem.pattern, *how, rank.execution)
-    plan = execute.plan_for(q, k, _head_range(problem, share), rank.cached)
-    return execute.backward(*tensors, plan, *how, rank.execution.scratch())
+        return block_engine.backward(*tensors, problem.pattern, *how, rank.execution)
+    plan = dilated.plan_for(q, k, _head_range(problem, share), rank.cached, backward=True)
+    return execute.backward(*tensors, plan, *how, pool=rank.execution.scratch())
 
 
 def _head_range(problem: Problem, share: Share) -> HeadRange:
@@ -341,7 +342,7 @@ def ulysses_backward(rank: Rank, dout, dlse, q, k, v, out, lse, kept, whole_lse)
     if dlse is not None:
         (g,) = yield from _to_heads(rank, [dlse.transpose(1, 2).unsqueeze(-1)], [queries])
         tensors = fold_lse_gradient(*tensors, g.squeeze(-1).transpose(1, 2))
-    grads = [t[..., :d].to(wide(q.dtype)) for t in _heads_backward(rank, share, *tensors)]
+    grads = [t[..., :d].to(accumulation_dtype(q.dtype)) for t in _heads_backward(rank, share, *tensors)]
     if index is not None:
         grads[1:] = [t.new_zeros(whole_k.shape).index_add_(2, index, t) for t in grads[1:]]
     return tuple((yield from _to_rows(rank, grads, [queries, keys, keys])))

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from ..block_patterns import BlockSparse
-from ..kernels.base import wide
+from ..kernels.base import accumulation_dtype
 from ..patterns import Branch
 from .exchange import Problem, plan_rank
 from .schemes import shares
@@ -32,7 +32,7 @@ def sent_bytes(
     >>> [sent_bytes(problem, 0, s, batch=1, head_dim=4, dtype=torch.float32) for s in ("plan", "ring", "all_gather")]
     [128, 128, 128]
     """
-    narrow, broad = dtype.itemsize, wide(dtype).itemsize
+    narrow, broad = dtype.itemsize, accumulation_dtype(dtype).itemsize
     forward, gradients = _ulysses(problem, rank, broad, narrow) if scheme == "ulysses" else _rows(problem, rank, scheme)
     if scheme == "ulysses":  # elements per position and head, and log-sum-exps, which have no head_dim
         (vectors, scalars), back = forward, gradients

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import combinations
-from math import lcm
 
 import torch
 
@@ -27,7 +25,7 @@ KINDS = {"dilated": ("lengths", "rates", "mixing", "offsets"), "dense": ()}
 KINDS |= {name: ("block_size", *arguments) for name, (_, arguments) in PRESETS.items()}
 # What is counted and drawn while one waits.
 MOST_POSITIONS, MOST_RANKS, MOST_HEADS, MOST_BRANCHES = 2**30, 64, 1024, 10
-MOST_BLOCKS, MOST_COUNTED = 1024, 2**24
+MOST_BLOCKS = 1024
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -151,10 +149,7 @@ def pairs(name: str, text: str) -> list[tuple[int, int]]:
 
 
 def check_countable(pattern: patterns.Pattern, n: int) -> None:
-    """Raise ValueError in one line for a pattern whose pairs over ``n`` positions take long to count.
-
-    Pairs that several branches show are counted position by position over the common multiple of their lengths.
-    """
+    """Raise ValueError in one line for a pattern whose pairs over ``n`` positions take long to count or to draw."""
     if isinstance(pattern, patterns.BlockSparse):
         if pattern.count(n) > MOST_BLOCKS:
             least = -(-n // MOST_BLOCKS)
@@ -168,12 +163,4 @@ def check_countable(pattern: patterns.Pattern, n: int) -> None:
     branches = pattern.branches(n, 1)
     if len(branches) > MOST_BRANCHES:
         raise ValueError(f"{len(branches)} branches are too many to draw; up to {MOST_BRANCHES} are")
-    for some in (c for size in range(2, len(branches) + 1) for c in combinations(branches, size)):
-        period = min(n, lcm(*(b.length for b in some)))
-        sparsest = max(some, key=lambda b: b.rate)
-        each = 1 if sparsest.length % sparsest.rate else sparsest.rate
-        if period // each + period // min(b.length for b in some) > MOST_COUNTED:
-            raise ValueError(
-                f"{pattern} repeats every {lcm(*(b.length for b in some)):,} positions, too many to count here: "
-                "take lengths that divide each other, or a shorter sequence"
-            )
+    cost.check_countable(pattern, n)

@@ -14,7 +14,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, PowerNorm
 
-from ...advise.render import duration
+from ...cost import format_seconds
 from ...patterns import Pattern
 from .. import theme
 from ..figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, WIDTH, Bar, bars, drawing
@@ -157,8 +157,8 @@ def bounds(estimate) -> str:
         for name, seconds in estimate.bounds.items()
     ]  # fmt: skip
     fig = bars(items, xlabel=unit)
-    said = ", ".join(f"{name} {duration(s)}" for name, s in estimate.bounds.items())
-    caption = f"No call takes less than {duration(estimate.bound_s)}: {estimate.binds} binds"
+    said = ", ".join(f"{name} {format_seconds(s)}" for name, s in estimate.bounds.items())
+    caption = f"No call takes less than {format_seconds(estimate.bound_s)}: {estimate.binds} binds"
     return image_html(fig, f"{caption}. {said}", caption)
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ... import hardware
-from ...advise.render import duration
 from ...block_patterns import BlockSparse
+from ...cost import format_seconds
 from ...patterns import Pattern
 from ..tables import Cell, Table, number, size
 from .choice import PRESETS, Choice
@@ -128,7 +128,7 @@ def bound(estimate, profile: hardware.Profile) -> Cell:
     """The time that no call can beat, and what binds it."""
     if not estimate.bounds:
         return Cell("none", f"no rate is known of {profile.name}")
-    return Cell(duration(estimate.bound_s), f"{estimate.binds} binds")
+    return Cell(format_seconds(estimate.bound_s), f"{estimate.binds} binds")
 
 
 def code(choice: Choice) -> str:

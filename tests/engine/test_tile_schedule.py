@@ -5,11 +5,21 @@ import random
 import pytest
 import torch
 from ringlab import Dense, Dilated, block_patterns, cost
-from ringlab.kernels.tile_schedule import BASE, COUNT, FIRST, HEAD, STRIDE, Lists, make_lists, piece_rows, split
+from ringlab.kernels.tile_schedule import (
+    BASE,
+    COUNT,
+    FIRST,
+    HEAD,
+    STRIDE,
+    TileSchedule,
+    interval_rows,
+    make_schedule,
+    split,
+)
 from ringlab.patterns import MIXINGS, OFFSETS
 
 
-def met(lists: Lists, n: int, m: int, heads: int, kv_heads: int, causal: bool, by: str) -> torch.Tensor:
+def met(lists: TileSchedule, n: int, m: int, heads: int, kv_heads: int, causal: bool, by: str) -> torch.Tensor:
     """M of every (head, query, key), int64 (heads, n, m), added up from the lists."""
     found = torch.zeros(heads, n, m, dtype=torch.int64)
     for tile, (head, first, count, stride, *_) in enumerate(lists.tiles.tolist()):
@@ -62,7 +72,7 @@ def test_lists_show_each_pair_as_often_as_the_pattern_does():
         for by, owners in (("query", heads), ("key", kv_heads)):
             found = torch.zeros_like(want)
             for source in sources:
-                lists = make_lists(source, n, heads, kv_heads, by=by, **sizes)
+                lists = make_schedule(source, n, heads, kv_heads, by=by, **sizes)
                 part = met(lists, n, n, heads, kv_heads, causal, by)
                 found += part
                 folded += int((part > 1).sum())
@@ -82,7 +92,7 @@ def test_a_fold_of_three_branches_computes_fewer_pairs_than_the_branches_show(ca
     (source,) = split(pattern, n, heads, heads)
     pairs, distinct = cost.count_pairs(pattern, n, heads, causal=causal)
     for by in ("query", "key"):
-        lists = make_lists(source, n, heads, heads, rows=128, cols=64, causal=causal, by=by)
+        lists = make_schedule(source, n, heads, heads, rows=128, cols=64, causal=causal, by=by)
         assert round(lists.visits * 128 * 64 / pairs, 3) == share
         assert len(lists.tiles) == heads * n // 128 and lists.covered
         assert len(lists.entries) < 3000 and (lists.tiles[:, BASE] > 0).any()  # one period's, used again and again
@@ -91,7 +101,7 @@ def test_a_fold_of_three_branches_computes_fewer_pairs_than_the_branches_show(ca
 
 def test_lists_of_long_dense_sequences_stay_short():
     (source,) = split(Dense(), 1 << 20, 1, 1)
-    lists = make_lists(source, 1 << 20, 1, 1, rows=128, cols=64, causal=True)
+    lists = make_schedule(source, 1 << 20, 1, 1, rows=128, cols=64, causal=True)
     assert (len(lists.tiles), len(lists.entries)) == (8192, 16385)
     assert lists.visits == sum(2 * (i + 1) for i in range(8192))
 
@@ -99,7 +109,7 @@ def test_lists_of_long_dense_sequences_stay_short():
 def test_queries_and_keys_of_different_number():
     (source,) = split(Dense(), 50, 2, 1)
     for by in ("query", "key"):
-        lists = make_lists(source, 50, 2, 1, rows=16, cols=16, by=by, keys=35)
+        lists = make_schedule(source, 50, 2, 1, rows=16, cols=16, by=by, keys=35)
         assert torch.equal(met(lists, 50, 35, 2, 1, False, by), torch.ones(2, 50, 35, dtype=torch.int64))
         assert lists.covered
 
@@ -108,9 +118,9 @@ def test_branches_fold_while_their_pieces_stay_long():
     ladder = [8, 16, 32]
     assert [len(s) for s in split(Dilated(ladder, [1, 2, 4]), 64, 2, 2, rows=16)] == [1, 1, 1]
     (fold,) = split(Dilated([64 * w for w in ladder], [1, 2, 4]), 4096, 2, 2, rows=16)
-    assert piece_rows(fold) == 128
+    assert interval_rows(fold) == 128
     (groups,) = split(Dilated(ladder, [1, 3, 5], "head_groups"), 64, 3, 3, rows=16)  # a branch a head: one launch
-    lists = make_lists(groups, 64, 3, 3, rows=16, cols=16)
+    lists = make_schedule(groups, 64, 3, 3, rows=16, cols=16)
     assert {(t[HEAD], t[STRIDE]) for t in lists.tiles.tolist()} == {(0, 1), (1, 3), (2, 5)}
 
 
@@ -121,6 +131,6 @@ def test_what_does_not_fit_the_lists_is_refused():
         ({"rows": 16, "cols": 16, "keys": 1 << 31}, "positions must fit 32 bits"),
     ):
         with pytest.raises(ValueError, match=said):
-            make_lists(source, 8, 1, 1, **trouble)
+            make_schedule(source, 8, 1, 1, **trouble)
     with pytest.raises(ValueError, match="at most 255 branches"):
-        make_lists(split(Dilated([4] * 256, [1] * 256), 8, 1, 1, rows=1)[0], 8, 1, 1, rows=16, cols=16)
+        make_schedule(split(Dilated([4] * 256, [1] * 256), 8, 1, 1, rows=1)[0], 8, 1, 1, rows=16, cols=16)

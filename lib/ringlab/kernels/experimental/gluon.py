@@ -1,0 +1,474 @@
+"""The Triton kernels for Hopper in Gluon: one warp fetches tiles, two warp groups of 64 rows each compute.
+
+The same schedules and functions as ``triton_kernels`` read by descriptors, but scheduled by hand, as in
+FlashAttention-3 (Shah et al. 2024): while a group computes exponentials, its products run. A program owns tiles of 128
+rows, one after the other, and visits pairs of tiles, a and b: K and V where queries own, Q and dout where keys own.
+They lie in rings of STAGES slots. Every slot has two barriers: "ready", which the copy engine completes, and "free", at
+which both groups arrive. The n-th use of a slot waits for phase n of each, and the fetching warp passes each "free"
+once before anyone arrived. It runs ahead into the program's next tile.
+
+Scores are in log2, and M counts by adding log2(M). Results are dense. No program writes another's rows: no atomics, the
+same bits each time.
+
+The assembler moves products behind exponentials that do not need them, unless a branch follows. Therefore a
+``mbarrier.wait`` follows products that are to overlap, if need be for a barrier that was waited for before.
+
+Order within a group. Forward: issue the next scores; exponentials of these; issue their product with the values; wait
+for both. Backward, with the scores of a tile: issue the products of dout and V; exponentials; issue the products that
+sum the results, and the next scores; wait.
+"""
+
+import triton.experimental.gluon as gluon
+import triton.experimental.gluon.language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+# Columns of a tile and bits of an entry, as in tile_schedule
+HEAD, FIRST, COUNT, BASE, START, PARTIAL, FULL, MASKED = (gl.constexpr(i) for i in (0, 1, 2, 4, 5, 6, 7, 8))
+COLUMNS = gl.constexpr(9)
+LN2 = gl.constexpr(0.6931471805599453)
+TIMES_AT, MEMBER_AT = gl.constexpr(9), gl.constexpr(17)
+ROWS_MASK, TIMES_MASK = gl.constexpr(511), gl.constexpr(255)
+GROUP_ROWS = gl.constexpr(64)  # of a warp group: what one of its products takes
+# Barriers, STAGES of each kind, of which the owned rows, which have one slot, use the first
+A_READY, A_FREE, B_READY, B_FREE, OWN_READY, OWN_FREE = (gl.constexpr(i) for i in range(6))
+KINDS = gl.constexpr(6)
+
+
+@gluon.jit
+def rings(own, a, b, OWNED: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for OWNED tensors' owned rows, for STAGES tiles of a and of b, and for their barriers."""
+    own_ring = gl.allocate_shared_memory(own.dtype, [2 * OWNED, 1, 1, 1, GROUP_ROWS, DIM], own.layout)
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, 1, 1, 1, COLS, DIM], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 1, 1, 1, COLS, DIM], b.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [KINDS * STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        for kind in gl.static_range(KINDS):  # the copy engine completes the even ones, both groups free the odd ones
+            mbarrier.init(barriers.index(kind * STAGES + slot), count=1 + kind % 2)
+    return own_ring, a_ring, b_ring, barriers
+
+
+@gluon.jit
+def wait(barriers, met, KIND: gl.constexpr, STAGES: gl.constexpr):
+    """Until tile number ``met`` is there."""
+    mbarrier.wait(barriers.index(KIND * STAGES + met % STAGES), met // STAGES & 1)
+
+
+@gluon.jit
+def free(barriers, met, KIND: gl.constexpr, STAGES: gl.constexpr):
+    """This group needs tile number ``met`` no more."""
+    mbarrier.arrive(barriers.index(KIND * STAGES + met % STAGES))
+
+
+@gluon.jit
+def entry_of(entries, tile, i):
+    """Where entry i of a tile lies: those met whole come first, then those to be masked."""
+    partial, full = gl.load(tile + PARTIAL), gl.load(tile + FULL)
+    at = gl.where(i < full, partial + i, gl.where(i - full < partial, i - full, i))
+    return entries + 2 * (gl.load(tile + START) + at)
+
+
+@gluon.jit
+def bonus_of(packed):
+    """log2(M)."""
+    return gl.log2(gl.cast(packed >> TIMES_AT & TIMES_MASK, gl.float32))
+
+
+@gluon.jit
+def positions(tile, WHICH: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the rows of a group lie: (64,)."""
+    return gl.load(tile + FIRST) + (WHICH * GROUP_ROWS + gl.arange(0, GROUP_ROWS, LAYOUT)) * STEP
+
+
+@gluon.jit
+def valid_rows(tile, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which rows of a group are rows of the tile: (64,)."""
+    return gl.arange(0, GROUP_ROWS, LAYOUT) < gl.load(tile + COUNT) - WHICH * GROUP_ROWS
+
+
+@gluon.jit
+def places(tile, entry, WHICH: gl.constexpr, COLS: gl.constexpr, STEP: gl.constexpr, SCORES: gl.constexpr):
+    """Positions of a group's rows (64, 1) and of those of an entry (1, COLS), for masks.
+
+    The latter from a number that each step loads: of columns alone, they would be kept from step to step, and registers
+    are what there is least of.
+    """
+    mine = positions(tile, WHICH, STEP, gl.SliceLayout(1, SCORES))
+    other = gl.load(tile + BASE) + gl.load(entry) + gl.arange(0, COLS, gl.SliceLayout(0, SCORES)) * STEP
+    return mine[:, None], other[None, :]
+
+
+@gluon.jit
+def _fetch(source, batch, head, first, ready, into, STEP: gl.constexpr):
+    """Ask the copy engine for a block of one residue class, from position ``first`` on; zeros past its end."""
+    tma.async_copy_global_to_shared(source, [batch, first % STEP, head, first // STEP, 0], ready, into)
+
+
+@gluon.jit
+def producer(
+    own, also, a, b, tiles, entries, programs, work, group, own_ring, a_ring, b_ring, barriers, OWNED: gl.constexpr,
+    BY_KEY: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fetch owned rows, of ``also`` too if OWNED is 2, and all that they meet."""
+    own_ready, turn, met = barriers.index(OWN_READY * STAGES), 0, 0
+    for index in range(gl.program_id(0), work, gl.num_programs(0)):
+        batch, tile = index // programs, tiles + (index % programs) * COLUMNS
+        head, first, base = gl.load(tile + HEAD), gl.load(tile + FIRST), gl.load(tile + BASE)
+        mbarrier.wait(barriers.index(OWN_FREE * STAGES), (turn & 1) ^ 1)
+        mbarrier.expect(own_ready, 2 * OWNED * own.block_type.nbytes)
+        for half in gl.static_range(2):
+            _fetch(own, batch, head, first + half * GROUP_ROWS * STEP, own_ready, own_ring.index(half), STEP)
+            if OWNED == 2:
+                _fetch(also, batch, head, first + half * GROUP_ROWS * STEP, own_ready, own_ring.index(2 + half), STEP)
+        turn += 1
+        for i in range(gl.load(tile + FULL) + gl.load(tile + MASKED)):
+            entry = entry_of(entries, tile, i)
+            other = base + gl.load(entry)
+            if BY_KEY:
+                other_head = head * group + (gl.load(entry + 1) >> MEMBER_AT)
+            else:
+                other_head = head // group
+            slot, phase = met % STAGES, (met // STAGES & 1) ^ 1
+            a_ready, b_ready = barriers.index(A_READY * STAGES + slot), barriers.index(B_READY * STAGES + slot)
+            mbarrier.wait(barriers.index(A_FREE * STAGES + slot), phase)
+            mbarrier.expect(a_ready, a.block_type.nbytes)
+            _fetch(a, batch, other_head, other, a_ready, a_ring.index(slot), STEP)
+            mbarrier.wait(barriers.index(B_FREE * STAGES + slot), phase)
+            mbarrier.expect(b_ready, b.block_type.nbytes)
+            _fetch(b, batch, other_head, other, b_ready, b_ring.index(slot), STEP)
+            met += 1
+
+
+@gluon.jit
+def scores(own, ring, met, COLS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr):
+    """Issue the product of owned rows with those of tile number ``met``: (64, COLS)."""
+    zeros = gl.zeros([GROUP_ROWS, COLS], gl.float32, SCORES)
+    other = ring.index(met % STAGES).reshape([COLS, DIM]).permute((1, 0))
+    return warpgroup_mma(own, other, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def scores_less(own, ring, met, less, COLS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+                SCORES: gl.constexpr):  # fmt: skip
+    """The same, less a number for each column (COLS,): as what the product is added to, it takes no register more."""
+    acc = gl.zeros([GROUP_ROWS, COLS], gl.float32, SCORES) - less[None, :]
+    other = ring.index(met % STAGES).reshape([COLS, DIM]).permute((1, 0))
+    return warpgroup_mma(own, other, acc, is_async=True)
+
+
+@gluon.jit
+def weighted(p, ring, met, acc, COLS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RESULT: gl.constexpr):
+    """Issue the sum of the rows of tile number ``met``, weighted by p (64, COLS), onto acc (64, DIM)."""
+    p = gl.convert_layout(p.to(ring.dtype), gl.DotOperandLayout(0, RESULT, 2))
+    return warpgroup_mma(p, ring.index(met % STAGES).reshape([COLS, DIM]), acc, is_async=True)
+
+
+@gluon.jit
+def put(into, values, tile, batch, heads, n, WHICH: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr,
+        STORED: gl.constexpr):  # fmt: skip
+    """Write a group's rows (64, DIM) to where they lie in ``into`` (b, n, heads, DIM)."""
+    row = (batch * n + positions(tile, WHICH, STEP, gl.SliceLayout(1, STORED))) * heads + gl.load(tile + HEAD)
+    at = (row.to(gl.int64) * DIM)[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, STORED))[None, :]
+    values = gl.convert_layout(values.to(into.dtype.element_ty), STORED)
+    gl.store(into + at, values, mask=valid_rows(tile, WHICH, gl.SliceLayout(1, STORED))[:, None])
+
+
+@gluon.jit
+def _forward_step(
+    s, acc, total, top, met, i, queries, entries, tile, scale, k_ring, v_ring, barriers, WHICH: gl.constexpr,
+    COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    SCORES: gl.constexpr, RESULT: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """Take the scores ``s`` of entry i, tile number ``met``, into acc, total and top; the next scores unless LAST."""
+    entry = entry_of(entries, tile, i)
+    packed = gl.load(entry + 1)
+    bonus = bonus_of(packed)
+    if not LAST:
+        wait(barriers, met + 1, A_READY, STAGES)
+        following = scores(queries, k_ring, met + 1, COLS, DIM, STAGES, SCORES)
+    wait(barriers, met, B_READY, STAGES)
+    if MASK:
+        span = gl.arange(0, COLS, gl.SliceLayout(0, SCORES))
+        seen = (span < (packed & ROWS_MASK))[None, :]
+        if CAUSAL:
+            mine, other = places(tile, entry, WHICH, COLS, STEP, SCORES)
+            seen = seen & (other <= mine)
+        s = gl.where(seen, s, float("-inf"))
+    # M is left out of the maximum: a probability is then at most M, which no sum minds.
+    high = gl.maximum(top, gl.max(s, 1) * scale)
+    shift = gl.where(high == float("-inf"), 0.0, high) if MASK else high
+    p = gl.exp2(s * scale - (shift - bonus)[:, None])
+    fade = gl.exp2(top - shift)
+    total = total * fade + gl.sum(p, 1)
+    acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, RESULT))[:, None]
+    acc = weighted(p, v_ring, met, acc, COLS, DIM, STAGES, RESULT)
+    if LAST:
+        acc = warpgroup_mma_wait(0, [acc])
+    else:
+        s, acc = warpgroup_mma_wait(0, [following, acc])
+        free(barriers, met + 1, A_FREE, STAGES)
+    free(barriers, met, B_FREE, STAGES)
+    return s, acc, total, high, met + 1
+
+
+@gluon.jit
+def _forward_consumer(
+    out, lse, tiles, entries, scale, programs, work, heads, n, q_ring, k_ring, v_ring, barriers, WHICH: gl.constexpr,
+    COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    STORED: gl.constexpr = (  # of 256 columns, another layout takes more registers than there are
+        gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0]) if DIM < 256 else RESULT
+    )
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    queries = q_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
+    turn, met = 0, 0
+    for index in range(gl.program_id(0), work, gl.num_programs(0)):
+        tile = tiles + (index % programs) * COLUMNS
+        full = gl.load(tile + FULL)
+        last = full + gl.load(tile + MASKED) - 1
+        acc = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
+        top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROWS)
+        total = gl.zeros([GROUP_ROWS], gl.float32, ROWS)
+
+        wait(barriers, turn * STAGES, OWN_READY, STAGES)
+        wait(barriers, met, A_READY, STAGES)
+        s = warpgroup_mma_wait(0, [scores(queries, k_ring, met, COLS, DIM, STAGES, SCORES)])
+        free(barriers, met, A_FREE, STAGES)
+        whole = gl.minimum(full, last)
+        for i in range(0, whole):
+            s, acc, total, top, met = _forward_step(
+                s, acc, total, top, met, i, queries, entries, tile, scale, k_ring, v_ring, barriers, WHICH, COLS, DIM,
+                STEP, CAUSAL, STAGES, SCORES, RESULT, False, False,
+            )  # fmt: skip
+        for i in range(whole, last):
+            s, acc, total, top, met = _forward_step(
+                s, acc, total, top, met, i, queries, entries, tile, scale, k_ring, v_ring, barriers, WHICH, COLS, DIM,
+                STEP, CAUSAL, STAGES, SCORES, RESULT, True, False,
+            )  # fmt: skip
+        free(barriers, turn * STAGES, OWN_FREE, STAGES)
+        turn += 1
+        s, acc, total, top, met = _forward_step(
+            s, acc, total, top, met, last, queries, entries, tile, scale, k_ring, v_ring, barriers, WHICH, COLS, DIM,
+            STEP, CAUSAL, STAGES, SCORES, RESULT, True, True,
+        )  # fmt: skip
+
+        total = gl.where(total == 0.0, 1.0, total)  # a query that sees nothing: out 0, lse -inf, as top is
+        batch = index // programs
+        at = (batch * heads + gl.load(tile + HEAD)) * n + positions(tile, WHICH, STEP, ROWS)
+        gl.store(lse + at, (top + gl.log2(total)) * LN2, mask=valid_rows(tile, WHICH, ROWS))
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]
+        put(out, acc, tile, batch, heads, n, WHICH, DIM, STEP, STORED)
+
+
+@gluon.jit(do_not_specialize=["programs", "work", "heads", "group", "n"])
+def forward(
+    q, k, v, out, lse, tiles, entries, scale, programs, work, heads, group, n, COLS: gl.constexpr, DIM: gl.constexpr,
+    STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """out and lse of ``work`` tiles of 128 queries, none with an empty list; q, k and v are descriptors."""
+    q_ring, k_ring, v_ring, barriers = rings(q, k, v, 1, COLS, DIM, STAGES)
+    gl.warp_specialize(
+        [
+            (_forward_consumer, (out, lse, tiles, entries, scale, programs, work, heads, n, q_ring, k_ring, v_ring,
+                                 barriers, 0, COLS, DIM, STEP, CAUSAL, STAGES)),
+            (_forward_consumer, (out, lse, tiles, entries, scale, programs, work, heads, n, q_ring, k_ring, v_ring,
+                                 barriers, 1, COLS, DIM, STEP, CAUSAL, STAGES)),
+            (producer, (q, q, k, v, tiles, entries, programs, work, group, q_ring, k_ring, v_ring, barriers, 1, False,
+                        STEP, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _dq_step(
+    s, acc, met, i, own_ring, entries, tile, final, minus, scale, k_ring, v_ring, barriers, WHICH: gl.constexpr,
+    COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    SCORES: gl.constexpr, RESULT: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    entry = entry_of(entries, tile, i)
+    packed = gl.load(entry + 1)
+    wait(barriers, met, B_READY, STAGES)
+    dp = scores(own_ring.index(2 + WHICH).reshape([GROUP_ROWS, DIM]), v_ring, met, COLS, DIM, STAGES, SCORES)
+    wait(barriers, met, A_READY, STAGES)  # it is there; see the top
+    p = gl.exp2(s * scale - (final - bonus_of(packed))[:, None])
+    if MASK:
+        span = gl.arange(0, COLS, gl.SliceLayout(0, SCORES))
+        seen = (span < (packed & ROWS_MASK))[None, :]
+        if CAUSAL:
+            mine, other = places(tile, entry, WHICH, COLS, STEP, SCORES)
+            seen = seen & (other <= mine)
+        p = gl.where(seen, p, 0.0)
+    if not LAST:
+        wait(barriers, met + 1, A_READY, STAGES)
+    dp = warpgroup_mma_wait(0, [dp])
+    free(barriers, met, B_FREE, STAGES)
+    acc = weighted(p * (dp - minus[:, None]), k_ring, met, acc, COLS, DIM, STAGES, RESULT)
+    if LAST:
+        acc = warpgroup_mma_wait(0, [acc])
+    else:
+        queries = own_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
+        s, acc = warpgroup_mma_wait(0, [scores(queries, k_ring, met + 1, COLS, DIM, STAGES, SCORES), acc])
+    free(barriers, met, A_FREE, STAGES)
+    return s, acc, met + 1
+
+
+@gluon.jit
+def _dq_consumer(
+    lse, less, dq, tiles, entries, scale, programs, work, heads, n, own_ring, k_ring, v_ring, barriers,
+    WHICH: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    turn, met = 0, 0
+    for index in range(gl.program_id(0), work, gl.num_programs(0)):
+        tile = tiles + (index % programs) * COLUMNS
+        full = gl.load(tile + FULL)
+        last = full + gl.load(tile + MASKED) - 1
+        at = (index // programs * heads + gl.load(tile + HEAD)) * n
+        at += positions(tile, WHICH, STEP, ROWS)
+        final = gl.load(lse + at, mask=valid_rows(tile, WHICH, ROWS), other=float("inf"))
+        minus = gl.load(less + at, mask=valid_rows(tile, WHICH, ROWS), other=0.0)
+        acc = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
+
+        wait(barriers, turn * STAGES, OWN_READY, STAGES)
+        wait(barriers, met, A_READY, STAGES)
+        queries = own_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
+        s = warpgroup_mma_wait(0, [scores(queries, k_ring, met, COLS, DIM, STAGES, SCORES)])
+        whole = gl.minimum(full, last)
+        for i in range(0, whole):
+            s, acc, met = _dq_step(
+                s, acc, met, i, own_ring, entries, tile, final, minus, scale, k_ring, v_ring, barriers, WHICH, COLS,
+                DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, False, False,
+            )  # fmt: skip
+        for i in range(whole, last):
+            s, acc, met = _dq_step(
+                s, acc, met, i, own_ring, entries, tile, final, minus, scale, k_ring, v_ring, barriers, WHICH, COLS,
+                DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, True, False,
+            )  # fmt: skip
+        s, acc, met = _dq_step(
+            s, acc, met, last, own_ring, entries, tile, final, minus, scale, k_ring, v_ring, barriers, WHICH, COLS,
+            DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, True, True,
+        )  # fmt: skip
+        free(barriers, turn * STAGES, OWN_FREE, STAGES)
+        turn += 1
+        put(dq, acc * scale * LN2, tile, index // programs, heads, n, WHICH, DIM, STEP, STORED)
+
+
+@gluon.jit(do_not_specialize=["programs", "work", "heads", "group", "n"])
+def backward_q(
+    dout, q, k, v, lse, less, dq, tiles, entries, scale, programs, work, heads, group, n, COLS: gl.constexpr,
+    DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dq of ``work`` tiles of 128 queries, none with an empty list; dout, q, k and v are descriptors."""
+    own_ring, k_ring, v_ring, barriers = rings(q, k, v, 2, COLS, DIM, STAGES)
+    gl.warp_specialize(
+        [
+            (_dq_consumer, (lse, less, dq, tiles, entries, scale, programs, work, heads, n, own_ring, k_ring, v_ring,
+                            barriers, 0, COLS, DIM, STEP, CAUSAL, STAGES)),
+            (_dq_consumer, (lse, less, dq, tiles, entries, scale, programs, work, heads, n, own_ring, k_ring, v_ring,
+                            barriers, 1, COLS, DIM, STEP, CAUSAL, STAGES)),
+            (producer, (q, dout, k, v, tiles, entries, programs, work, group, own_ring, k_ring, v_ring, barriers, 2,
+                        False, STEP, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _dkv_step(
+    s, dk, dv, met, i, own_ring, entries, tile, lse, less, rows, n, scale, q_ring, g_ring, barriers,
+    WHICH: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    entry = entry_of(entries, tile, i)
+    packed = gl.load(entry + 1)
+    span = gl.arange(0, COLS, gl.SliceLayout(0, SCORES))
+    other = gl.load(tile + BASE) + gl.load(entry) + span * STEP
+    at = rows + (packed >> MEMBER_AT) * n + other
+    valid = span < (packed & ROWS_MASK)
+    final = gl.load(lse + at, mask=valid, other=float("inf")) - bonus_of(packed)
+    minus = gl.load(less + at, mask=valid, other=0.0)
+    wait(barriers, met, B_READY, STAGES)
+    values = own_ring.index(2 + WHICH).reshape([GROUP_ROWS, DIM])
+    dp = scores_less(values, g_ring, met, minus, COLS, DIM, STAGES, SCORES)
+    wait(barriers, met, A_READY, STAGES)  # it is there; see the top
+    p = gl.exp2(s * scale - final[None, :])
+    if CAUSAL:
+        p = gl.where(positions(tile, WHICH, STEP, gl.SliceLayout(1, SCORES))[:, None] <= other[None, :], p, 0.0)
+    dv = weighted(p, g_ring, met, dv, COLS, DIM, STAGES, RESULT)
+    dp = warpgroup_mma_wait(1, [dp])
+    dk = weighted(p * dp, q_ring, met, dk, COLS, DIM, STAGES, RESULT)
+    if LAST:
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    else:
+        wait(barriers, met + 1, A_READY, STAGES)
+        keys = own_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
+        following = scores(keys, q_ring, met + 1, COLS, DIM, STAGES, SCORES)
+        s, dk, dv = warpgroup_mma_wait(0, [following, dk, dv])
+    free(barriers, met, A_FREE, STAGES)
+    free(barriers, met, B_FREE, STAGES)
+    return s, dk, dv, met + 1
+
+
+@gluon.jit
+def _dkv_consumer(
+    lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, own_ring, q_ring, g_ring, barriers,
+    WHICH: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    STORED: gl.constexpr = RESULT
+    turn, met = 0, 0
+    for index in range(gl.program_id(0), work, gl.num_programs(0)):
+        tile = tiles + (index % programs) * COLUMNS
+        last = gl.load(tile + FULL) + gl.load(tile + MASKED) - 1
+        at = (index // programs * heads + gl.load(tile + HEAD) * group) * n
+        sum_k = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
+        sum_v = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
+
+        wait(barriers, turn * STAGES, OWN_READY, STAGES)
+        wait(barriers, met, A_READY, STAGES)
+        mine = own_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
+        s = warpgroup_mma_wait(0, [scores(mine, q_ring, met, COLS, DIM, STAGES, SCORES)])
+        for i in range(0, last):
+            s, sum_k, sum_v, met = _dkv_step(
+                s, sum_k, sum_v, met, i, own_ring, entries, tile, lse, less, at, n, scale, q_ring, g_ring, barriers,
+                WHICH, COLS, DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, False,
+            )  # fmt: skip
+        s, sum_k, sum_v, met = _dkv_step(
+            s, sum_k, sum_v, met, last, own_ring, entries, tile, lse, less, at, n, scale, q_ring, g_ring,
+            barriers, WHICH, COLS, DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, True,
+        )  # fmt: skip
+        free(barriers, turn * STAGES, OWN_FREE, STAGES)
+        turn += 1
+        put(dk, sum_k * scale * LN2, tile, index // programs, heads // group, keys, WHICH, DIM, STEP, STORED)
+        put(dv, sum_v, tile, index // programs, heads // group, keys, WHICH, DIM, STEP, STORED)
+
+
+@gluon.jit(do_not_specialize=["programs", "work", "heads", "group", "n", "keys"])
+def backward_kv(
+    dout, q, k, v, lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, COLS: gl.constexpr,
+    DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of ``work`` tiles of 128 of the ``keys`` keys, no list empty; what is read by descriptors."""
+    own_ring, q_ring, g_ring, barriers = rings(k, q, dout, 2, COLS, DIM, STAGES)
+    gl.warp_specialize(
+        [
+            (_dkv_consumer, (lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, own_ring,
+                             q_ring, g_ring, barriers, 0, COLS, DIM, STEP, CAUSAL, STAGES)),
+            (_dkv_consumer, (lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, own_ring,
+                             q_ring, g_ring, barriers, 1, COLS, DIM, STEP, CAUSAL, STAGES)),
+            (producer, (k, v, q, dout, tiles, entries, programs, work, group, own_ring, q_ring, g_ring, barriers, 2,
+                        True, STEP, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Live tensor storages as the tracker counts them, and the process's high-water mark."""
+
+import pytest
+import torch
+from ringlab import tracking
+from ringlab.memory import MemoryPool
+from ringlab.tracking import LiveStorageTracker
+
+MIB = 1 << 20
+
+
+def test_peak_of_a_chain_of_ops_is_the_hand_computed_one():
+    n = 1000  # 4000 bytes each
+    with LiveStorageTracker() as tracker:
+        a = torch.ones(n)  # a
+        b = a + 1  # a b
+        c = b * 2  # a b c: the peak, 12000
+        assert tracker.current_bytes == 12000
+        del b
+        assert tracker.current_bytes == 8000
+        d = c.view(10, 100)[:, ::2].t()  # nothing
+        c.add_(1).mul_(2)  # nothing
+        e = d.sum()  # 4 more
+        assert tracker.current_bytes == 8004
+        del c, d
+        assert tracker.current_bytes == 4004
+    assert tracker.peak_bytes == 12000
+    del a, e
+    assert tracker.current_bytes == 0 and tracker.peak_bytes == 12000
+
+
+def test_a_view_keeps_its_whole_storage_alive():
+    with LiveStorageTracker() as tracker:
+        a = torch.ones(1000)[3:4]
+        assert tracker.current_bytes == 4000
+        del a
+        assert tracker.current_bytes == 0
+
+
+def test_memory_from_before_counts_once_and_only_when_registered():
+    x, other = torch.ones(1000), torch.ones(1000)
+    with LiveStorageTracker() as tracker:
+        other.view(10, 100).add_(1)
+        assert tracker.peak_bytes == 0
+        tracker.register(x, x[5:], x)
+        assert tracker.current_bytes == 4000
+        x.view(10, 100).add_(1)
+        assert tracker.current_bytes == 4000
+        x = x + other
+    assert tracker.peak_bytes == 8000 and tracker.current_bytes == 4000
+    with LiveStorageTracker(count_arguments=True) as tracker:
+        x.add_(other)
+    assert tracker.peak_bytes == 8000
+    with pytest.raises(TypeError, match="expected tensors, got list"):
+        tracker.register([x])
+
+
+def test_out_arguments_resizes_and_constructors():
+    a = torch.ones(1000)
+    empty = torch.empty(0)
+    with LiveStorageTracker() as tracker:
+        torch.add(a, a, out=empty)  # grows
+        assert tracker.current_bytes == 4000
+        empty.resize_(2000)
+        assert tracker.current_bytes == 8000
+        empty.untyped_storage().resize_(0)
+        t = torch.tensor([1.0, 2.0])
+        assert tracker.peak_bytes == 8008
+        del t
+        torch.split(torch.ones(1000), 10)  # many outputs, one storage
+        assert tracker.peak_bytes == 12000
+
+
+def test_sparse_tensors_count_all_their_parts():
+    with LiveStorageTracker() as tracker:
+        s = torch.sparse_coo_tensor(torch.zeros(2, 5, dtype=torch.int64), torch.ones(5), (4, 4))
+        assert tracker.current_bytes == 2 * 5 * 8 + 5 * 4
+        del s
+        assert tracker.current_bytes == 0
+
+
+def test_backward_is_seen():
+    n = 1000
+    x = torch.ones(n, requires_grad=True)
+    with LiveStorageTracker() as tracker:
+        tracker.register(x)
+        y = x.exp()  # x y, and y is saved
+        loss = y.sum()  # + 4
+        del y
+        assert tracker.current_bytes == 8004 == tracker.peak_bytes  # the graph holds y
+        loss.backward()  # + ones_like(loss) 4, + grad * y 4000
+        assert tracker.peak_bytes == 12008
+        del loss
+        assert tracker.current_bytes == 8000  # x and x.grad: y went with the graph
+    x.grad = None
+    assert tracker.current_bytes == 4000
+
+
+def test_nested_trackers_each_see_the_ops_inside():
+    with LiveStorageTracker() as outer:
+        a = torch.ones(1000)
+        with LiveStorageTracker() as inner:
+            b = a + 1
+            del b
+        with outer:  # entered again: still counted once
+            c = a + 1
+        del a, c
+    assert (outer.peak_bytes, inner.peak_bytes, outer.current_bytes) == (8000, 4000, 0)
+
+
+def test_a_tracker_can_be_used_again_and_its_peak_reset():
+    tracker = LiveStorageTracker()
+    with tracker:
+        a = torch.ones(1000)
+        b = a + 1
+    del b
+    assert tracker.peak_bytes == 8000
+    tracker.reset_peak()
+    assert tracker.peak_bytes == 4000
+    with tracker:
+        assert (a[:500] + 1).shape == (500,)
+    assert tracker.peak_bytes == 6000
+
+
+def test_released_addresses_are_not_mistaken_for_old_storages():
+    with LiveStorageTracker() as tracker:
+        for i in range(1, 200):
+            t = torch.ones(i)
+            assert tracker.current_bytes == 4 * i
+            del t
+    assert tracker.peak_bytes == 4 * 199 and tracker.current_bytes == 0 and not tracker._live
+
+
+def test_pool_memory_is_seen_by_the_tracker():
+    pool = MemoryPool(threshold_bytes=0)
+    with LiveStorageTracker() as tracker:
+        for _ in range(3):
+            pool.lend((16, 16)).fill_(1)[2:].add_(1)
+        assert pool.stats().reuses == 2  # watching changes nothing
+        assert tracker.current_bytes == tracker.peak_bytes == 1024
+        pool.clear()
+        assert tracker.current_bytes == 0
+
+
+@pytest.mark.skipif(not tracking.reset_high_water(), reason="the system has no resettable high-water mark")
+def test_high_water_mark_rises_with_touched_memory_and_resets():
+    nbytes = 64 * MIB
+    assert tracking.reset_high_water()
+    start = tracking.high_water_bytes()
+    assert abs(start - tracking.resident_bytes()) < 4 * MIB
+    torch.empty(nbytes, dtype=torch.uint8)
+    assert tracking.high_water_bytes() - start < nbytes / 4  # untouched memory costs nothing
+    t = torch.ones(nbytes, dtype=torch.uint8)
+    del t
+    assert nbytes * 0.95 < tracking.high_water_bytes() - start < nbytes * 1.25
+    assert tracking.reset_high_water()
+    assert tracking.high_water_bytes() - start < nbytes / 4
+
+
+def test_high_water_mark_says_when_it_cannot_tell(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracking, "_PROC", tmp_path / "absent")
+    assert tracking.reset_high_water() is False
+    assert tracking.high_water_bytes() is None and tracking.resident_bytes() is None
+    monkeypatch.setattr(tracking, "_PROC", tmp_path)  # /proc without VmHWM, as some sandboxes have it
+    (tmp_path / "status").write_text("Name:\tx\nVmRSS:\t     512 kB\n")
+    assert tracking.reset_high_water() is False
+    assert tracking.high_water_bytes() is None and tracking.resident_bytes() == 512 * 1024
+    (tmp_path / "status").write_text("VmHWM:\t    1024 kB\nVmRSS:\t     512 kB\n")
+    assert tracking.reset_high_water() is True and (tmp_path / "clear_refs").read_text() == "5"
+    assert tracking.high_water_bytes() == 1 << 20
