@@ -146,7 +146,7 @@ def test_bsr_refuses_half_precision_in_one_line():
 
 
 def by_flex(pattern, causal=False):
-    """One shape and dtype, so that one kernel is compiled. With AVX2, torch's is wrong for blocks of 8, compiled or not."""
+    """One shape and dtype, so that one kernel is compiled. With AVX2, torch's is wrong for blocks of 8."""
     return Case(replace(pattern, block_size=16), 205, F32, causal, execution=Execution(blocks="flex", results=STAINED))
 
 
@@ -264,9 +264,11 @@ ODD = [  # parts as no to_dict writes them
         (lambda: BlockSparse([Window(1)], 0), "block_size must be a positive integer up to 2..40, got 0"),
         (lambda: BlockSparse([], 8), "needs at least one part"),
         (lambda: BlockSparse([type("Near", (Window,), {})(1)], 8), r"one of Window.*, no subclass, got Near\(before"),
-        (lambda: block_patterns.sliding_window(None), "Window before must be an integer of at least 0 up to 2..40, got None"),
+        (lambda: block_patterns.sliding_window(None),
+         "Window before must be an integer of at least 0 up to 2..40, got None"),
         (lambda: block_patterns.local_global(1, None), "Global count must be a positive integer up to 2..40, got None"),
-        (lambda: block_patterns.hierarchical([(2, None)]), "Coarse reach must be an integer of at least 0 .*, got None"),
+        (lambda: block_patterns.hierarchical([(2, None)]),
+         "Coarse reach must be an integer of at least 0 .*, got None"),
         (lambda: block_patterns.hierarchical([(None, 2)]), "Coarse stride must be a positive integer .*, got None"),
         (lambda: BlockSparse([Segment(None)], 8), "Segment length must be a positive integer .*, got None"),
         (lambda: BlockSparse([Segment(2, None)], 8), "Segment rate must be a positive integer .*, got None"),
@@ -281,7 +283,8 @@ ODD = [  # parts as no to_dict writes them
         (lambda: block_patterns.hierarchical(list(range(2000))), r"^levels must be .*, got \[0, 1, 2, .{87}\.\.\.$"),
         (lambda: BlockSparse([3], 8), "a part must be one of Window"),
         (lambda: BlockSparse([[1]], 8), r"a part must be one of Window.*, got \[1\]"),
-        (lambda: block_patterns.hierarchical([(1,)]), r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]"),
+        (lambda: block_patterns.hierarchical([(1,)]),
+         r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]"),
         (lambda: block_patterns.hierarchical(3), r"levels must be a list of \(stride, reach\)"),
         (lambda: block_patterns.from_mask(torch.ones(0, 0, dtype=torch.bool)), "of at least one block"),
         (lambda: BlockSparse(Window(1), 8), r"parts must be a list of parts, as \[Window\(1\)\], got Window"),
@@ -290,7 +293,8 @@ ODD = [  # parts as no to_dict writes them
         (lambda: Global(1, False, False), "rows, columns or both must be True"),
         (lambda: Given(("ff", "1")), "rows must be hexadecimal bit sets, one for each block"),
         (lambda: Given(["1"]), "rows must be hexadecimal bit sets"),
-        (lambda: block_patterns.sliding_window(1).density(64.5), "length must be a positive integer up to 2..40, got 64.5"),
+        (lambda: block_patterns.sliding_window(1).density(64.5),
+         "length must be a positive integer up to 2..40, got 64.5"),
         (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "several parts of a kind"),
         (lambda: patterns.show(patterns.Dense(), 64, width=0), "width must be a positive integer up to"),
         (lambda: BlockSparse([Window(-1)], 8), "Window before must be an integer of at least 0 up to 2..40, got -1"),
@@ -314,7 +318,8 @@ ODD = [  # parts as no to_dict writes them
         (lambda: block_patterns.local_global(1, 1).with_density(0.0, 1024), r"density must be in \(0, 1\], got 0.0"),
         (lambda: block_patterns.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
         (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "no window and no random blocks"),
-        (lambda: block_patterns.sliding_window(1) | block_patterns.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
+        (lambda: block_patterns.sliding_window(1) | block_patterns.sliding_window(1, block_size=64),
+         "one block size, got 128 and 64"),
         (lambda: Execution(blocks="fast"), "unknown blocks 'fast'; known: auto, views"),
         (lambda: Execution(blocks=["views"]), r"unknown blocks \['views'\]; known: auto, views"),
         (lambda: Execution(blocks=np.array(["auto"])), r"unknown blocks array\(\['auto'\], dtype='<U4'\); known: auto"),

@@ -262,19 +262,6 @@ def peaks_of_a_shard(cases, n, heads, d):
     return peaks
 
 
-def content(cases):
-    """Blocks chosen by content: each case's results and S on this rank, and the bytes that it sent."""
-    from test_ring_adaptive import shard_of, step, tensors
-
-    rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
-    for shape, kind, causal, dtype in cases:
-        shards = shard_of(tensors(shape, kind, dtype), rank, ranks)
-        with counting() as traffic:
-            results, picks = step(shards, kind, causal, dist.group.WORLD)
-        found.append((results, picks, traffic.total))
-    return found
-
-
 def content_disagreed(cases):
     """What this rank is told in each case; every rank passes its own number of blocks and top_k, and z or none."""
     from ringlab import Adaptive, adaptive_attention

@@ -11,13 +11,12 @@ import pytest
 import torch
 from hosts import OneProbe
 from ringlab.measure import Group, Point
+from started import gone, rows_of
 
 from ringlab.measure import provenance, session, store, timing  # isort: skip
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem, contiguous
 from ringlab.ring.volume import sent_bytes
-from test_launch import gone
-from test_runs import rows_of
 
 BUILDERS = '''
 import os, signal, time

@@ -18,7 +18,7 @@ from hosts import MadeUp, OneProbe
 from ringlab import patterns
 from ringlab.measure import STATUSES, Busy, Group, Point, load, ratio, run, select, sgemm, workers
 from ringlab.ring import processes
-from test_launch import alive, gone
+from started import alive, gone, rows_of
 
 from ringlab.measure import session, provenance, store, timing  # isort: skip
 
@@ -93,11 +93,6 @@ def broken(tmp_path_factory):
 
 def measure(groups, folder, force=False, minutes=None, workers=OneProbe, **how):
     return session.Session(folder, **{"profile": "cpu", "workers": workers} | how).run(groups, force, minutes)
-
-
-def rows_of(folder, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / store.NAME).read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

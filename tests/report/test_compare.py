@@ -11,14 +11,14 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from reporting import ROOT, made_up, write_rows
+from reporting import made_up, whole_suite, write_rows
 from ringlab import cli
 from ringlab.measure import Group, Point, ratio, stats
 from ringlab.patterns import Dilated
 from ringlab.report import compare_chance
 from ringlab.report.compare import compare
 from ringlab.report.compare_sides import read_side
-from test_project import make
+from started import make
 
 PATTERN = Dilated([64, 128], [1, 2])
 GROUP = Group("lengths", tuple(Point("ringlab", PATTERN, seq_len=256 * n) for n in range(1, 9)))
@@ -294,10 +294,12 @@ def test_a_run_beside_an_earlier_commit_of_itself(side, call, tmp_path):
     refused(call("check", "HEAD:gpu", "--against", "cpu"), "'gpu/data/samples.jsonl' does not exist in 'HEAD'")
 
 
-def test_the_recorded_rows(capsys):
-    assert cli.main(["compare", "cpu", "gtx1080-rehearsal"]) == 2
+def test_a_run_beside_itself_and_beside_a_rehearsal(tmp_path, capsys):
+    for name in ("cpu", "gtx1080-rehearsal"):
+        write_rows(tmp_path / name / "data", whole_suite("cpu", rehearsal=name != "cpu"))
+    assert cli.main(["compare", "cpu", "gtx1080-rehearsal", "--reports", str(tmp_path)]) == 2
     assert "gtx1080-rehearsal is a rehearsal and cpu is not" in capsys.readouterr().err
-    found = compare(*(read_side("cpu", ROOT / "reports") for _ in range(2)))
+    found = compare(*(read_side("cpu", tmp_path) for _ in range(2)))
     assert len(found.timed) > 50 and found.mean.ci == (1.0, 1.0) and not any(p.longer or p.shorter for p in found.pairs)
     assert all(pair.growth("peak") in (None, 1.0) for pair in found.pairs)
 

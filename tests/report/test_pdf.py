@@ -10,7 +10,7 @@ import pytest
 from ringlab import cli, hardware
 from ringlab.report import pdf
 from ringlab.report.places import ReportError, UsageError
-from test_launch import gone
+from started import gone
 
 CPU = hardware.Machine(cpu_model="a CPU", cores=2)
 PAGE = "<!DOCTYPE html><html lang='en'><title>A report</title><p>hello <img alt='' src='http://example.invalid/x.png'>"

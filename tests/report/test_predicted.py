@@ -1,4 +1,4 @@
-"""Predictions beside the committed rows of this project, and the published memory explained."""
+"""Predictions beside rows that were measured, and the published memory explained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from ringlab.report import original_memory, predicted, predictions
 from ringlab.report.documents import published
 from ringlab.report.study import Study
 
-DATA = Path(__file__).parents[2] / "reports" / "cpu" / "data"
+DATA = Path(__file__).parent / "recorded"  # rows of reports/cpu/data, one of each kind
 OPERATORS, BLOCKS = 1000, 256  # a few rows of more calls, or longer plans, take seconds each
 
 
@@ -18,7 +18,7 @@ def known():
     rows = [r for r in measure.load(DATA) if r.status == "ok" and r.memory.get("tracked_peak_bytes")
             and r.memory.get("operator_calls", 0) <= OPERATORS
             and r.point.seq_len // r.point.pattern.get("block_size", r.point.seq_len) <= BLOCKS]  # fmt: skip
-    assert len(rows) > 100
+    assert len(rows) > 40
     return predicted.predict(rows)
 
 
@@ -41,11 +41,11 @@ def test_every_peak_within_5_percent_and_never_below_bytes_exact_and_no_time_bel
     exact = [x for x in known if not x.estimate.at_least]
     assert {x.row.point.world_size for x in exact} >= {1, 2, 4}
     assert {x.row.point.system for x in known if x.estimate.at_least} <= {"flex", "BlockSparseTorchSparse", "adaptive"}
-    assert sum(x.time is not None for x in known) > 60
+    assert sum(x.time is not None for x in known) > 20
 
 
 def test_altered_rows_are_noticed(known):
-    x = max((x for x in known if x.row.point.world_size > 1 and x.time), key=lambda x: x.estimate.peak_bytes)
+    x = min((x for x in known if x.row.point.world_size > 1 and x.time), key=lambda x: x.peak or 2)
     peak = x.row.memory["tracked_peak_bytes"]
     for changes in ({"memory": {"tracked_peak_bytes": int(1.01 * peak)}},
                     {"memory": {"tracked_peak_bytes": int(0.9 * peak)}},

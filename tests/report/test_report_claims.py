@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_up_suites import document_suite, lean, on_gpu, on_ranks, rank_suite, session_suite, slower, system, way
 from reporting import Shown
 from ringlab import compat, hardware
 from ringlab.measure import Result, suites
@@ -16,9 +17,6 @@ from ringlab.report import contradictions, driver, ledger, reuse, rows, study
 from ringlab.report.documents import BETWEEN, DOCUMENTS, published
 from ringlab.report.ring.judging import COLLECTIVE, CORRECT, HILBERT, ROBUST
 from ringlab.report.verdicts import WORDS
-from test_report_document import on_ranks, whole_suite
-from test_report_ring import lean, on_gpu, rank_suite
-from test_report_session import session_suite, slower, system, way
 
 CLAIMS = {f"{n} {c['key']}": (n, c) for n in DOCUMENTS for c in published(n)["claims"]}
 PRINTED_BY = ("inconsistent as printed", "confounded", "not testable on this profile")
@@ -29,7 +27,7 @@ def made(number: str, profile: str) -> tuple[Result, ...]:
     """Made-up rows of a document's suite, as a profile's own device would give them."""
     kind = hardware.get_profile(profile).kind
     if number == "000":
-        return whole_suite(profile)
+        return document_suite(profile)
     if number == "002":
         return session_suite(profile, kind)
     return tuple(r if kind == "cpu" else on_gpu(r) for r in rank_suite(DOCUMENTS[number].suite))
@@ -370,7 +368,7 @@ def test_the_page_counts_every_claim_and_says_what_would_decide_the_rest():
 
 def test_a_rehearsal_is_decided_by_its_own_device_and_no_rows_decide_nothing():
     folder = "gtx1080-rehearsal/data"
-    kinds = {"000": whole_suite("gtx1080", True), "002": session_suite("gtx1080", "cpu", True)}
+    kinds = {"000": document_suite("gtx1080", True), "002": session_suite("gtx1080", "cpu", True)}
     about = page([r for found in kinds.values() for r in found], "gtx1080", folder)
     assert about.rehearsal and all(line.startswith("Rehearsal: ") for line in ledger.answer(about).lines)
     wanted = {ledger.decider(about, e) for e in ledger.judged(about) if e.open}

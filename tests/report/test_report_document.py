@@ -8,43 +8,14 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-from reporting import Shown, made_up
+from made_up_suites import document_suite, on_ranks, times_longer
+from reporting import Shown
 from ringlab import hardware, patterns
-from ringlab.measure import Group, Point, Result, stats, suites
+from ringlab.measure import Point, Result, stats, suites
 from ringlab.report import cells, claims, lengths, render, reuse, rows, study, tables, trust
 from ringlab.report import optimization as document
 
 SHOWN = [name for name in document.__all__ if name not in ("open_study", "failures", "limits", "provenance")]
-
-
-def row_of(point: Point, group: Group, rehearsal: bool, device: str) -> Result:
-    """A made-up row as a CPU or, with every kernel, a GPU would give it."""
-    options = dict(point.options)
-    backend = options.pop("backend", "auto")
-    row = made_up(point.but(options=options), group, rehearsal)
-    row = replace(row, point=point, provenance=row.provenance | {"device": device})
-    if device == "cpu" and backend not in ("auto", "eager", "cpu_flash"):
-        reason = f"backend '{backend}' cannot run on cpu in torch.float32: {backend}: needs a CUDA device, this is cpu"
-        return replace(row, status="unsupported", reason=reason, errors={}, seconds=(), median=None, ci=None)
-    if backend == "eager":
-        row = slower(row, 2)
-    if point.system == "plan_build":
-        row = replace(row, memory={"floor_bytes": 0, "tracked_peak_bytes": 0}, bound_seconds=None)
-    return row
-
-
-def slower(result: Result, factor: float) -> Result:
-    scaled = {k: getattr(result, k) * factor for k in ("median", "q1", "q3")}
-    ci, seconds = (tuple(x * factor for x in getattr(result, k)) for k in ("ci", "seconds"))
-    return replace(result, ci=ci, seconds=seconds, **scaled)
-
-
-@functools.cache
-def whole_suite(name: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...]:
-    profile = hardware.get_profile(name)
-    device = "cpu" if rehearsal else profile.kind
-    groups = suites.optimization(profile, device=device, rehearsal=rehearsal)
-    return tuple(row_of(p, g, rehearsal, device) for g in groups for p in g.points)
 
 
 def page_of(results, name: str = "cpu", folder: str = "cpu/data") -> study.Study:
@@ -57,7 +28,7 @@ def shown_by(page: study.Study, names=SHOWN) -> Shown:
 
 @functools.cache
 def shown_suite() -> Shown:
-    return shown_by(page_of(whole_suite()))
+    return shown_by(page_of(document_suite()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,7 +68,7 @@ def shows_none_of(results) -> Shown:
 
 @pytest.mark.parametrize("kind", BAD)
 def test_no_bad_row_reaches_a_table_a_figure_a_headline_a_verdict_or_the_recommendation(kind):
-    results = [spoiled(r, **BAD[kind]) for r in whole_suite()]
+    results = [spoiled(r, **BAD[kind]) for r in document_suite()]
     shown = shows_none_of(results)
     page = page_of(results)
     assert "none, no row" in document.answer(page).lines[0]
@@ -110,17 +81,12 @@ def test_no_bad_row_reaches_a_table_a_figure_a_headline_a_verdict_or_the_recomme
 @pytest.mark.parametrize("first", [0, 1])
 def test_bad_rows_among_good_ones_reach_nothing(first):
     kinds = [*BAD.values()]
-    results = [spoiled(r, **kinds[i % 7]) if i % 2 == first else r for i, r in enumerate(whole_suite())]
+    results = [spoiled(r, **kinds[i % 7]) if i % 2 == first else r for i, r in enumerate(document_suite())]
     assert any("ms" in x for x in shows_none_of(results).texts)
 
 
-def on_ranks(result: Result, ranks: int, gain: float, **options) -> Result:
-    point = result.point.but(world_size=ranks, options=dict(result.point.options) | options)
-    return replace(slower(result, 1 / gain), point=point, bound_seconds=None)
-
-
 def test_superlinear_rows_are_suspect():
-    row = next(r for r in whole_suite() if rows.is_optimised(r))
+    row = next(r for r in document_suite() if rows.is_optimised(r))
     honest, swift = on_ranks(row, 2, 2.15, scheme="ring"), on_ranks(row, 2, 2.25, scheme="ring")
     assert [r.status for r in trust.judged([row, honest])] == ["ok", "ok"]
     assert trust.judged([row, swift])[1].reason.startswith("superlinear: 2.25 times faster on 2 ranks")
@@ -131,9 +97,9 @@ def test_superlinear_rows_are_suspect():
 
 
 def test_no_superlinear_row_reaches_a_page():
-    row = next(r for r in whole_suite() if rows.is_optimised(r))
+    row = next(r for r in document_suite() if rows.is_optimised(r))
     swift = replace(on_ranks(row, 2, row.median / FAST), memory=LEAN)
-    page = page_of([*whole_suite(), swift])
+    page = page_of([*document_suite(), swift])
     shown = shown_by(page)
     assert not [m for m in MARKS if m in shown.text] and trust.status(page.results[-1]) == "suspect"
     assert "superlinear" in document.failures(page).markdown and "2 ranks" in document.failures(page).markdown
@@ -142,8 +108,8 @@ def test_no_superlinear_row_reaches_a_page():
         found = {c["test"]: v for c, v in claims.judge(page_of(results), rows.published()["claims"])}
         return found["two_cards"].word
 
-    assert verdict([*whole_suite(), swift]) == "not testable on this profile"
-    assert verdict([*whole_suite(), on_ranks(row, 2, 1.8)]) == "refuted"
+    assert verdict([*document_suite(), swift]) == "not testable on this profile"
+    assert verdict([*document_suite(), on_ranks(row, 2, 1.8)]) == "refuted"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,7 +143,7 @@ def test_figures_name_things_as_the_tables_do():
 
 
 def test_passes_hold_forward_and_backward_causal_and_not():
-    table = document.passes(page_of(whole_suite()))
+    table = document.passes(page_of(document_suite()))
     assert [row[0] for row in table.rows] == [
         "forward", "forward, causal", "forward and backward", "forward and backward, causal",
     ]  # fmt: skip
@@ -187,7 +153,7 @@ def test_passes_hold_forward_and_backward_causal_and_not():
 
 
 def test_the_ceiling_has_a_backward_and_the_engine_is_held_against_it():
-    page = page_of(whole_suite())
+    page = page_of(document_suite())
     assert {row[2] for row in document.ceilings(page).rows} == {"fwd", "fwd, causal", "fwd+bwd"}
     speed, against = document.speed(page), document.against(page)
     backward = [row for row in against.rows if row[2] == "fwd+bwd"]
@@ -205,7 +171,7 @@ def test_what_a_pool_is_asked_for_is_counted():
 
 
 def test_cache_and_pool_are_said_from_the_rows():
-    page = page_of(whole_suite())
+    page = page_of(document_suite())
     table = document.cache_table(page)
     assert len(table.rows) == 4 and {row[0] for row in table.rows} == {
         "Plan of strided views", "Index tensors, gathered",
@@ -228,7 +194,7 @@ def test_cache_and_pool_are_said_from_the_rows():
 @pytest.mark.parametrize("name, rehearsal", [("cpu", False), ("gtx1080", True), ("h200", False)])
 def test_the_recommended_block_runs_as_it_is_rendered(tmp_path, name, rehearsal):
     folder = tmp_path / (f"{name}-rehearsal" if rehearsal else name) / "data"
-    page = page_of(whole_suite(name, rehearsal), name, folder)
+    page = page_of(document_suite(name, rehearsal), name, folder)
     cell = nbformat.v4.new_code_cell("configuration")
     bundle = document.recommended(page)._repr_mimebundle_()
     cell.outputs = [nbformat.v4.new_output("display_data", data=bundle)]
@@ -251,20 +217,20 @@ def work(r) -> dict:
 
 def test_the_recommendation_follows_the_rows():
     def chosen(change):
-        text = document.recommended(page_of([change(r) for r in whole_suite()])).source
+        text = document.recommended(page_of([change(r) for r in document_suite()])).source
         return re.search(r"Execution\((.*?)\)", text)[1], re.search(r'backend="(\w+)"', text)[1], text
 
     execution, backend, text = chosen(lambda r: r)
     assert (execution, backend) == ("gather=False, cache=True, pool=False", "auto") and "torch.float32" in text
 
     def without_pool_is_slow(r):
-        return slower(r, 2) if work(r) == rows.FULL | {"pool": False} and r.seconds else r
+        return times_longer(r, 2) if work(r) == rows.FULL | {"pool": False} and r.seconds else r
 
     def strided_is_slow(r):
-        return slower(r, 2) if work(r) == rows.FULL and r.point.system == "ringlab" and r.seconds else r
+        return times_longer(r, 2) if work(r) == rows.FULL and r.point.system == "ringlab" and r.seconds else r
 
     def half_is_quick(r):
-        return slower(r, 0.7) if r.point.dtype == "bfloat16" and rows.is_optimised(r) and r.seconds else r
+        return times_longer(r, 0.7) if r.point.dtype == "bfloat16" and rows.is_optimised(r) and r.seconds else r
 
     assert "pool=True" in chosen(without_pool_is_slow)[0]
     assert "gather=True" in chosen(strided_is_slow)[0]
@@ -285,7 +251,7 @@ def test_wide_intervals_are_undecided_and_only_hardware_makes_a_claim_untestable
 
     def words(name, rehearsal=False):
         folder = f"{name}-rehearsal/data" if rehearsal else f"{name}/data"
-        page = page_of(whole_suite(name, rehearsal), name, folder)
+        page = page_of(document_suite(name, rehearsal), name, folder)
         return {c["key"]: v.word for c, v in claims.judge(page, rows.published()["claims"])}
 
     untestable = "not testable on this profile"
@@ -299,27 +265,27 @@ def test_wide_intervals_are_undecided_and_only_hardware_makes_a_claim_untestable
 
 def test_the_pool_is_judged_where_it_lends():
     def verdict(change):
-        page = page_of([change(r) for r in whole_suite()])
+        page = page_of([change(r) for r in document_suite()])
         return {c["key"]: v for c, v in claims.judge(page, rows.published()["claims"])}
 
     def gathered_alone_is_slow(r):
         plain = rows.switches(r.point) == rows.FULL | {"gather": True, "pool": False}
-        return slower(r, 2) if plain and r.seconds else r
+        return times_longer(r, 2) if plain and r.seconds else r
 
     assert verdict(gathered_alone_is_slow)["pool"].word == "reproduced"
     assert "(gathered, auto kernel, cache)" in verdict(lambda r: r)["pool"].why
 
     def long_is_slow(r):
-        return slower(r, 2) if r.point.batch > 1 and r.point.seq_len == 4096 and not work(r)["pool"] else r
+        return times_longer(r, 2) if r.point.batch > 1 and r.point.seq_len == 4096 and not work(r)["pool"] else r
 
     assert verdict(long_is_slow)["pool-long"].word == "reproduced"
 
 
 def test_what_the_same_work_differs_by_is_no_difference():
     """The second row of a call is 1.5 times slower: no factor below that is called faster or slower."""
-    twin = max((r for r in whole_suite() if r.option("twin")), key=lambda r: r.median)
-    page = page_of([slower(r, 1.5) if r is twin else r for r in whole_suite()])
-    calm = page_of(whole_suite())
+    twin = max((r for r in document_suite() if r.option("twin")), key=lambda r: r.median)
+    page = page_of([times_longer(r, 1.5) if r is twin else r for r in document_suite()])
+    calm = page_of(document_suite())
     assert calm.resolution < 1.05 and page.resolution == pytest.approx(1.5, rel=0.05) and len(page.twins) == 5
     assert "differ by up to 1." in document.reading(page).markdown
     for one, tells in ((calm, True), (page, False)):
@@ -331,14 +297,14 @@ def test_what_the_same_work_differs_by_is_no_difference():
 
 
 def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
-    results = [r for r in whole_suite() if r.point.dtype != "bfloat16"]
+    results = [r for r in document_suite() if r.point.dtype != "bfloat16"]
     results = [replace(r, unstable=True) if rows.is_plain(r) else r for r in results]
     page = page_of(results)
     lines = document.limits(page).lines
     said = "\n".join(lines)
-    missing = len(whole_suite()) - len(results)
+    missing = len(document_suite()) - len(results)
     assert "bf16: not measured." in lines and "no row passed" not in said
-    assert f"What {missing} of the {len(whole_suite())} points" in said and "every row ran on one" in said
+    assert f"What {missing} of the {len(document_suite())} points" in said and "every row ran on one" in said
     refused = next(line for line in lines if "needs a CUDA device" in line)
     assert all(name in refused for name in ("cudnn", "flash_attn_2", "flash_attn_3", "xformers", "efficient"))
     assert refused.count("needs a CUDA device") == 1
@@ -347,7 +313,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     failed = document.failures(page)
     assert len(failed.rows) == 7 and all(row[3] == "needs a CUDA device, this is cpu" for row in failed.rows)
     assert all(tables.cell(row[2]).text == "unsupported" for row in failed.rows)
-    nothing = [replace(r, errors={"out": 1.0}) if r.point.dtype == "bfloat16" else r for r in whole_suite()]
+    nothing = [replace(r, errors={"out": 1.0}) if r.point.dtype == "bfloat16" else r for r in document_suite()]
     assert "bf16: no row passed, each with its reason below." in document.limits(page_of(nothing)).lines
     assert f"{missing} points of this profile" in document.answer(page).lines[-1]
 
@@ -357,27 +323,27 @@ def test_provenance_says_clocks_completeness_and_counts():
         state = {"sm_clock_mhz": 1900.0 + i, "temperature_c": 50.0, "throttle_reasons": "0x0"}
         return replace(r, provenance=r.provenance | {"gpu_before": state, "gpu_after": state, "load_average": 0.1 * i})
 
-    results = [with_state(i, r) for i, r in enumerate(whole_suite())]
+    results = [with_state(i, r) for i, r in enumerate(document_suite())]
     facts = {row[0]: row[1] for row in document.provenance(page_of(results)).rows}
     assert facts["Complete"] == "yes" and facts["Points"].startswith(f"{len(results)} measured")
     assert "sm clock mhz 1900 to" in facts["GPU before a group"] and "temperature c 50" in facts["GPU after a group"]
     facts = {row[0]: row[1] for row in document.provenance(page_of(results[:-2])).rows}
     assert facts["Complete"] == f"no, 2 of {len(results)} are missing" and "GPU before a group" in facts
-    plain = {row[0] for row in document.provenance(page_of(whole_suite())).rows}
+    plain = {row[0] for row in document.provenance(page_of(document_suite())).rows}
     assert "GPU before a group" not in plain and "Inputs" in plain
 
 
 def test_longest_and_beginning_come_from_rows_that_may_be_quoted():
-    found = lengths.over_dense(page_of(whole_suite()))
+    found = lengths.over_dense(page_of(document_suite()))
     assert [n for n, *_ in found] == [1024, 2048, 4096, 8192] and lengths.begins(found) == 1024
-    bad = page_of(spoiled(r, **BAD["too fast"]) if r.point.seq_len == 2048 else r for r in whole_suite())
+    bad = page_of(spoiled(r, **BAD["too fast"]) if r.point.seq_len == 2048 else r for r in document_suite())
     assert lengths.begins(lengths.over_dense(bad)) == 4096
     assert "1,024" not in document.answer(bad).lines[2]
 
 
 @pytest.mark.parametrize("name", ["gtx1080", "h200"])
 def test_rows_of_a_gpu_fill_every_table(name):
-    shown = shown_by(page_of(whole_suite(name), name, f"{name}/data"))
+    shown = shown_by(page_of(document_suite(name), name, f"{name}/data"))
     empty = [t.caption for t in shown.tables if not t.rows or tables.cell(t.rows[0][0]).text == "not measured"]
     assert not empty
 

@@ -1,15 +1,14 @@
 """Reports about ranks: what they quote, what they refuse to time, and verdicts that follow the rows."""
 
-import functools
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_up_suites import lean, on_gpu, rank_suite
 from reporting import Shown, made_up
 from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, suites
-from ringlab.measure.points import Result
 from ringlab.report import claims as single
 from ringlab.report import study, trust
 from ringlab.report.ring import claims, comparison, hybrid, rows, scaling
@@ -19,32 +18,6 @@ DOCUMENTS = {
     "003": (comparison, "performance_comparison"),
     "004": (hybrid, "hybrid_summary"),
 }
-CORES = 2
-
-
-def rank_row(point: Point, group: Group) -> Result:
-    """A made-up row: ranks divide work and memory, the ring holds two shards more, the all-gather all of them."""
-    p = point.world_size
-    row = made_up(point.but(world_size=1, options={}), group, rehearsal=False)
-    shard = row.memory["floor_bytes"] // p
-    kept = {"RingDilatedAttentionV2Collective": p - 1, "ringlab": 0.2}.get(point.system, 1 if p > 1 else 0)
-    memory = {"floor_bytes": shard, "tracked_peak_bytes": int(shard * (1.1 + 0.5 * kept * (p > 1)))}
-    about = {}
-    if group.ranks > 1:
-        sent = [0 if p == 1 else int(shard * (0.1 if point.system == "ringlab" else 0.5 * (p - 1)))] * p
-        about = {"threads": 1, "oversubscribed": p > CORES, "bytes_sent": sent, "planned": sent, "messages": [2] * p}
-    row = replace(row, point=point, memory=memory, ranks=about)
-    if not row.seconds or about.get("oversubscribed"):
-        return replace(row, seconds=(), rounds=(), median=None, ci=None, q1=None, q3=None, bound_seconds=None)
-    scaled = {k: getattr(row, k) / p for k in ("median", "q1", "q3", "bound_seconds")}
-    seconds, ci = (tuple(x / p for x in getattr(row, k)) for k in ("seconds", "ci"))
-    return replace(row, seconds=seconds, ci=ci, **scaled)
-
-
-@functools.cache
-def rank_suite(name: str) -> tuple[Result, ...]:
-    groups = suites.SUITES[name](hardware.get_profile("cpu"), device="cpu", rehearsal=False)
-    return tuple(rank_row(p, g) for g in groups for p in g.points)
 
 
 def page(number: str, change=lambda r: r) -> study.Study:
@@ -131,14 +104,6 @@ def test_superlinear_is_told_from_one_rank_with_as_many_threads():
 
     assert status(1, 1, 2.3) == status(2, 1, 2.3) == "suspect", "in whichever group it stands"
     assert status(1, 1, 2.1) == "ok" == status(1, 4, 2.3)
-
-
-def lean(r: Result, factor: float) -> Result:
-    return replace(r, memory=r.memory | {"tracked_peak_bytes": int(r.memory["tracked_peak_bytes"] * factor)})
-
-
-def on_gpu(r: Result) -> Result:
-    return replace(r, provenance=r.provenance | {"device": "cuda"})
 
 
 def test_verdicts_follow_the_rows():

@@ -1,6 +1,5 @@
 """The report on block-sparse attention and extreme lengths: what it quotes, and verdicts that follow the rows."""
 
-import functools
 import json
 import re
 from dataclasses import replace
@@ -8,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from reporting import Shown, made_up
+from made_up_suites import session_row, session_suite, slower, system, way
+from reporting import Shown
 from ringlab import block_patterns, cache, cost, hardware, patterns
 from ringlab.measure import Group, Point, suites, timing
-from ringlab.measure.points import Result
 from ringlab.measure.systems import SYSTEMS
 from ringlab.report import driver, study, trust
 from ringlab.report import rows as names
@@ -19,44 +18,9 @@ from ringlab.report.session import claims, document, rows, sparsity
 from ringlab.report.verdicts import WORDS
 
 NAME = "session_summary"
-BY_THEMSELVES = ("cache_workload", "pool_workload")
 NEW = {suites.ORIGINAL, suites.OPTIMIZED, suites.TORCH_SPARSE, "flex"}
-CALLS = {suites.ORIGINAL: (2318, 1281), suites.OPTIMIZED: (2069, 1200), "ringlab": (174, 122)}
 LONG = ("tenth", "Extreme", "pattern cache where", "Scratch")  # a rehearsal leaves them out
 PROFILES = [("cpu", "cpu", False), ("gtx1080", "cuda", False), ("h200", "cuda", False), ("gtx1080", "cpu", True)]
-
-
-def session_row(point: Point, group: Group, rehearsal: bool = False, device: str = "cpu") -> Result:
-    """A made-up row: row by row is slow, building is quick, and dense attention takes its pairs' time."""
-    row = made_up(point.but(options={}), group, rehearsal)
-    options = dict(point.options)
-    way = options.get("blocks", {suites.ORIGINAL: "rows", suites.OPTIMIZED: "batched"}.get(point.system))
-    slow = {"rows": 2.2, "batched": 2.1}.get(way, 1.0) * (1.05 if options.get("cache") is False else 1.0)
-    slow *= {suites.TORCH_SPARSE: 6.0, "flex": 1.3}.get(point.system, 1.0)
-    if point.system == "plan_build":
-        slow = (1e-5 if options["warm"] else 5e-3) / row.median
-    if point.system in BY_THEMSELVES:
-        slow = (0.01 if options.get("pool") or options.get("max_mb") else 0.2) / row.median
-    calls, views = CALLS.get(point.system, (12, 8))
-    memory = row.memory | {"operator_calls": calls, "view_calls": views}
-    if point.system == "cache_workload":
-        hits = 176 if options["max_mb"] else 0
-        memory |= {"cache_hits": hits, "cache_misses": 200 - hits, "cache_evictions": 0, "cache_bytes": 543_210}
-    elif point.system == "pool_workload":
-        memory |= {"pool_reuses": 7, "pool_allocations": 1, "pool_bytes": options["size_mb"] * 2**20}
-    if row.seconds:
-        scaled = {k: getattr(row, k) * slow for k in ("median", "q1", "q3")}
-        seconds, ci = (tuple(x * slow for x in getattr(row, k)) for k in ("seconds", "ci"))
-        row = replace(row, seconds=seconds, ci=ci, **scaled)
-        if point.system in ("plan_build", *BY_THEMSELVES):
-            row = replace(row, bound_seconds=None, cost={})
-    return replace(row, point=point, memory=memory, provenance=row.provenance | {"device": device})
-
-
-@functools.cache
-def session_suite(name: str = "cpu", device: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...]:
-    groups = suites.SUITES[NAME](hardware.get_profile(name), device=device, rehearsal=rehearsal)
-    return tuple(session_row(p, g, rehearsal, device) for g in groups for p in g.points)
 
 
 def page(change=lambda r: r, name: str = "cpu", device: str = "cpu", rehearsal: bool = False) -> study.Study:
@@ -72,28 +36,6 @@ def words(change=lambda r: r, **which) -> dict[str, str]:
 def shown(change=lambda r: r, **which) -> Shown:
     found = [n for n in document.__all__ if n not in ("open_study", "provenance")]
     return Shown(document, page(change, **which), found)
-
-
-def slower(factor: float, test):
-    """A change of rows: those that ``test`` picks take ``factor`` times as long."""
-
-    def change(r):
-        if not r.seconds or not test(r):
-            return r
-        fields = {k: getattr(r, k) * factor for k in ("median", "q1", "q3")}
-        seconds, ci = (tuple(x * factor for x in getattr(r, k)) for k in ("seconds", "ci"))
-        return replace(r, seconds=seconds, ci=ci, bound_seconds=None, **fields)
-
-    return change
-
-
-def system(name: str):
-    return lambda r: r.point.system == name
-
-
-def way(name: str, **more):
-    return lambda r: r.group == suites.JOURNEY and r.point.system == "ringlab" and (
-        dict(r.point.options) == {"blocks": name, **more})  # fmt: skip
 
 
 @pytest.mark.parametrize("name, device, rehearsal", PROFILES)

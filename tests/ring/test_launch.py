@@ -20,6 +20,7 @@ from ring_cases import (
 from ringlab.patterns import Dilated
 from ringlab.ring import contiguous, launch
 from ringlab.ring.launch import RankFailed
+from started import alive, gone
 
 PATTERN = Dilated([8, 24], [1, 2])
 FAULTS = {
@@ -36,20 +37,6 @@ FAULTS = {
     "corrupt": "rank 1 differs: PlanMismatch: ranks disagree about which rows move: "
     "rank 0 against rank 1, rank 1 against rank 2",
 }
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids, within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
 
 
 @pytest.mark.parametrize("kind", FAULTS)

@@ -268,7 +268,7 @@ def test_calls_in_another_order_are_told_on_every_rank(calls, order, what):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_holds_little_more_than_its_shard(ranks):
     """Peak bytes of a forward by the bytes of a shard of q, k, v and out: what is received, and a piece at a time."""
-    n, heads, d = 4096, 8, 64
+    n, heads, d = 2048, 32, 64
     ladder = Dilated([n // 4, n], [1, 4])
     cases = [(Dense(), "ring"), (Dense(), "all_gather"), (ladder, "plan")]
     shard = 4 * 4 * n // ranks * heads * d

@@ -1,71 +1,19 @@
 """Blocks chosen by content, across ranks: the one-device S bit for bit, its answer, and what moves for it."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from ring_cases import content as content_on_a_rank
+from content_cases import SIZE, TOP_K, D, content, forward, recorded, step, tensors
 from ring_cases import content_disagreed
-from ringlab import Adaptive, AdaptiveBlockSparse, Simulated, adaptive, adaptive_attention, reference
+from ringlab import Adaptive, AdaptiveBlockSparse, Simulated, adaptive_attention, reference
 from ringlab.ring import counting
 from ringlab.ring.launch import launch
 
-SIZE, TOP_K, D = 4, 3, 8
 KINDS = ("means", "z", "scorer")  # what chooses: the means, a z that is given, a scorer that trains
 SHAPES = {2: [(2, 4, 2, 2), (1, 2, 2, 3)], 3: [(2, 4, 2, 3), (2, 2, 1, 1)]}  # by ranks: (b, h, h_kv, blocks of a shard)
 
 
 def whole(shape, ranks):
     return (*shape[:3], shape[3] * ranks)
-
-
-def tensors(shape, kind, dtype=torch.float64):
-    """q, k, v, z or the scorer's weights, and cotangents of out and lse; shape: (b, h, h_kv, all blocks)."""
-    (b, h, kv, blocks), generator = shape, torch.Generator().manual_seed(0)
-    n = blocks * SIZE
-    more = {"means": [], "z": [(b, h, blocks, blocks)], "scorer": [(D, D), (D, D)]}[kind]
-    sizes = [(b, n, h, D), (b, n, kv, D), (b, n, kv, D), *more, (b, n, h, D), (b, h, n)]
-    made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes]
-    if kind == "scorer":
-        made[3:5] = [torch.eye(D, dtype=torch.float64) + 0.5 * t for t in made[3:5]]
-    return [t.to(dtype) for t in made]
-
-
-def shard_of(given, rank, ranks):
-    """What one rank passes: rows of every tensor but the scorer's weights."""
-    dims = [1, 1, 1, *({6: [2], 7: [None, None]}.get(len(given), [])), 1, 2]
-    return [t if dim is None else t.chunk(ranks, dim)[rank] for t, dim in zip(given, dims)]
-
-
-@contextmanager
-def recorded():
-    """Every S that is chosen inside."""
-    right, picks = adaptive.choose, []
-    adaptive.choose = lambda *args: picks.append(right(*args)) or picks[-1]
-    try:
-        yield picks
-    finally:
-        adaptive.choose = right
-
-
-def forward(leaves, kind, causal, group):
-    """[out] of the module or [out, lse] of the function, for q, k, v and z or the scorer's weights."""
-    q, k, v, *more = leaves
-    if kind == "scorer":
-        layer = AdaptiveBlockSparse(D, SIZE, TOP_K, group=group, dtype=q.dtype)
-        return [torch.func.functional_call(layer, dict(zip(("q_score", "k_score"), more)), (q, k, v, causal))]
-    return list(adaptive_attention(q, k, v, Adaptive(SIZE, TOP_K), *more, causal=causal, group=group, return_lse=True))
-
-
-def step(given, kind, causal, group):
-    """What ``forward`` gives, then the gradients of all leaves; and S."""
-    *leaves, dout, dlse = given
-    leaves = [t.clone().requires_grad_() for t in leaves]
-    with recorded() as picks:
-        found = forward(leaves, kind, causal, group)
-    cotangents = [g.to(t.dtype) for t, g in zip(found, (dout, dlse))]
-    grads = torch.autograd.grad(found, leaves, cotangents)
-    return [t.detach() for t in (*found, *grads)], picks[0]
 
 
 def compared(got, want, given, kind):
@@ -148,7 +96,7 @@ def test_bytes_are_summaries_once_and_chosen_blocks_once(kind):
 def test_gloo_ranks_are_the_simulated_ones(ranks):
     shape = whole(SHAPES[ranks][0], ranks)
     cases = [(shape, kind, causal, torch.float64) for kind in KINDS for causal in (False, True)]
-    everyone = launch(content_on_a_rank, ranks, cases)
+    everyone = launch(content, ranks, cases)
     for i, (shape, kind, causal, dtype) in enumerate(cases):
         given = tensors(shape, kind, dtype)
         want, picks = step(given, kind, causal, Simulated(ranks))

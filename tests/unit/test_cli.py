@@ -176,7 +176,7 @@ measure.run = lambda groups, data, **k: print(len(groups), "groups for", k["prof
 assert cli.main(["measure", "--profile", "cpu", "--data", {str(tmp_path)!r}]) == 0
 assert cli.main(["profiles"]) == 0
 assert cli.main(["report", "--profile", "cpu"]) == 2
-assert cli.main(["compare", "cpu", "nowhere"]) == 2
+assert cli.main(["compare", "nowhere", "cpu"]) == 2
 assert cli.main(["pdf", "--profile", "h100", "--reports", {str(tmp_path)!r}]) == 2
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(LIB)})

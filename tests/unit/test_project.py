@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from started import make
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "lib"
@@ -174,12 +175,6 @@ def test_make_help_lists_every_target():
     listed = subprocess.run(["make", "help"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
     for target in ("report", "compare", "check", "pdf", "test", "lab", "profiles", "env", "lint", "clean", "help"):
         assert re.search(rf"^  {target} ", listed, re.M), f"make help does not list {target}"
-
-
-def make(*arguments: str, path: str = "/usr/bin:/bin"):
-    """make without anything installed: a plain interpreter, nothing set up."""
-    env = {"PATH": path, "LC_ALL": "C"}
-    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 BARE = """#!/bin/sh
@@ -361,11 +356,14 @@ def test_readme_names_files_and_targets_that_are_there():
     assert {"report", "pdf", "test"} <= targets <= known
 
 
-def test_readme_examples_run_as_written():
+def test_readme_examples_run_as_written(tmp_path):
+    data = tmp_path / "reports" / "cpu" / "data"
+    data.mkdir(parents=True)
+    (data / "summary.csv").write_text("system,median\nringlab,0.1\n")  # what `make report` writes
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
     code += "\nassert out.shape == q.grad.shape and ringlab.reference.attention and ringlab.kernels.table"
     env = {**os.environ, "PYTHONPATH": str(LIB)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

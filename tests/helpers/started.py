@@ -1,0 +1,35 @@
+"""Processes that tests start, wait for, or read the rows of."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+from ringlab.measure import store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def make(*arguments: str, path: str = "/usr/bin:/bin"):
+    """make without anything installed: a plain interpreter, nothing set up."""
+    env = {"PATH": path, "LC_ALL": "C"}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def rows_of(folder, kind: str) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / store.NAME).read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
