@@ -119,13 +119,13 @@ def fault(kind, pattern, layout):
     return found if kind == "none" else call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
 
 
-def late_rank(rank, *rest):
+def late_rank(channel, rank, *rest):
     """A rank of ``launch`` of which number 1 never joins."""
     from ringlab.ring import launch
 
     if rank == 1:
         time.sleep(1000)
-    launch._rank(rank, *rest)
+    launch._rank(channel, rank, *rest)
 
 
 def sleeps(folder):
@@ -289,6 +289,17 @@ def content_disagreed(cases):
         except PlanMismatch as error:
             told.append(str(error))
     return told
+
+
+def fails_in_its_own_way(kind: str) -> None:
+    """Rank 1 fails while rank 0 waits for it."""
+    if dist.get_rank() == 1:
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        if kind == "exit":
+            sys.exit(7)
+        raise RuntimeError("peer table is empty" if kind == "peer" else "connection of the nccl experiment timed out")
+    dist.barrier()
 
 
 class TwoParts(Exception):
