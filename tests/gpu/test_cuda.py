@@ -190,8 +190,9 @@ def test_every_size_that_tuning_may_choose_is_right(monkeypatch, causal, head_di
             monkeypatch.setattr(triton_config, "chosen", lambda use, *_, of={name: size}: of.get(use.name))
             (one,) = kernel.launches(name, q, k, v, pattern, causal)
             assert one.size == size
-            use = triton_config.Use.of(name, head_dim, BF16, causal, False, 2)
-            assert experimental.trial(use, size, DEVICE) is None  # one that hangs must not hang what comes after
+            if size.reads in experimental.IN_GLUON:  # one that hangs must not hang what comes after
+                use = triton_config.Use.of(name, head_dim, BF16, causal, False, 2)
+                assert experimental.trial(use, size, DEVICE) is None
             check(pattern, 2048, 4, 2, head_dim, BF16, causal=causal, backend="triton")
 
 

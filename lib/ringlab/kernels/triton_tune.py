@@ -92,7 +92,7 @@ def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Tim
         launch = calls.launches(use.name, now)[use.joins]
         # Tiles that this pattern makes smaller would be timed under the name of larger ones.
         why = launch.why or (None if size == default else shortened(size, launch.schedule))
-        if why is None and size.reads != "pointers":
+        if why is None and size.reads in experimental.IN_GLUON:
             why = experimental.trial(use, size, calls.tensors[0].device)
         try:
             call = calls.call(use.name, now)
