@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from .attention import check_tensors
 from .checks import FLOATS, LARGEST, check_backend, check_bool, check_float_dtype, check_int, is_real, short_repr
 from .engine import topk
+from .engine.autograd import without_autocast
 from .kernels import device_of
 from .kernels.base import accumulation_dtype
 from .ring import topk_exchange
@@ -104,7 +105,7 @@ def best_blocks(
     [0, 1, 2, 3]
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         z = logits(q, k, pattern.block_size, ranks, lambda *means: block_logits(*means, scale, causal))
         return choose(z, pattern.top_k, causal, first)
 
@@ -279,7 +280,7 @@ class AdaptiveBlockSparse(nn.Module):
             scored = (m @ w.to(m.dtype) for m, w in zip(means, weights))  # (b, h, blocks, d)
             return block_logits(*scored, q.shape[3] ** -0.5, causal)
 
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             return logits(q, k, self.pattern.block_size, Group.sharing(self.group), score)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:

@@ -86,7 +86,7 @@ def test_the_cache_and_the_pool_are_shown_by_what_they_may_hold():
     assert [line[5] for line in kept.rows] == ["0 %", *["88.0 %"] * 4]
     pool = next(t for name, t in tables.items() if name.startswith("Scratch"))
     assert [line[:2] for line in pool.rows] == [[f"{mb} MiB", n] for mb in (1, 4, 16, 64) for n in (1, 2)]
-    assert {line[5] for line in pool.rows} == {"7 of 8"} and "asks a pool for none" in pool.note
+    assert {line[5] for line in pool.rows} == {"7 of 8"} and "takes at most 1 buffer from a pool" in pool.note
 
 
 def test_blocks_chosen_by_content_stand_beside_the_patterns():

@@ -321,6 +321,7 @@ def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, 
                 at, count = slices[i % len(slices)]
                 grad = found[i // len(slices)]
                 _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone, k_axis)
+            del dq, found, grad  # before the next piece is computed
         for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
             if view.index is not None:
                 _scatter_add(target, view, call.heads, some, copy)

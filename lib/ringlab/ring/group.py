@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import kernels
 from ..checks import check_choice, check_int, short_repr
 from ..engine import Execution
-from ..engine.autograd import IN_GRAPHS, local_attention, outside_graphs, positive_scale
+from ..engine.autograd import IN_GRAPHS, local_attention, outside_graphs, positive_scale, without_autocast
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
 from .comm import AllToAll, Post, Steps, Wait, drive, simulate
@@ -318,7 +318,7 @@ def ranks_forward(
     call, group = _calls[call], _group(group)
     [rank], tensors = call.ranks(group, q, scale, True), (positive_scale(scale)[0](q), k, v)
     number = group.agree("forward", call.problem, call.options(q, scale), q.device, plan=lambda: rank.plan)
-    with seen_inside(), torch.autocast(q.device.type, enabled=False):
+    with seen_inside(), without_autocast(q):
         out, lse, *saved = drive(SCHEMES[call.scheme][0](rank, *tensors), group.process_group)
     return out.contiguous(), lse.contiguous(), torch.tensor(number), saved
 
@@ -348,7 +348,7 @@ def ranks_backward(
     group.agree("backward", call.problem, options, q.device, int(number))
     [rank], flip = call.ranks(group, q, scale, True), positive_scale(scale)[0]
     tensors = dout, dlse, flip(q), k, v, out, lse, *saved
-    with seen_inside(), torch.autocast(q.device.type, enabled=False):
+    with seen_inside(), without_autocast(q):
         grads = drive(SCHEMES[call.scheme][1](rank, *tensors), group.process_group)
     dq, dk, dv = (g.to(q.dtype).contiguous() for g in grads)
     return flip(dq), dk, dv
@@ -400,7 +400,7 @@ class _Simulation(torch.autograd.Function):
         whole = flip(q), k, v
         group = Group(layout.ranks, range(layout.ranks))
         ranks = call.ranks(group, q, scale, any(ctx.needs_input_grad))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             forward, _ = SCHEMES[call.scheme]
             found = group.run([forward(rank, *(layout.shard(t, rank.rank) for t in whole)) for rank in ranks])
         out, lse = (layout.unshard([each[i] for each in found], dim) for i, dim in ((0, 1), (1, 2)))
@@ -422,7 +422,7 @@ class _Simulation(torch.autograd.Function):
         for i, rank in enumerate(ranks):
             mine = [None if t is None else layout.shard(t, i, dim) for t, dim in whole]
             steps.append(SCHEMES[call.scheme][1](rank, *mine, *saved[each * i : each * (i + 1)]))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             grads = group.run(steps)
         dq, dk, dv = (layout.unshard([parts[i] for parts in grads]).to(q.dtype) for i in range(3))
         return flip(dq), dk, dv, None, None

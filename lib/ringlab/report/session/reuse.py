@@ -81,13 +81,13 @@ def pool_workload(study: Study) -> Table:
             ])  # fmt: skip
     half = Point("ringlab", suite.WINDOW, seq_len=SHORT, heads=1, dtype="bfloat16")
     asked = [lent(half.but(options={"blocks": way}), 0.0).asked for way in ("views", "batched")]
-    named = "none" if not any(asked) else f"{max(asked)} buffers"
+    named = f"{max(asked)} buffer{'' if max(asked) == 1 else 's'}"
     return study.table(
         "Scratch from the pool, and fresh, by size and threads",
         [">Size", ">Threads", ">Fresh (µs)", ">From the pool (µs)", ">Faster with it", ">Reused", ">Kept", ">Error"],
         lines or [["not measured", *[None] * 7]],
         note=f"Each thread takes scratch {cache_systems.BORROWS} times, writes every byte once and gives it back; the time is "
-        "that of one such turn. Fresh: `torch.empty`. Reused and kept: of a first call. No call of the tables above "
-        f"gains by it: a block-sparse call in half precision, by views or batched, asks a pool for {named} "
-        "(counted for this page); dilated patterns do ask, see `optimization_results`.",
+        "that of one such turn. Fresh: `torch.empty`. Reused and kept: of a first call. A block-sparse call in half "
+        f"precision, by views or batched, takes at most {named} from a pool (counted for this page); dilated patterns: "
+        "see `optimization_results`.",
     )  # fmt: skip
