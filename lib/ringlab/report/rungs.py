@@ -113,7 +113,8 @@ def blocks(study: Study) -> Table | None:
             error(row), peak(row),
         ])  # fmt: skip
     return study.table(
-        f"{suite.RUNG_MASK}, {suite.RUNG_TOKENS:,} tokens: {_percent(suite.RUNG_MASK.density(suite.RUNG_TOKENS))} of all pairs",
+        f"{suite.RUNG_MASK}, {suite.RUNG_TOKENS:,} tokens: "
+        f"{_percent(suite.RUNG_MASK.density(suite.RUNG_TOKENS))} of all pairs",
         ["Way", "Pass", ">Time (ms)", ">Dense SDPA (ms)", ">Over dense × density", ">Over FlexAttention", ">Error",
          PEAK],
         lines,

@@ -11,8 +11,7 @@ by its rate, and in the backward dq, dk and dv. If segments do not fold with the
 Values are tested by Triton's interpreter, and the kernel compiles for compute capability 8.0 to 12.0 without spills.
 The speed was never measured, so ``merge="auto"`` does not choose it.
 
-The engine passes its plan. Of a plan this module reads ``calls`` and ``whole``; of a call ``q``, ``nodes``, ``heads`` and
-``views``.
+The engine passes its plan, of which this module reads ``calls`` and ``whole``.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ FIELD = (
     Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.LANDSCAPE_WINDOW)),
     Entry("BigBird", "neighbours, a global block and a random one", "ringlab", _always(suite.BIGBIRD)),
     Entry("Local and global", "neighbours and global blocks, as Longformer", "ringlab", _always(suite.LOCAL_GLOBAL)),
-    Entry("LongNet", "dilated segments up to the whole sequence, one softmax over all", "ringlab", suite.landscape_ladder),
+    Entry("LongNet", "dilated segments up to the whole sequence, one softmax over all", "ringlab",
+          suite.landscape_ladder),
     Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
           _always(suite.LOCAL_GLOBAL)),
     Entry("dilated-attention-pytorch", "a dilation for each group of heads, over the number of groups",
@@ -68,7 +69,8 @@ FIELD = (
           "divides each output by the sum of the outputs over positions, which may be near zero or negative, and gives "
           "groups of unequal size the wrong heads"),
     Entry("torchscale", "LongNet by its authors, offsets by block of heads", "torchscale_dilated",
-          suite.LANDSCAPE_PEERS["torchscale_dilated"], "takes no gradient of the weights by which it mixes the branches"),
+          suite.LANDSCAPE_PEERS["torchscale_dilated"],
+          "takes no gradient of the weights by which it mixes the branches"),
     Entry("ring-attention-pytorch", "every key, in buckets; on one device", "ring_attention_pytorch",
           suite.LANDSCAPE_PEERS["ring_attention_pytorch"]),
 )  # fmt: skip
