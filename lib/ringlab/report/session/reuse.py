@@ -87,8 +87,8 @@ def pool_workload(study: Study) -> Table:
         "Scratch from the pool, and fresh, by size and threads",
         [">Size", ">Threads", ">Fresh (µs)", ">From the pool (µs)", ">Faster with it", ">Reused", ">Kept", ">Error"],
         lines or [["not measured", *[None] * 7]],
-        note=f"Each thread takes scratch {cache_systems.BORROWS} times, writes every byte once and gives it back; the time "
-        "is that of one such turn. Fresh: `torch.empty`. Reused and kept: of a first call. A block-sparse call in half "
-        f"precision, by views or batched, takes at most {named} from a pool (counted for this page); dilated patterns: "
-        "see `optimization_results`.",
+        note=f"Each thread takes scratch {cache_systems.BORROWS} times, writes every byte once and gives it back; the "
+        "time is that of one such turn. Fresh: `torch.empty`. Reused and kept: of a first call. A block-sparse call in "
+        f"half precision, by views or batched, takes at most {named} from a pool (counted for this page); dilated "
+        "patterns: see `optimization_results`.",
     )  # fmt: skip
