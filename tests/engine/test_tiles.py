@@ -166,6 +166,13 @@ def test_one_rank_out_of_memory_and_then_agreed():
     assert all(x["cached"] > 0 for x in (a, b)), "an execution's objects reach the operator"
 
 
+def test_numpy_integers_are_tile_sizes():
+    import numpy as np
+
+    assert Execution(tile=np.int64(64)) == Execution(tile=64)
+    assert Ladder((np.int64(64), np.int32(8))).tiles == (64, 8)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # low-memory training
 

@@ -24,6 +24,7 @@ from ringlab import Dense, Dilated, Execution, attention, block_patterns, estima
 from ringlab import cache as caches
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.engine.dilated import make_plan
+from ringlab.engine.execute import views_of
 from ringlab.kernels import KERNELS, experimental, tile_schedule, triton, triton_config, triton_tune
 from ringlab.kernels.experimental import fused_merge
 from ringlab.kernels.torch_kernels import Eager
@@ -291,9 +292,10 @@ def traffic(pattern, n, heads, kv_heads, d):
     Builder.create_masked_load, Builder.create_masked_store = load, store
     plan = make_plan(pattern, n, heads, kv_heads)
     alone = torch.ones(1, n, heads, 1, dtype=torch.bool)
-    for call in plan.blocks[0][1]:
-        if call.rate > 1:
-            call.view(alone, range(call.segments)).fill_(False)
+    for call in plan.calls:
+        if call.q.step > 1:
+            ((view,),) = views_of([(alone, (0, 0), call.q)], range(call.nodes), call.heads)
+            view.fill_(False)
     same = (out == first).all(-1, keepdim=True)
     untouched = bool(same[alone].all()) and not bool(same[~alone].any())
     return {"moved": found, "told": fused_merge.join_bytes(plan, 1, n, heads, d, F16), "untouched": untouched}

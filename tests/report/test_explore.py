@@ -96,7 +96,7 @@ REFUSED = [
     ({"lengths": "0 4", "rates": "1 2"}, "segment_lengths must hold positive integers up to 2**40, got 0"),
     ({"rates": "1"}, "segment_lengths and dilation_rates differ in length: 3 and 1"),
     ({"rates": "1 2 9000"}, "dilation rate 9000 exceeds its segment length 8192"),
-    ({"lengths": "97 101 103 107", "rates": "1 1 1 1", "seq_len": "1G"}, "4 branches that do not nest"),
+    ({"lengths": "97 101 103 107 109", "rates": "1 1 1 1 1", "seq_len": "1G"}, "5 branches that do not nest"),
     ({"lengths": " 8" * 11, "rates": " 1" * 11}, "11 branches are too many to draw; up to 10 are"),
     ({"seq_len": "long"}, "sequence length must be positive integers, as 2048, 4096 or 2K 4K, not 'long'"),
     ({"seq_len": "1 2"}, "sequence length must be one number, as 8192 or 128K, got '1 2'"),

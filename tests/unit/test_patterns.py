@@ -3,6 +3,7 @@ import pytest
 import torch
 from ringlab import Dense, Dilated
 from ringlab.engine.dilated import make_plan
+from ringlab.engine.execute import views_of
 from ringlab.patterns import from_dict
 
 
@@ -108,9 +109,9 @@ def test_plan_needs_few_calls():
     """At most min(r, heads / r) strided calls for a branch of whole segments: no gather, no index tensor."""
     for rate, calls in ((1, 1), (2, 2), (4, 2), (8, 1), (16, 1)):
         plan = make_plan(Dilated([64], [rate]), 256, 8, 8)
-        assert sum(len(c) for _, c in plan.blocks) == calls
-    assert make_plan(Dilated([64, 128], [1, 2]), 256, 8, 8).covered
-    assert not make_plan(Dilated([64, 128], [2, 2]), 256, 8, 8).covered
+        assert len(plan.calls) == calls
+    assert not make_plan(Dilated([64, 128], [1, 2]), 256, 8, 8).uncovered
+    assert make_plan(Dilated([64, 128], [2, 2]), 256, 8, 8).uncovered == ((0, 256),)
 
 
 def test_plan_selects_each_row_once():
@@ -129,8 +130,7 @@ def test_plan_selects_each_row_once():
                 touched = torch.zeros(1, len(chunk), heads, 1)
                 plan = make_plan(pattern, n, heads, kv_heads, block, chunk)
                 for start, stop in plan.tiles():
-                    for _, calls in plan.blocks:
-                        for call in calls:
-                            if len(segments := call.within(start, stop)):
-                                call.view(touched, segments).add_(1)
+                    for call in plan.calls:
+                        for (view,) in views_of([(touched, (0, 0), call.q)], call.within(start, stop), call.heads):
+                            view.add_(1)
                 assert torch.equal(touched[0, :, :, 0], want[chunk.start : chunk.stop])

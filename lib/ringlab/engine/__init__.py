@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
-from weakref import WeakValueDictionary
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -86,19 +84,3 @@ class Execution:
     def plain(self) -> bool:
         """Whether a kernel that runs whole patterns can take the call: nothing is asked for that cuts it up."""
         return not self.gather and self.merge != "fused" and self.tile is None and self.blocks == "auto"
-
-    def text(self) -> str:
-        """A string by which ``execution_of`` finds it in this process: operators take strings, not objects."""
-        values = [getattr(self, f.name) for f in fields(self)]
-        text = json.dumps(values, default=lambda value: f"{type(value).__name__} {id(value):#x}")
-        _named.setdefault(text, self)
-        return text
-
-
-_named: WeakValueDictionary = WeakValueDictionary()
-
-
-def execution_of(text: str) -> Execution:
-    """The execution of this text; an equal one is made unless it held objects, which must still be there."""
-    found = _named.get(text)
-    return Execution(*json.loads(text)) if found is None else found

@@ -27,25 +27,34 @@ from .points import Point
 from .systems import SAMPLED, Output, Refused, System, only
 
 
-class PlanBuild(System):
-    """The steps of one attention call through a cache, without the attention; options ``gather``, ``blocks``, ``warm``.
+class Uncosted(System):
+    """A system without tensors and FLOPs, and so without a bound; ``allowed`` names its options."""
 
-    ``gather``: index tensors instead of the plan of strided views; ``blocks``: the way of a block-sparse pattern.
-    ``warm=False`` clears the cache before every call,
-    so that each builds anew. It has no tensors and no FLOPs, so no bound; its check is that the steps show just the
-    pattern's pairs.
-    """
+    allowed: tuple[str, ...] = ()
 
     def __init__(self, point: Point, device):
-        options = only(point, "gather", "blocks", "warm")
+        self.options = only(point, *self.allowed)
         self.point, self.device, self.dtype = point, torch.device(device), getattr(torch, point.dtype)
-        self.pattern = patterns.from_dict(point.pattern)
-        self.gather, self.warm = options.get("gather", False), options.get("warm", True)
-        self.way = options.get("blocks", "views")
-        self.cache, self.cost = caches.PatternCache(), Cost(0, 0, 0, 0, 0)
+        self.pattern, self.cost = patterns.from_dict(point.pattern), Cost(0, 0, 0, 0, 0)
 
     def inputs(self) -> list[Tensor]:
         return []
+
+
+class PlanBuild(Uncosted):
+    """The steps of one attention call through a cache, without the attention; options ``gather``, ``blocks``, ``warm``.
+
+    ``gather``: index tensors instead of the plan of strided views; ``blocks``: the way of a block-sparse pattern.
+    ``warm=False`` clears the cache before every call, so that each builds anew. Its check is that the steps show just
+    the pattern's pairs.
+    """
+
+    allowed = ("gather", "blocks", "warm")
+
+    def __init__(self, point: Point, device):
+        super().__init__(point, device)
+        self.gather, self.warm = self.options.get("gather", False), self.options.get("warm", True)
+        self.way, self.cache = self.options.get("blocks", "views"), caches.PatternCache()
 
     def run(self, inputs) -> Output:
         if not self.warm:
@@ -140,23 +149,21 @@ def workload(point: Point) -> list[tuple[BlockSparse, int]]:
     return [items[i] for i in order[torch.multinomial(often, LOOKUPS, True, generator=generator)].tolist()]
 
 
-class CacheWorkload(System):
+class CacheWorkload(Uncosted):
     """All lookups of a ``workload`` through an empty cache; options ``max_mb``, in MiB, and ``blocks``, the way.
 
-    It has no tensors and no FLOPs, so no bound. Its check: the calls that every lookup gave are those built anew, and
+    Its check: the calls that every lookup gave are those built anew, and
     the cache counted the hits, misses and evictions of a plain model of such a cache.
     """
 
+    allowed = ("max_mb", "blocks")
+
     def __init__(self, point: Point, device):
-        options = only(point, "max_mb", "blocks")
-        self.point, self.device, self.dtype = point, torch.device(device), getattr(torch, point.dtype)
+        super().__init__(point, device)
         if point.pattern["kind"] != "block_sparse":
             raise Refused("cache_workload looks block-sparse patterns up, give one of the block size to use")
-        self.max_bytes, self.way = int(options.get("max_mb", 64) * 2**20), options.get("blocks", "views")
-        self.lookups, self.cost = workload(point), Cost(0, 0, 0, 0, 0)
-
-    def inputs(self) -> list[Tensor]:
-        return []
+        self.max_bytes = int(self.options.get("max_mb", 64) * 2**20)
+        self.way, self.lookups = self.options.get("blocks", "views"), workload(point)
 
     def run(self, inputs) -> Output:
         kept = caches.PatternCache(self.max_bytes)
@@ -217,24 +224,22 @@ def _bytes(plan: Plan) -> int:
     return sum(found.values())
 
 
-class PoolWorkload(System):
+class PoolWorkload(Uncosted):
     """Scratch of ``size_mb`` MiB borrowed, written once and given back, by each of ``threads``; ``pool=False``: fresh.
 
-    The pool is its own and has no threshold. No FLOPs, so no bound. Its check: every thread reads what it wrote, also
+    The pool is its own and has no threshold. Its check: every thread reads what it wrote, also
     while all of them hold their scratch at once.
     """
 
+    allowed = ("size_mb", "threads", "pool")
+
     def __init__(self, point: Point, device):
-        options = only(point, "size_mb", "threads", "pool")
-        self.point, self.device, self.dtype = point, torch.device(device), getattr(torch, point.dtype)
-        self.size = int(options["size_mb"] * 2**20) // self.dtype.itemsize
-        self.threads, self.cost = options.get("threads", 1), Cost(0, 0, 0, 0, 0)
-        self.pool = memory.MemoryPool(threshold_bytes=0) if options.get("pool") else None
+        super().__init__(point, device)
+        self.size = int(self.options["size_mb"] * 2**20) // self.dtype.itemsize
+        self.threads = self.options.get("threads", 1)
+        self.pool = memory.MemoryPool(threshold_bytes=0) if self.options.get("pool") else None
         each = max(1, torch.get_num_threads() // self.threads)  # they share the cores, and do not crowd them
         self.workers = ThreadPoolExecutor(max(2, self.threads), initializer=torch.set_num_threads, initargs=(each,))
-
-    def inputs(self) -> list[Tensor]:
-        return []
 
     def scratch(self):
         """A context that gives uninitialised scratch (size,)."""

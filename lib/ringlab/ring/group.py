@@ -201,27 +201,26 @@ def process_group(group) -> dist.ProcessGroup:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """All of a call but its tensors. Operators take its name, by which they find it."""
+    """All of a call but its tensors and scale. Operators take its name, by which they find it."""
 
     name: str
     problem: Problem
     scheme: str
-    scale: float
     backend: str | tuple[str, ...]
     execution: Execution
 
-    def options(self, q: Tensor) -> tuple:
+    def options(self, q: Tensor, scale: float) -> tuple:
         """What else all ranks must have equal."""
         return (
             ("scheme", self.scheme), ("batch", q.shape[0]), ("head_dim", q.shape[3]), ("dtype", q.dtype),
-            ("scale", self.scale), ("backend", self.backend),
+            ("scale", scale), ("backend", self.backend),
         )  # fmt: skip
 
-    def ranks(self, group: Group, q: Tensor, backward: bool) -> list[Rank]:
+    def ranks(self, group: Group, q: Tensor, scale: float, backward: bool) -> list[Rank]:
         """The work of the ranks here, by a kernel for tensors like q."""
         found = kernels.choose(q.device, q.dtype, q.shape[3], causal=self.problem.causal, backward=backward,
                                backend=self.backend)  # fmt: skip
-        scale = positive_scale(self.scale)[1]
+        scale = positive_scale(scale)[1]
         return [rank_of(self.problem, rank, found.kernel, scale, self.execution) for rank in group.here]
 
 
@@ -245,7 +244,7 @@ def _problem(
     return problem, scheme, f"{digest(problem):x} {scheme}"
 
 
-def _call(q_shape, kv_heads: int, pattern, layout, scheme, causal, scale, backend, group, execution) -> _Call:
+def _call(q_shape, kv_heads: int, pattern, layout, scheme, causal, backend, group, execution) -> _Call:
     """The call, checked; ``group``: a ProcessGroup or Simulated."""
     check_choice("scheme", scheme, ("auto", *SCHEMES))
     if not isinstance(layout, str | Layout):
@@ -255,8 +254,8 @@ def _call(q_shape, kv_heads: int, pattern, layout, scheme, causal, scale, backen
         rank, _groups[group.group_name] = dist.get_rank(group), group
     problem, scheme, text = _problem(pattern, layout, scheme, causal, (*q_shape[1:3], kv_heads), ranks, rank)
     check_merge(execution, ranks)
-    name = f"{text} {scale!r} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
-    return _calls.setdefault(name, _Call(name, problem, scheme, scale, backend, execution))
+    name = f"{text} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
+    return _calls.setdefault(name, _Call(name, problem, scheme, backend, execution))
 
 
 def check_merge(execution: Execution, ranks: int) -> None:
@@ -280,7 +279,7 @@ def attend(q, k, v, pattern, *, causal, scale, backend, execution, group, scheme
 
 
 def _over_group(q, k, v, pattern, layout, scheme, causal, scale, backend, group, execution):
-    about = (*q.shape,), k.shape[2], pattern, layout, scheme, causal, scale, backend, group, execution
+    about = (*q.shape,), k.shape[2], pattern, layout, scheme, causal, backend, group, execution
     if torch.compiler.is_compiling():
         name = _name_in_graph(*about)
     else:
@@ -288,7 +287,7 @@ def _over_group(q, k, v, pattern, layout, scheme, causal, scale, backend, group,
         name = call.name
     if dist.get_world_size(group) == 1:
         return local_attention(q, k, v, pattern, causal=causal, scale=scale, backend=backend, execution=execution)
-    return ranks_forward(q, k, v, group.group_name, name)[:2]
+    return ranks_forward(q, k, v, scale, group.group_name, name)[:2]
 
 
 def _name_in_graph(*about) -> str:
@@ -313,19 +312,19 @@ def _group(name: str) -> Group:
 
 @torch.library.custom_op("ringlab::ranks_forward", mutates_args=())
 def ranks_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: str, call: str
+    q: Tensor, k: Tensor, v: Tensor, scale: float, group: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, lse, the number of the call, and what else its backward needs, for one rank of a group."""
     call, group = _calls[call], _group(group)
-    [rank], tensors = call.ranks(group, q, True), (positive_scale(call.scale)[0](q), k, v)
-    number = group.agree("forward", call.problem, call.options(q), q.device, plan=lambda: rank.plan)
+    [rank], tensors = call.ranks(group, q, scale, True), (positive_scale(scale)[0](q), k, v)
+    number = group.agree("forward", call.problem, call.options(q, scale), q.device, plan=lambda: rank.plan)
     with seen_inside(), torch.autocast(q.device.type, enabled=False):
         out, lse, *saved = drive(SCHEMES[call.scheme][0](rank, *tensors), group.process_group)
     return out.contiguous(), lse.contiguous(), torch.tensor(number), saved
 
 
 @ranks_forward.register_fake
-def _(q, k, v, group, call):
+def _(q, k, v, scale, group, call):
     call, (rank,), (b, s, h, d) = _calls[call], _group(group).here, q.shape
     n, saved, broad = call.problem.layout.n, [], accumulation_dtype(q.dtype)
     if call.scheme == "plan":
@@ -341,13 +340,13 @@ def _(q, k, v, group, call):
 @torch.library.custom_op("ringlab::ranks_backward", mutates_args=())
 def ranks_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: Tensor,
-    saved: list[Tensor], group: str, call: str,
+    saved: list[Tensor], scale: float, group: str, call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of one rank's shards; ``number`` and ``saved`` are those of the forward."""
     call, group = _calls[call], _group(group)
-    options = *call.options(q), ("gradient of lse", dlse is not None)
+    options = *call.options(q, scale), ("gradient of lse", dlse is not None)
     group.agree("backward", call.problem, options, q.device, int(number))
-    [rank], flip = call.ranks(group, q, True), positive_scale(call.scale)[0]
+    [rank], flip = call.ranks(group, q, scale, True), positive_scale(scale)[0]
     tensors = dout, dlse, flip(q), k, v, out, lse, *saved
     with seen_inside(), torch.autocast(q.device.type, enabled=False):
         grads = drive(SCHEMES[call.scheme][1](rank, *tensors), group.process_group)
@@ -361,9 +360,9 @@ def _(dout, dlse, q, k, v, *rest):
 
 
 def _setup(ctx, inputs, output):
-    *tensors, ctx.group, ctx.name = inputs
+    *tensors, ctx.scale, ctx.group, name = inputs
     out, lse, number, saved = output
-    ctx.call = _calls[ctx.name]  # lives until the backward has found it
+    ctx.call = _calls[name]  # lives until the backward has found it
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse, number, *saved)
 
@@ -372,7 +371,8 @@ def _backward(ctx, dout, dlse, *_):
     q, k, v, out, lse, number, *saved = ctx.saved_tensors
     if dout is None:  # also without any gradient: the other ranks go through their backward, so this one does too
         dout = torch.zeros_like(out)
-    return *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, ctx.group, ctx.name), None, None
+    how = ctx.scale, ctx.group, ctx.call.name
+    return *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, *how), None, None, None
 
 
 ranks_forward.register_autograd(_backward, setup_context=_setup)
@@ -383,9 +383,9 @@ ranks_forward.register_autograd(_backward, setup_context=_setup)
 
 
 def _over_simulated(q, k, v, pattern, layout, scheme, causal, scale, backend, group, execution):
-    call = _call(q.shape, k.shape[2], pattern, layout, scheme, causal, scale, backend, group, execution)
+    call = _call(q.shape, k.shape[2], pattern, layout, scheme, causal, backend, group, execution)
     if group.ranks > 1:
-        return _Simulation.apply(q, k, v, call)
+        return _Simulation.apply(q, k, v, scale, call)
     layout = call.problem.layout
     along = layout.grid is not None
     q, k, v = (layout.shard(t, 0) if along else t for t in (q, k, v))
@@ -395,27 +395,28 @@ def _over_simulated(q, k, v, pattern, layout, scheme, causal, scale, backend, gr
 
 class _Simulation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call):
-        layout, whole = call.problem.layout, (positive_scale(call.scale)[0](q), k, v)
+    def forward(ctx, q, k, v, scale, call):
+        layout, (flip, _) = call.problem.layout, positive_scale(scale)
+        whole = flip(q), k, v
         group = Group(layout.ranks, range(layout.ranks))
-        ranks = call.ranks(group, q, any(ctx.needs_input_grad))
+        ranks = call.ranks(group, q, scale, any(ctx.needs_input_grad))
         with torch.autocast(q.device.type, enabled=False):
             forward, _ = SCHEMES[call.scheme]
             found = group.run([forward(rank, *(layout.shard(t, rank.rank) for t in whole)) for rank in ranks])
         out, lse = (layout.unshard([each[i] for each in found], dim) for i, dim in ((0, 1), (1, 2)))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *(t for each in found for t in each[2:]))
-        ctx.rest = call, group, ranks
+        ctx.rest = call, group, ranks, flip
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 4
+            return (None,) * 5
         q, k, v, out, lse, *saved = ctx.saved_tensors
-        call, group, ranks = ctx.rest
-        layout, flip, each = call.problem.layout, positive_scale(call.scale)[0], len(saved) // group.size
+        call, group, ranks, flip = ctx.rest
+        layout, each = call.problem.layout, len(saved) // group.size
         dout = torch.zeros_like(out) if dout is None else dout
         whole, steps = ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2)), []
         for i, rank in enumerate(ranks):
@@ -424,4 +425,4 @@ class _Simulation(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             grads = group.run(steps)
         dq, dk, dv = (layout.unshard([parts[i] for parts in grads]).to(q.dtype) for i in range(3))
-        return flip(dq), dk, dv, None
+        return flip(dq), dk, dv, None, None

@@ -208,7 +208,7 @@ class Rank:
 
     def calls(self, source: int | None, step: int | None = None) -> Plan:
         """The calls on the shard of a rank, or on the rows received (None); ``step``: for so many heads at a time."""
-        given = source, *self._plan_key()
+        given = *self._plan_key(), source
         plan = self.cached(caches.key(*given), lambda: self._plan(source))
         if step is None or step >= self.problem.heads:
             return plan
