@@ -181,7 +181,7 @@ def test_flex_refuses_in_one_line(monkeypatch):
     wide, how = replace(PATTERNS[0], block_size=16), {"execution": Execution(blocks="flex")}
     with pytest.raises(NotImplementedError, match="^blocks='flex' takes float32, float16, bfloat16, not float64$"):
         attention(*tensors(wide, 64, torch.float64), wide, **how)
-    with pytest.raises(NotImplementedError, match="^blocks='flex' needs a block size that is a multiple of 16 on a CPU"):
+    with pytest.raises(NotImplementedError, match="^blocks='flex' needs a block size that is a multiple of 16"):
         attention(*tensors(PATTERNS[0], 64), PATTERNS[0], **how)
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(NotImplementedError, match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is"):
