@@ -17,7 +17,7 @@ import torch
 from hosts import MadeUp, OneProbe
 from ringlab import patterns
 from ringlab.measure import STATUSES, Busy, Group, Point, load, ratio, run, select, sgemm, workers
-from ringlab.ring import processes
+from ringlab.ring import launch
 from started import alive, gone, rows_of
 
 from ringlab.measure import session, provenance, store, timing  # isort: skip
@@ -333,8 +333,8 @@ def test_a_point_that_never_ends_is_timed_out(tmp_path):
 
 def test_a_server_of_processes_that_cannot_start(tmp_path, monkeypatch):
     script = "import sys; print('no', file=sys.stderr); sys.exit('ImportError: no torch')"
-    monkeypatch.setattr(processes, "_server", None)
-    monkeypatch.setattr(processes.ForkServer, "COMMAND", [sys.executable, "-c", script])
+    monkeypatch.setattr(launch, "_server", None)
+    monkeypatch.setattr(launch.ForkServer, "COMMAND", [sys.executable, "-c", script])
     results = measure([Group("g", [TINY, sgemm(8)])], tmp_path)
     assert [r.status for r in results] == ["crashed"] * 2 and not results[0].final
     assert results[0].reason == "the worker ended with exit code 1: ImportError: no torch"
@@ -343,7 +343,7 @@ def test_a_server_of_processes_that_cannot_start(tmp_path, monkeypatch):
 @pytest.mark.parametrize("when", ["start", "sample"])
 def test_a_server_of_processes_that_is_killed_is_started_again(when, tmp_path, monkeypatch):
     """Its workers live on."""
-    monkeypatch.setattr(processes, "_server", None)
+    monkeypatch.setattr(launch, "_server", None)
     begun = []
 
     class Mortal(OneProbe):
@@ -358,8 +358,8 @@ def test_a_server_of_processes_that_is_killed_is_started_again(when, tmp_path, m
         def kill(self, command):
             begun.append(command)
             if command == when and begun.count(when) == 2:
-                processes._server.process.kill()
-                processes._server.process.wait()
+                launch._server.process.kill()
+                launch._server.process.wait()
 
     results = measure([Group("g", [TINY, CAUSAL, sgemm(8)]), Group("h", [TINY])], tmp_path, workers=Mortal)
     assert [r.status for r in results] == ["ok"] * 4

@@ -24,7 +24,7 @@ ENGINE = (
     "patterns", "block_patterns", "cache", "memory", "attention", "adaptive", "compat", "kernels", "engine",
     "ring",
 )  # fmt: skip
-NOT_RUN = ("kernels/triton_tune", "ring/launch", "ring/processes")
+NOT_RUN = ("kernels/triton_tune", "ring/launch")
 # What decides how a call is timed and checked; in measure/ the others name the points, run them and keep the rows.
 METHOD = (
     "cost", "reference", "tracking", "hardware", "measure/systems", "measure/cache_systems", "measure/peers",

@@ -8,7 +8,6 @@ process itself cannot survive (a kill, a segmentation fault, no end) is reported
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import tempfile
 import time
@@ -21,8 +20,7 @@ import torch.distributed as dist
 
 from .. import hardware, reference
 from ..ring import launch
-from ..ring.launch import End
-from ..ring.processes import Ended, Process, last_line, signal_name
+from ..ring.launch import End, Ended, Process, last_line, signal_name
 from ..tracking import is_out_of_memory
 from .points import Point
 from .systems import Output, Refused, System, build, count_step
@@ -295,11 +293,8 @@ class RankWorker(Worker):
                 raise NotImplementedError(f"{ranks} ranks need a GPU each, this machine has {found}")
             self.device, backend = torch.device("cuda", self.rank), "nccl"
             torch.cuda.set_device(self.device)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", launch.loopback())
-        beat = launch.Beat(self.folder, self.rank)
-        store = dist.FileStore(str(Path(self.folder, "store")), ranks)
         # The session's own time is up first, and it names the rank that is behind.
-        launch.join_group(store, self.rank, ranks, 2 * self.timeout_s, beat, backend)
+        launch.join_group(self.folder, self.rank, ranks, 2 * self.timeout_s, backend)
 
     def make_clock(self):
         return SharedClock(super().make_clock(), self.device)

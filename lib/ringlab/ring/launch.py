@@ -1,20 +1,30 @@
-"""Runs a function on p ranks, as processes of this machine: what each returns, or which rank failed, and how.
+"""Functions in other processes of this machine: single ones, and the ranks of a group.
 
-``launch`` is meant for tests and small notebook cells. ``collect`` and ``culprit`` also serve the ranks that measure.
+One server process imports torch once and forks all others, within milliseconds. A ``Process`` has a channel for
+messages. It ends when the channel closes, however its caller ended. ``launch`` runs a function on p ranks and returns
+what each returned, or raises which rank failed, and how. ``measure`` runs its workers by the same parts.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
+import json
 import os
 import pickle
 import resource
+import select
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,14 +38,186 @@ from ..checks import LARGEST, check_int, is_real, short_repr
 from ..hardware import Probe
 from ..hardware.detect import ram_bytes
 from . import comm
-from .processes import Ended, Process
 
+STARTUP_S = 180.0  # for a first import of torch from a cold disk
 JOIN_S = 60.0  # for all ranks to join; the time of the call begins after that
 GRACE_S = 1.0  # for the others to report what they saw, once one rank has failed
 LONGEST_S = 1_000_000  # poll(2), with which processes are waited for, counts milliseconds in 32 bits
 RANK_BYTES, RANK_FILES = 8 << 20, 2  # what each rank needs at least: its memory, and open files of the caller
 COMPILER = "torch._dynamo"  # a custom operator imports it at its first call, which takes seconds
-ABSENT, WAITING = -2, -1  # instead of a number of exchanges: not started; waits for the others to join
+
+# ---------------------------------------------------------------------------------------------------------------------
+# processes
+
+
+class Ended(RuntimeError):
+    """A process ended without a message: ``code`` is its exit code or minus the signal, ``said`` its last line.
+
+    >>> print(Ended(-9), Ended(0, "last words"), sep="; ")
+    was ended by SIGKILL before it was done; left with exit code 0 before it was done: last words
+    """
+
+    def __init__(self, code: int, said: str = ""):
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+        super().__init__(f"{how} before it was done" + (f": {said}" if said else ""))
+        self.code, self.said = code, said
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+class ForkServer:
+    """A fresh interpreter that imports torch and forks; it runs no operator, for threads and CUDA survive no fork.
+
+    A request is a line of JSON: a number, a process to wait for or None to fork one, and the modules to import first.
+    The three files of a process to fork (channel, stdout, stderr) come along as descriptors.
+    """
+
+    COMMAND = [sys.executable, "-c", "from ringlab.ring.launch import serve_forks; serve_forks()"]
+    REPLY = struct.Struct("=qq")  # the number of the request, and the process id or the exit code
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.stderr, self.socket, self.number = tempfile.TemporaryFile(), ours, 0
+        self.owner, self.lock = os.getpid(), threading.Lock()
+        with theirs:
+            self.process = subprocess.Popen(
+                self.COMMAND, stdin=theirs, stdout=subprocess.DEVNULL, stderr=self.stderr, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            )  # fmt: skip
+
+    def ask(self, pid: int | None, modules: tuple[str, ...] = (), descriptors=()) -> int:
+        """The id of a new process, or the exit code of process ``pid``; raises Ended where the server has ended."""
+        with self.lock, suppress(OSError):
+            self.number += 1
+            request = json.dumps([self.number, pid, modules]).encode() + b"\n"
+            self.socket.settimeout(STARTUP_S)
+            socket.send_fds(self.socket, [request], descriptors)
+            while reply := self.socket.recv(self.REPLY.size):
+                number, value = self.REPLY.unpack(reply)
+                if number == self.number:  # an earlier request may have been interrupted
+                    return value
+        self.process.kill()
+        raise Ended(self.process.wait(), last_line(self.stderr))
+
+
+_server: ForkServer | None = None
+_starting = threading.Lock()
+
+
+class Process:
+    """``target(channel, *args)`` in a process of its own, with the caller's path, environment and folder.
+
+    ``target`` and ``args`` are pickled. ``modules`` are imported by the server, once for all processes. ``output``:
+    where stdout and stderr go. Raises Ended where no process can be started.
+    """
+
+    def __init__(self, target: Callable, *args, modules: tuple[str, ...] = (), output: tuple[int, int] = (1, 2)):
+        global _server
+        with _starting:
+            if _server is None or _server.owner != os.getpid() or _server.process.poll() is not None:
+                _server = ForkServer()
+            self.server = _server
+        ours, theirs = socket.socketpair()
+        self.channel = Connection(ours.detach())
+        with theirs:
+            self.pid = self.server.ask(None, modules, (theirs.fileno(), *output))
+        self.send((sys.path, dict(os.environ), os.getcwd(), pickle.dumps((target, args))))
+
+    def send(self, message) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which ``receive`` reports
+            self.channel.send_bytes(pickle.dumps(message))
+
+    def receive(self):
+        """The next message; raises Ended where there is none any more."""
+        try:
+            return pickle.loads(self.channel.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            raise Ended(self.end()) from None
+
+    def end(self) -> int:
+        """Kill the process, if it still runs, and all that it has started; its exit code."""
+        if self.pid is not None:
+            for kill in (os.killpg, os.kill):  # it may not lead a group yet
+                with suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
+                    break
+            self.channel.close()
+            pid, self.pid = self.pid, None
+            try:
+                self.code = self.server.ask(pid)
+            except Ended:  # the server itself has gone, and nobody knows
+                self.code = -signal.SIGKILL
+        return self.code
+
+
+def last_line(file) -> str:
+    """The last line of a file that a process wrote to."""
+    file.seek(0)
+    lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def serve_forks() -> None:
+    """The server: fork and wait as its stdin asks, until its owner has gone."""
+    owner = socket.socket(fileno=0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then ends the processes
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(owner, 1 << 16, 3)
+        if not data:
+            return
+        for number, pid, modules in map(json.loads, data.splitlines()):
+            if pid is None:
+                for name in modules:
+                    importlib.import_module(name)
+                gc.freeze()  # collecting what was imported takes 0.1 s and copies its pages
+                value = os.fork() or _run_forked(owner, *descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            else:
+                value = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            owner.sendall(ForkServer.REPLY.pack(number, value))
+
+
+def _run_forked(owner: socket.socket, channel: int, stdout: int, stderr: int) -> None:
+    """Run what comes over the channel, in the forked process, and leave it."""
+    code = 1
+    try:
+        os.setsid()  # a group, so that a kill takes its children too
+        owner.close()
+        for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (stdout, 1), (stderr, 2)):
+            os.dup2(source, target)
+        threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+        channel = Connection(channel)
+        sys.path[:], environment, folder, job = pickle.loads(channel.recv_bytes())
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        target, args = pickle.loads(job)
+        target(channel, *args)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:  # noqa: BLE001  a fork may not return into the server's loop
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_with(channel: int) -> None:
+    """End this process when the other end of its channel closes."""
+    hangup = select.poll()
+    hangup.register(channel, 0)
+    hangup.poll()
+    os._exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which rank failed
 
 
 class RankFailed(RuntimeError):
@@ -48,9 +230,9 @@ class RankFailed(RuntimeError):
 
 @dataclass
 class End:
-    """How a rank ended: "ok" with its pickled value, "error" or "network" with a message, "died" with an ``Ended``.
+    """How a rank ended: "ok" with its value, "error" or "network" with a message, "died" with an ``Ended``.
 
-    ``culprit``: another rank that the error itself names.
+    "network": the error only shows that another rank has gone. ``culprit``: another rank that the error itself names.
     """
 
     kind: str
@@ -59,69 +241,27 @@ class End:
     culprit: int | None = None
 
     @classmethod
-    def ok(cls, result: object) -> End:
-        """The end of a rank whose function returned; raises TypeError for a result that cannot be pickled."""
-        try:
-            return cls("ok", pickle.dumps(result))
-        except Exception as error:  # noqa: BLE001  pickling runs the result's own code
-            what = f"its result, of type {type(result).__name__}, cannot be sent back"
-            raise TypeError(f"{what}: {type(error).__name__}: {error}") from None
-
-    @classmethod
     def of(cls, error: BaseException) -> End:
-        """The end of a rank that an exception ended; "network" where it only shows that another rank has gone."""
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if is_communication_error(error):
-            return cls("network", said)
-        trace = "".join(traceback.format_exception(error))
-        return cls("error", said, trace, getattr(error, "rank", None))
+        """The end of a rank that an exception ended.
 
-
-def is_communication_error(error: BaseException) -> bool:
-    """Whether torch.distributed raised this error: another rank has gone or does not answer.
-
-    gloo raises plain RuntimeErrors. They come from a call of torch.distributed or of ``comm``, or name gloo's source.
-    """
-    if type(error) is not RuntimeError:
-        return isinstance(error, dist.DistError)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = frames[-1].f_globals.get("__name__", "") if frames else ""
-    return module.startswith("torch.distributed") or module == comm.__name__ or "gloo/transport" in str(error)
-
-
-class Beat:
-    """How far a rank has come, in a file that its launcher reads: each call is a step.
-
-    ABSENT, WAITING, 0 (joined), 1 (has begun one exchange), ...
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     Beat(folder, 1)()
-    ...     beats(folder, 2)
-    [-2, -1]
-    """
-
-    FORMAT = struct.Struct("=q")
-
-    def __init__(self, folder: Path | str, rank: int):
-        self.file = os.open(Path(folder, f"{rank}.beat"), os.O_CREAT | os.O_WRONLY, 0o600)
-        self.count = ABSENT - 1
-        self()
-
-    def __call__(self) -> None:
-        self.count += 1
-        os.pwrite(self.file, self.FORMAT.pack(self.count), 0)
-
-
-def beats(folder: Path | str, ranks: int) -> list[int]:
-    """The exchanges that each rank has begun; ABSENT where it has not started."""
-    files = [Path(folder, f"{rank}.beat") for rank in range(ranks)]
-    data = [file.read_bytes() if file.exists() else b"" for file in files]
-    return [Beat.FORMAT.unpack(each)[0] if each else ABSENT for each in data]
+        gloo raises plain RuntimeErrors when a rank has gone: they come from ``torch.distributed`` or ``comm``, or name
+        gloo's source.
+        """
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        module = frames[-1].f_globals.get("__name__", "") if frames else ""
+        communicates = (
+            module.startswith("torch.distributed") or module == comm.__name__ or "gloo/transport" in str(error)
+        )
+        if isinstance(error, dist.DistError) or type(error) is RuntimeError and communicates:
+            return cls("network", message)
+        return cls("error", message, "".join(traceback.format_exception(error)), getattr(error, "rank", None))
 
 
 def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
     """(rank, "died", "error", "silent" or "network") of the rank to blame; None where all are well.
+
+    ``counts``: the exchanges that each rank has begun, as ``beats`` returns them.
 
     >>> culprit({0: End("network"), 2: End("network")}, [4, 3, 4])
     (1, 'silent')
@@ -142,60 +282,28 @@ def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
     return (first["network"], "network") if "network" in first else None
 
 
-def results(ends: dict[int, End], counts: list[int], timeout_s: float) -> list:
-    """What the ranks returned, from how they ended and the exchanges that each has begun; raises RankFailed."""
-    if found := culprit(ends, counts):
-        raise _failure(*found, ends, counts, timeout_s)
-    values = []
-    for rank in range(len(counts)):
-        try:
-            values.append(pickle.loads(ends[rank].value))
-        except Exception as error:  # noqa: BLE001  reading it runs the result's own code
-            raise RankFailed(rank, f"returned what cannot be read back: {End.of(error).value}") from error
-    return values
-
-
-def _failure(rank: int, kind: str, ends: dict[int, End], counts: list[int], timeout_s: float) -> RankFailed:
-    if kind == "silent" and counts[rank] < 0:
-        return RankFailed(rank, f"has not joined within {JOIN_S:g} s")
-    if kind == "silent":
-        begun, most = counts[rank], max(count for other, count in enumerate(counts) if other != rank)
-        return RankFailed(rank, f"hangs: after {timeout_s:g} s it has begun {begun} exchanges, others {most}")
-    how = {"died": "", "network": "lost its peers: ", "error": "raised " if ends[rank].culprit is None else "differs: "}
-    failure = RankFailed(rank, f"{how[kind]}{ends[rank].value}")
-    if ends[rank].trace:
-        failure.add_note(ends[rank].trace)
-    return failure
-
-
-def collect(
-    processes: list[Process], timeout_s: float, joining: bool = False, read=lambda message: message
-) -> dict[int, End]:
+def collect(processes: list[Process], timeout_s: float, read: Callable[..., End]) -> dict[int, End]:
     """How each process ended, by rank: until all have, the time is up, or one has failed and a grace is over.
 
-    ``read`` makes an End of a process's message. ``joining``: each sends None when it has joined, and only when all
-    have does the time begin.
+    ``read`` makes an End of a process's next message.
     """
     ends: dict[int, End] = {}
-    absent = set(range(len(processes))) if joining else set()
-    deadline = time.monotonic() + (JOIN_S if joining else timeout_s)
+    deadline = time.monotonic() + timeout_s
     while len(ends) < len(processes) and (left := deadline - time.monotonic()) > 0:
         channels = {process.channel: rank for rank, process in enumerate(processes) if rank not in ends}
         for channel in wait(list(channels), left):
             rank = channels[channel]
             try:
-                message = processes[rank].receive()
+                ends[rank] = read(processes[rank].receive())
             except Ended as ended:
                 ends[rank] = End("died", ended)
-            else:
-                if message is None:
-                    absent.discard(rank)
-                    deadline = deadline if absent or ends else time.monotonic() + timeout_s
-                    continue
-                ends[rank] = read(message)
             if ends[rank].kind != "ok":
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return ends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ranks
 
 
 def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threads: int = 1) -> list:
@@ -217,15 +325,35 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
             for rank in range(ranks):
                 job = rank, ranks, folder, timeout_s, threads, function, args
                 processes.append(Process(_rank, *job, modules=(COMPILER, __name__)))
-            ends = collect(processes, timeout_s, joining=True)
+            # The first message is None when a rank has joined; only when all have does the time begin.
+            ends = collect(processes, JOIN_S, read=lambda message: message or End("ok"))
+            if not culprit(ends, beats(folder, ranks)):
+                ends = collect(processes, timeout_s, read=lambda message: message)
             counts = beats(folder, ranks)
         finally:
             for process in processes:
-                if process.pid is not None:
-                    process.kill()
-            for process in processes:
                 process.end()
-    return results(ends, counts, timeout_s)
+    if found := culprit(ends, counts):
+        raise _failure(*found, ends, counts, timeout_s)
+    values = []
+    for rank in range(ranks):
+        try:
+            values.append(pickle.loads(ends[rank].value))
+        except Exception as error:  # noqa: BLE001  reading it runs the result's own code
+            raise RankFailed(rank, f"returned what cannot be read back: {End.of(error).value}") from error
+    return values
+
+
+def _failure(rank: int, kind: str, ends: dict[int, End], counts: list[int], timeout_s: float) -> RankFailed:
+    if kind == "silent":
+        most = max(count for other, count in enumerate(counts) if other != rank)
+        hangs = f"hangs: after {timeout_s:g} s it has begun {counts[rank]} exchanges, others {most}"
+        return RankFailed(rank, hangs if counts[rank] >= 0 else f"has not joined within {JOIN_S:g} s")
+    how = {"died": "", "network": "lost its peers: ", "error": "raised " if ends[rank].culprit is None else "differs: "}
+    failure = RankFailed(rank, f"{how[kind]}{ends[rank].value}")
+    if ends[rank].trace:
+        failure.add_note(ends[rank].trace)
+    return failure
 
 
 def most_ranks() -> int:
@@ -255,15 +383,17 @@ def _check(function: Callable, args: tuple, ranks: int, timeout_s: float, thread
 
 
 def _rank(channel: Connection, rank, ranks, folder, timeout_s, threads, function, args) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
-    beat = Beat(folder, rank)
     try:
         torch.set_num_threads(threads)
-        join_group(dist.FileStore(str(Path(folder, "store")), ranks), rank, ranks, timeout_s, beat)
+        join_group(folder, rank, ranks, timeout_s)
         channel.send_bytes(pickle.dumps(None))
         result = function(*args)
         dist.barrier()  # none leaves while another still talks to it
-        end = End.ok(result)
+        try:
+            end = End("ok", pickle.dumps(result))
+        except Exception as error:  # noqa: BLE001  pickling runs the result's own code
+            what = f"its result, of type {type(result).__name__}, cannot be sent back"
+            raise TypeError(f"{what}: {type(error).__name__}: {error}") from None
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  whatever a rank raises is reported to the caller
         end = End.of(error)
     channel.send_bytes(pickle.dumps(end))
@@ -271,19 +401,28 @@ def _rank(channel: Connection, rank, ranks, folder, timeout_s, threads, function
         dist.destroy_process_group()
 
 
-def loopback() -> str:
-    """This machine's loopback interface, for gloo, which else looks up the host's name: that may lead nowhere."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+def join_group(folder: str, rank: int, ranks: int, timeout_s: float, backend: str = "gloo") -> None:
+    """Join the default group when all ranks are there; ``timeout_s`` for each exchange from then on.
 
-
-def join_group(store: dist.Store, rank: int, ranks: int, timeout_s: float, beat: Beat, backend: str = "gloo") -> None:
-    """Join the default group when all ranks are there; ``timeout_s`` for each exchange from then on."""
-    importlib.import_module(COMPILER)
+    The ranks find each other in ``folder``, where each also counts its exchanges for ``beats``.
+    """
+    beat = open(Path(folder, f"{rank}.beat"), "ab", buffering=0)
+    # The loopback interface. gloo else looks up the host's name, which may lead nowhere.
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    store = dist.FileStore(str(Path(folder, "store")), ranks)
     store.set(f"here/{rank}", "")
-    beat()
+    beat.write(b".")
     store.wait([f"here/{other}" for other in range(ranks)], timedelta(seconds=JOIN_S))
-    group = dist.PrefixStore("group", store)
-    limit = timedelta(seconds=timeout_s)
+    group, limit = dist.PrefixStore("group", store), timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=limit)
-    beat()
-    comm.on_post = beat
+    beat.write(b".")
+    comm.on_post = lambda: beat.write(b".")
+
+
+def beats(folder: str, ranks: int) -> list[int]:
+    """The exchanges that each rank has begun; -1 while it waits for others to join, -2 where it has not started.
+
+    A rank writes one byte when it is there, one when all have joined, and one for each exchange.
+    """
+    files = [Path(folder, f"{rank}.beat") for rank in range(ranks)]
+    return [(file.stat().st_size if file.exists() else 0) - 2 for file in files]
