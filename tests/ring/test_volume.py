@@ -8,7 +8,7 @@ from ring_cases import call, tensors
 from ringlab import attention
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import SCHEMES, Problem, Simulated, contiguous, counting, plan_rank, uneven, zigzag
-from ringlab.ring.volume import ladder_rows, ladder_table, sent_bytes
+from ringlab.ring.volume import ladder_rows, sent_bytes
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -46,7 +46,7 @@ def test_the_closed_form_is_the_plan(n, ranks):
 
 def test_published_sizes_and_what_is_refused():
     """The figures of the formulas for 16M positions on 512 ranks; 16 M rows against nine thousand."""
-    (moved,) = ladder_table([(2**24, 512)])
+    moved = ladder_rows(2**24, 512)
     assert (moved.plan, moved.segment_gather, moved.world_gather, moved.ring) == (9216, 16388, 1044484, 16744448)
     for n, ranks in ((3 * 2**17, 8), (2**17, 3), (2**17, 128)):
         with pytest.raises(ValueError, match="ladder|sparsest"):

@@ -30,6 +30,14 @@ class AllToAll:
     received: list[int]
     control: bool = False
 
+    def sent_to(self) -> dict[int, tuple[Tensor, ...]]:
+        """The tensors that are sent, by rank."""
+        return {rank: (part,) for rank, part in enumerate(self.send.split(self.sent))}
+
+    def received_from(self) -> dict[int, tuple[Tensor, ...]]:
+        """The tensors that are received, by rank."""
+        return {rank: (part,) for rank, part in enumerate(self.receive.split(self.received))}
+
 
 @dataclass
 class Exchange:
@@ -38,6 +46,12 @@ class Exchange:
     send: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     receive: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     control = False
+
+    def sent_to(self) -> dict[int, tuple[Tensor, ...]]:
+        return self.send
+
+    def received_from(self) -> dict[int, tuple[Tensor, ...]]:
+        return self.receive
 
 
 @dataclass
@@ -76,20 +90,13 @@ class Traffic:
         return sum(size for (source, _), size in self.sent.items() if source == rank)
 
     def add(self, rank: int, request: AllToAll | Exchange) -> None:
-        for to, size in _sizes(request).items():
+        for to, tensors in request.sent_to().items():
+            size = sum(t.numel() * t.element_size() for t in tensors)
             if to != rank and size and request.control:
                 self.control += size
             elif to != rank and size:
                 self.sent[rank, to] = self.sent.get((rank, to), 0) + size
                 self.messages += 1
-
-
-def _sizes(request: AllToAll | Exchange) -> dict[int, int]:
-    """Bytes by destination."""
-    if isinstance(request, Exchange):
-        return {to: sum(t.numel() * t.element_size() for t in tensors) for to, tensors in request.send.items()}
-    row = request.send[:1].numel() * request.send.element_size()
-    return {to: count * row for to, count in enumerate(request.sent)}
 
 
 on_post: Callable[[], None] | None = None  # called at every request over a group: the launcher watches who falls behind
@@ -158,17 +165,16 @@ class _Staged:
     """An exchange of copies in CPU memory: sent tensors are copied at once, received ones in ``wait``."""
 
     def __init__(self, request: Exchange, group: dist.ProcessGroup):
-        self.into = request.receive
-        self.copies = {peer: tuple(torch.empty_like(t, device="cpu") for t in ts) for peer, ts in self.into.items()}
         sent = {peer: tuple(t.cpu() for t in tensors) for peer, tensors in request.send.items()}
-        self.works = _direct(Exchange(sent, self.copies), group)
+        came = {peer: tuple(torch.empty_like(t, device="cpu") for t in ts) for peer, ts in request.receive.items()}
+        self.copies = [pair for peer, tensors in request.receive.items() for pair in zip(tensors, came[peer])]
+        self.works = _direct(Exchange(sent, came), group)
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        for peer, tensors in self.into.items():
-            for t, copy in zip(tensors, self.copies[peer]):
-                t.copy_(copy)
+        for tensor, copy in self.copies:
+            tensor.copy_(copy)
 
 
 def simulate(ranks: list[Steps]) -> list:
@@ -192,38 +198,21 @@ def simulate(ranks: list[Steps]) -> list:
         if ended or len({type(step) for step in steps}) > 1:
             raise RuntimeError("the ranks do not agree on what comes next")
         if isinstance(steps[0], Post):
-            requests = [step.request for step in steps]
-            for rank, request in enumerate(requests if traffic is not None else ()):
-                traffic.add(rank, request)
-            answers = [_Delivery(requests)] * count
+            for rank, step in enumerate(steps if traffic is not None else ()):
+                traffic.add(rank, step.request)
+            answers = [[(step.request.sent_to(), step.request.received_from()) for step in steps]] * count
         else:
-            for delivery in {id(step.ticket): step.ticket for step in steps}.values():
-                delivery.deliver()
+            _deliver(steps[0].ticket)
             answers = [None] * count
 
 
-class _Delivery:
-    """The requests that all ranks posted together."""
-
-    def __init__(self, requests: list[AllToAll | Exchange]):
-        self.requests = requests
-
-    def deliver(self) -> None:
-        sent = [_by_rank(request, "send") for request in self.requests]
-        for to, request in enumerate(self.requests):
-            for source, into in _by_rank(request, "receive").items():
-                message = sent[source].get(to, ())
-                if [(t.shape, t.dtype) for t in message] != [(t.shape, t.dtype) for t in into]:
-                    raise RuntimeError(f"rank {source} sends rank {to} other rows than it expects")
-                for t, value in zip(into, message):
-                    if t.numel():
-                        t.copy_(value)
-        self.requests = []
-
-
-def _by_rank(request: AllToAll | Exchange, side: str) -> dict[int, tuple[Tensor, ...]]:
-    """The tensors of one side of a request, "send" or "receive", by the other rank."""
-    if isinstance(request, Exchange):
-        return request.send if side == "send" else request.receive
-    rows = request.send.split(request.sent) if side == "send" else request.receive.split(request.received)
-    return {rank: (part,) for rank, part in enumerate(rows)}
+def _deliver(posted: list[tuple[dict, dict]]) -> None:
+    """Copy what each rank sends, by destination, to where the destination receives it, by source; once."""
+    for to, (_, receive) in enumerate(posted):
+        for source, into in receive.items():
+            message = posted[source][0].get(to, ())
+            if [(t.shape, t.dtype) for t in message] != [(t.shape, t.dtype) for t in into]:
+                raise RuntimeError(f"rank {source} sends rank {to} other rows than it expects")
+            for t, value in zip(into, message):
+                t.copy_(value)
+    posted.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,23 +45,21 @@ class Layout:
     def ranks(self) -> int:
         return {"striped": self.cuts[-1], "zigzag": (len(self.cuts) - 1) // 2}.get(self.kind, len(self.cuts) - 1)
 
-    def ranges(self, rank: int) -> tuple[range, ...]:
-        """The positions of the pattern that a rank owns, in the order of its rows, increasing, without empty ranges."""
-        if (found := self._ranges.get(rank)) is not None:
-            return found
+    def chunks(self, rank: int) -> list[tuple[int, range]]:
+        """(first row in the shard, positions) of each of ``ranges(rank)``. ValueError for a rank that is none."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be in 0 .. {self.ranks - 1}, got {rank}")
         if self.kind == "striped":
-            found = (range(rank, self.n, self.ranks),)
-        elif self.kind == "zigzag":
-            found = tuple(range(*self.cuts[i : i + 2]) for i in (rank, 2 * self.ranks - 1 - rank))
+            owned = [range(rank, self.n, self.ranks)]
         else:
-            found = (range(*self.cuts[rank : rank + 2]),)
-        return self._ranges.setdefault(rank, tuple(r for r in found if len(r)))
+            numbers = (rank, 2 * self.ranks - 1 - rank) if self.kind == "zigzag" else (rank,)
+            owned = [range(*self.cuts[i : i + 2]) for i in numbers]
+        rows = accumulate(map(len, owned), initial=0)
+        return [(row, positions) for row, positions in zip(rows, owned) if positions]
 
-    @cached_property
-    def _ranges(self) -> dict[int, tuple[range, ...]]:
-        return {}
+    def ranges(self, rank: int) -> tuple[range, ...]:
+        """The positions of the pattern that a rank owns, in the order of its rows, increasing, without empty ranges."""
+        return tuple(positions for _, positions in self.chunks(rank))
 
     def size(self, rank: int) -> int:
         """The number of positions that a rank owns."""
@@ -112,8 +111,7 @@ def uneven(sizes: Iterable[int]) -> Layout:
     sizes = tuple(sizes) if isinstance(sizes, Iterable) else ()
     if not all(is_int(s, 0) for s in sizes) or not sum(sizes):
         raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {short_repr(sizes)}")
-    sizes = tuple(map(int, sizes))
-    return Layout("contiguous", tuple(sum(sizes[:i]) for i in range(len(sizes) + 1)))
+    return Layout("contiguous", tuple(accumulate(map(int, sizes), initial=0)))
 
 
 def zigzag(n: int, ranks: int) -> Layout:
@@ -158,34 +156,27 @@ def _borders(n: int, ranks: int, each: int = 1) -> tuple[int, ...]:
 @cache
 def _curve(height: int, width: int) -> Tensor:
     """Row-major index of each step of the curve (height * width,): consecutive steps are neighbours on the grid."""
-    cells: list[int] = []
-    along = (width, 0, 0, height) if width >= height else (0, height, width, 0)
-    stack = [(0, 0, *along)]  # (x, y, ax, ay, bx, by): a block at (x, y), walked along a, across b
+    cells: list[complex] = []
+    # Blocks of cells x + iy: the corner, the side to walk along, the side to cross.
+    stack = [(0, width, height * 1j) if width >= height else (0, height * 1j, width)]
     while stack:
-        x, y, ax, ay, bx, by = stack.pop()
-        length, depth = abs(ax + ay), abs(bx + by)
-        (dax, day), (dbx, dby) = _unit(ax, ay), _unit(bx, by)
+        corner, along, across = stack.pop()
+        length, depth = int(abs(along)), int(abs(across))
+        step, side_step = along / length, across / depth
         if depth == 1 or length == 1:
-            dx, dy, count = (dax, day, length) if depth == 1 else (dbx, dby, depth)
-            cells += [(y + i * dy) * width + x + i * dx for i in range(count)]
+            cells += [corner + i * (step if depth == 1 else side_step) for i in range(max(length, depth))]
             continue
-        ax2, ay2, bx2, by2 = int(ax / 2), int(ay / 2), int(bx / 2), int(by / 2)
-        half, half_depth = abs(ax2 + ay2), abs(bx2 + by2)
+        half, half_depth = length // 2, depth // 2
         if 2 * length > 3 * depth:
             if half % 2 and length > 2:  # an even step keeps the ends of the halves next to each other
-                ax2, ay2 = ax2 + dax, ay2 + day
-            parts = [(x, y, ax2, ay2, bx, by), (x + ax2, y + ay2, ax - ax2, ay - ay2, bx, by)]
+                half += 1
+            first = half * step
+            parts = [(corner, first, across), (corner + first, along - first, across)]
         else:
             if half_depth % 2 and depth > 2:
-                bx2, by2 = bx2 + dbx, by2 + dby
-            parts = [
-                (x, y, bx2, by2, ax2, ay2),
-                (x + bx2, y + by2, ax, ay, bx - bx2, by - by2),
-                (x + ax - dax + bx2 - dbx, y + ay - day + by2 - dby, -bx2, -by2, -(ax - ax2), -(ay - ay2)),
-            ]
+                half_depth += 1
+            first, up = half * step, half_depth * side_step
+            end = corner + along - step + up - side_step
+            parts = [(corner, up, first), (corner + up, along, across - up), (end, -up, first - along)]
         stack += reversed(parts)
-    return torch.tensor(cells)
-
-
-def _unit(x: int, y: int) -> tuple[int, int]:
-    return (x > 0) - (x < 0), (y > 0) - (y < 0)
+    return torch.tensor([int(cell.imag) * width + int(cell.real) for cell in cells])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ring.volume import ladder_table
+from ...ring.volume import ladder_rows
 from ..study import Study
 from ..tables import Table, size
 
@@ -13,7 +13,7 @@ SIZES = ((2**17, 8), (2**20, 8), (2**20, 64), (2**22, 64), (2**24, 64), (2**24, 
 def volumes(study: Study) -> Table:
     """K/V rows that the busiest rank receives under LongNet's ladder, by four ways."""
     lines = []
-    for moved in ladder_table(SIZES):
+    for moved in (ladder_rows(*each) for each in SIZES):
         counts = [moved.plan, moved.segment_gather, moved.world_gather, moved.ring]
         whole = 2 * HEADS * HEAD_DIM * BYTES
         lines.append([moved.seq_len, moved.ranks, *counts, size(moved.plan * whole), size(moved.ring * whole)])
