@@ -39,7 +39,8 @@ from .ring import Problem, choose
 from .ring.comm import Post, Steps, Traffic
 from .ring.group import check_merge
 from .ring.layout import layout_named
-from .ring.schemes import SCHEMES, rank_of
+from .ring.rank import rank_of
+from .ring.schemes import SCHEMES
 from .tracking import LiveStorageTracker, storages
 
 PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")

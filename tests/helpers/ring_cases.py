@@ -245,7 +245,8 @@ def peaks_of_a_shard(cases, n, heads, d):
     from ringlab import kernels
     from ringlab.ring import Problem, contiguous
     from ringlab.ring.comm import drive
-    from ringlab.ring.schemes import SCHEMES, rank_of
+    from ringlab.ring.rank import rank_of
+    from ringlab.ring.schemes import SCHEMES
     from ringlab.tracking import LiveStorageTracker
 
     layout, me, peaks = contiguous(n, dist.get_world_size()), dist.get_rank(), []

@@ -6,7 +6,7 @@ Dilated patterns: a query chunk and a key chunk that are disjoint share at most 
 keys come before all queries, or after them. So what moves are whole intervals, and causality hides all of one or
 nothing.
 
-StridedRows-sparse patterns: chunks are cut where blocks end. Two of these parts are equal or disjoint, so a part of the
+Block-sparse patterns: chunks are cut where blocks end. Two of these parts are equal or disjoint, so a part of the
 queries sees a part of the keys whole or not at all. Only a part with itself needs the causal mask.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, product
 from math import lcm
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
-from ..engine.blocks import Cuts, layer, layers_of, tile
+from ..engine.blocks import Cuts
 from ..engine.dilated import first_and_step, progressions
-from ..engine.execute import Plan
+from ..engine.execute import WHOLE, View, views_of
 from ..patterns import Branch, Dense, Pattern
 from .layout import Layout
 
@@ -57,54 +57,12 @@ class BlockParts:
         return self.stops[None, :] <= others.starts[:, None]
 
 
-def needed(pattern: BlockSparse, layout: Layout, causal: bool, rank: int, source: int) -> list[range]:
-    """The positions of ``source`` that some query of ``rank`` sees, as few ranges, in the order of the shard.
-
-    >>> from ringlab.block_patterns import sliding_window
-    >>> from ringlab.ring.layout import contiguous
-    >>> needed(sliding_window(1, block_size=4), contiguous(40, 3), False, 1, 0)  # of 0 .. 13 for 14 .. 26
-    [range(8, 14)]
-    """
-    mine, theirs = (BlockParts.of(layout.ranges(i), pattern.block_size) for i in (rank, source))
-    seen = pattern.blocks(layout.n, mine.blocks, theirs.blocks)  # (mine, theirs)
-    if causal:
-        seen &= theirs.before(mine)
-    wanted = seen.any(0)
-    found: list[range] = []
-    for start, stop in zip(theirs.starts[wanted].tolist(), theirs.stops[wanted].tolist()):
-        if found and found[-1].stop == start:
-            start = found.pop().start
-        found.append(range(start, stop))
-    return found
-
-
-def block_calls(
-    pattern: BlockSparse, layout: Layout, causal: bool, rank: int, received: Sequence[range] | None = None,
-    heads: int = 1, kv_heads: int = 1, *, lower_right: bool = False,
-) -> Plan:  # fmt: skip
-    """The calls of a rank's queries on its own keys, or on the rows ``received`` from others, in their order.
-
-    ``lower_right``: as for ``tiling.tile``.
-    """
-    mine = BlockParts.of(layout.ranges(rank), pattern.block_size)
-    theirs = mine if received is None else BlockParts.of(received, pattern.block_size)
-    layers = [seen(mine.blocks, theirs.blocks) for seen in layers_of(pattern, layout.n)]
-    diagonal = None
-    if causal:
-        if received is None:
-            itself = torch.stack(layers).any(0).diagonal()
-            diagonal = torch.where(itself, torch.arange(len(itself)), -1)
-        layers = [seen & theirs.before(mine) for seen in layers]
-    layers = [layer(seen) for seen in layers]
-    return tile(layers, mine.cuts, theirs.cuts, diagonal, heads, kv_heads, lower_right=lower_right)
-
-
 @dataclass(frozen=True)
 class StridedRows:
     """Rows to send: every ``rate``-th position, ``count`` of them, of ``heads`` K/V heads.
 
     ``kv_head`` and ``first``, the first position, are (first, step) along the heads. Positions are those of the
-    sequence, or after ``local`` rows of a shard. A message holds the rows position by position, (count, heads).
+    sequence. A message holds the rows position by position, (count, heads).
     """
 
     rate: int
@@ -123,22 +81,12 @@ class StridedRows:
             first = self.first[0] + i * self.first[1]
             yield self.kv_head[0] + i * self.kv_head[1], range(first, first + self.count * self.rate, self.rate)
 
-    def local(self, layout: Layout, rank: int) -> StridedRows:
-        """The same rows, with positions counted in the shard of the rank that owns them."""
-        row, position = 0, self.first[0]
-        for owned in layout.ranges(rank):
-            if position in owned:
-                first = row + owned.index(position), self.first[1] // owned.step
-                return replace(self, rate=max(1, self.rate // owned.step), first=first)
-            row += len(owned)
-        raise ValueError(f"rank {rank} does not own position {position}")
-
-    def view(self, t: Tensor) -> Tensor:
-        """These rows of a shard t (b, s, h_kv, d), as a view (b, count, heads, d)."""
-        s_b, s_n, s_h, s_d = t.stride()
-        size = (t.shape[0], self.count, self.heads, t.shape[3])
-        stride = (s_b, self.rate * s_n, self.kv_head[1] * s_h + self.first[1] * s_n, s_d)
-        return t.as_strided(size, stride, t.storage_offset() + self.first[0] * s_n + self.kv_head[0] * s_h)
+    def view(self, layout: Layout, rank: int) -> View:
+        """These rows in the shard of ``rank``, which owns them."""
+        position, step = self.first
+        row, owned = next((row, owned) for row, owned in layout.chunks(rank) if position in owned)
+        first, rate = row + owned.index(position), max(1, self.rate // owned.step)
+        return View(self.count, first, rate, 0, *self.kv_head, step // owned.step)
 
 
 @dataclass(frozen=True)
@@ -168,9 +116,6 @@ class Problem:
     def _hash(self) -> int:  # a problem is part of the key of every plan that a call looks up
         return hash((self.pattern, self.layout, self.causal, self.heads, self.kv_heads))
 
-    def __reduce__(self):  # without the hash: another process has others of the same strings
-        return Problem, (self.pattern, self.layout, self.causal, self.heads, self.kv_heads)
-
     def check(self, scheme: str) -> None:
         """Raise ValueError if a scheme does not support the problem."""
         if isinstance(self.pattern, BlockSparse):
@@ -180,9 +125,8 @@ class Problem:
         if self.layout.grid is not None and self.causal:
             raise ValueError("causal attention along a Hilbert curve has no meaning: its steps are not in time order")
         if scheme == "ulysses":
-            if self.layout.ranks > self.heads:
-                few = f"{self.layout.ranks} ranks are more than {self.heads} heads"
-                raise ValueError(f"ulysses shares out heads: {few}")
+            if (ranks := self.layout.ranks) > self.heads:
+                raise ValueError(f"ulysses shares out heads: {ranks} ranks are more than {self.heads} heads")
         elif self.layout.kind == "striped" and not isinstance(self.pattern, Dense):
             raise ValueError(
                 f"scheme {scheme!r} serves a striped layout with dense attention only, not {self.pattern}: "
@@ -197,58 +141,66 @@ class Problem:
 
     def shared(self, branch: Branch, queries: range, keys: range) -> tuple[int, range, range] | None:
         """(start, queries, keys) of the one segment where queries of a chunk see keys of another chunk, or None."""
-        if keys.start > queries.start:
-            if self.causal:
-                return None
-            start = keys.start // branch.length * branch.length
-            if (queries.stop - 1) // branch.length * branch.length != start:
-                return None
-            stop = min(keys.stop, start + branch.length)
-            return start, range(max(queries.start, start), queries.stop), range(keys.start, stop)
-        start = queries.start // branch.length * branch.length
-        if (keys.stop - 1) // branch.length * branch.length != start:
+        length = branch.length
+        start = max(queries.start, keys.start) // length * length
+        if min(queries.stop, keys.stop) <= start or (self.causal and keys.start > queries.start):
             return None
-        stop = min(queries.stop, start + branch.length)
-        return start, range(queries.start, stop), range(max(keys.start, start), keys.stop)
+        return start, *(range(max(r.start, start), min(r.stop, start + length)) for r in (queries, keys))
 
     def needs(self, rank: int, source: int) -> tuple[StridedRows, ...]:
         """The rows that ``rank`` needs from ``source``, each once, in the order in which they are sent."""
         if rank == source:
             return ()
+        layout = self.layout
         if isinstance(self.pattern, BlockSparse):
-            found = needed(self.pattern, self.layout, self.causal, rank, source)
-            return tuple(StridedRows(1, len(keys), self.kv_heads, (0, 1), (keys.start, 0)) for keys in found)
-        if self.layout.kind == "striped":
-            return self._striped(rank, source)
+            return tuple(self._all_heads(keys) for keys in self._seen_blocks(rank, source))
+        if layout.kind == "striped":
+            keys = range(source, layout.n, layout.ranks)
+            if self.causal:  # those before the last query
+                keys = range(source, max((r[-1] for r in layout.ranges(rank)), default=0), layout.ranks)
+            return (self._all_heads(keys),) if keys else ()
         found = []
-        for keys in self.layout.ranges(source):
-            pairs = product(self.branches, self.layout.ranges(rank))
-            intervals = [self._interval(branch, queries, keys) for branch, queries in pairs]
-            for interval in _disjoint([i for i in intervals if i is not None]):
-                found += _strided_rows(interval)
+        for keys in layout.ranges(source):
+            intervals: list[ResidueInterval] = []  # disjoint
+            for branch, queries in product(self.branches, layout.ranges(rank)):
+                new = self._intervals(branch, queries, keys)
+                for old in intervals:
+                    new = [part for each in new for part in _without(each, old)]
+                intervals += new
+            found += chain.from_iterable(map(_strided_rows, intervals))
         return tuple(found)
+
+    def _all_heads(self, keys: range) -> StridedRows:
+        return StridedRows(keys.step, len(keys), self.kv_heads, (0, 1), (keys.start, 0))
+
+    def _seen_blocks(self, rank: int, source: int) -> list[range]:
+        """The positions of ``source`` that some query of ``rank`` sees, as few ranges, in the order of the shard."""
+        mine, theirs = (BlockParts.of(self.layout.ranges(i), self.pattern.block_size) for i in (rank, source))
+        seen = self.pattern.blocks(self.layout.n, mine.blocks, theirs.blocks)  # (mine, theirs)
+        if self.causal:
+            seen &= theirs.before(mine)
+        wanted, found = seen.any(0), []
+        for start, stop in zip(theirs.starts[wanted].tolist(), theirs.stops[wanted].tolist()):
+            if found and found[-1].stop == start:
+                start = found.pop().start
+            found.append(range(start, stop))
+        return found
 
     def hops(self) -> list[int]:
         """How far each rank's shard travels along the ring: to the last rank whose queries see some of it."""
         p = self.layout.ranks
         return [max((t for t in range(1, p) if self.needs((j + t) % p, j)), default=0) for j in range(p)]
 
-    def _striped(self, rank: int, source: int) -> tuple[StridedRows, ...]:
-        (keys,) = self.layout.ranges(source) or (range(0),)
-        if self.causal:
-            last = max((r[-1] for r in self.layout.ranges(rank)), default=-1)
-            keys = range(keys.start, min(keys.stop, last + 1), keys.step)
-        return (StridedRows(keys.step, len(keys), self.kv_heads, (0, 1), (keys.start, 0)),) if keys else ()
-
-    def _interval(self, branch: Branch, queries: range, keys: range) -> ResidueInterval | None:
+    def _intervals(self, branch: Branch, queries: range, keys: range) -> list[ResidueInterval]:
+        """The rows of ``keys`` that the queries see in one branch: one interval, or none."""
         found = self.shared(branch, queries, keys)
         if found is None:
-            return None
+            return []
         start, asking, wanted = found
         pairs = _pairs(branch, self.heads // self.kv_heads, start % branch.rate)
         if len(asking) < branch.rate:  # some heads may select no query here
             pairs = frozenset(p for p in pairs if (p[1] - asking.start) % branch.rate < len(asking))
-        return ResidueInterval(branch.rate, wanted.start, wanted.stop, pairs) if pairs and wanted else None
+        return [ResidueInterval(branch.rate, wanted.start, wanted.stop, pairs)] if pairs and wanted else []
 
 
 @lru_cache(maxsize=4096)
@@ -260,17 +212,6 @@ def _pairs(branch: Branch, group: int, phase: int) -> frozenset[tuple[int, int]]
 def _held(pairs: frozenset, rate: int, of: frozenset) -> frozenset:
     """The ``pairs`` whose positions are all among the residues ``of`` modulo ``rate``."""
     return frozenset(p for p in pairs if (p[0], p[1] % rate) in of)
-
-
-def _disjoint(intervals: list[ResidueInterval]) -> list[ResidueInterval]:
-    """Disjoint intervals of the same rows; ``intervals`` are sorted by rate."""
-    done: list[ResidueInterval] = []
-    for interval in intervals:
-        left = [interval]
-        for earlier in done:
-            left = [part for each in left for part in _without(each, earlier)]
-        done += left
-    return done
 
 
 def _without(new: ResidueInterval, old: ResidueInterval) -> Iterator[ResidueInterval]:
@@ -334,13 +275,26 @@ class RankPlan:
         return [sum(each.rows for each in some) for some in self.send]
 
     @cached_property
-    def sent_rows(self) -> list[tuple[int, StridedRows]]:
-        """(first row in the message, rows in the own shard) of all that is sent, in order."""
+    def _moves(self) -> list[tuple[int, View, View]]:
+        """(heads, where in the message, where in the own shard) of all rows that are sent, in order."""
         found, first = [], 0
         for rows in chain(*self.send):
-            found.append((first, rows.local(self.problem.layout, self.rank)))
+            message = View(rows.count, first, rows.heads, head_step=0, shift=1)
+            found.append((rows.heads, message, rows.view(self.problem.layout, self.rank)))
             first += rows.rows
         return found
+
+    def pairs(self, message: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(part of the message (R, 2, b, d), the same rows of the own shard), views (b, count, heads, d)."""
+        for heads, there, here in self._moves:
+            entries = [(t, WHOLE, there) for t in keys_of(message)] + [(t, WHOLE, here) for t in (k, v)]
+            [views] = views_of(entries, range(1), heads)
+            yield from zip(views[:2], views[2:])
+
+
+def keys_of(message: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v (b, R, 1, d) as views of a message (R, 2, b, d): one row for each position and K/V head."""
+    return tuple(t.transpose(0, 1).unsqueeze(2) for t in message.unbind(1))
 
 
 def plan_rank(problem: Problem, rank: int) -> RankPlan:

@@ -25,8 +25,8 @@ from ..tracking import seen_inside
 from .comm import AllToAll, Post, Steps, Wait, drive, simulate
 from .exchange import Problem, RankPlan, digest, plan_rank
 from .layout import Layout, layout_named
-from .rank import Rank
-from .schemes import SCHEMES, choose, rank_of, shares
+from .rank import Rank, rank_of
+from .schemes import SCHEMES, choose, shares
 
 # ---------------------------------------------------------------------------------------------------------------------
 # groups

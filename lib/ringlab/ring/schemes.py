@@ -22,8 +22,8 @@ from ..engine.autograd import fold_lse_gradient
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
 from .comm import AllToAll, Exchange, Post, Steps, Wait
-from .exchange import Problem
-from .rank import BlockRank, Rank, shard_of, widened
+from .exchange import Problem, RankPlan
+from .rank import Rank, widened
 
 # ---------------------------------------------------------------------------------------------------------------------
 # plan: the rows that are seen, each once, by one all-to-all
@@ -32,12 +32,21 @@ from .rank import BlockRank, Rank, shard_of, widened
 def plan_forward(rank: Rank, q, k, v) -> Steps:
     plan = rank.plan
     rows = k.new_empty(sum(plan.received), 2, q.shape[0], q.shape[3])
-    ticket = yield Post(AllToAll(_packed(rank, k, v), plan.sent, rows, plan.received))
+    ticket = yield Post(AllToAll(_packed(plan, k, v), plan.sent, rows, plan.received))
     out, lse = rank.local_forward(q, k, v)
     yield Wait(ticket)
     del ticket  # it holds the rows sent
-    rank.received_forward(q, rows, out, lse)
+    if len(rows):
+        rank.add_forward(None, q, rank.keys(rows), out, lse)
     return out, lse, rows
+
+
+def _packed(plan: RankPlan, k: Tensor, v: Tensor) -> Tensor:
+    """The rows to send (R, 2, b, d), by destination."""
+    rows = k.new_empty(sum(plan.sent), 2, k.shape[0], k.shape[3])
+    for part, own in plan.pairs(rows, k, v):
+        part.copy_(own)
+    return rows
 
 
 def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
@@ -47,25 +56,16 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
         rows = F.pad(rows, (0, q.shape[3] - d))
     dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     d_rows = torch.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
-    rank.received_backward((dout, q, out, lse), rows, dq, d_rows)
+    if len(rows):
+        rank.add_backward(None, (dout, q, out, lse), rank.keys(rows), dq, rank.keys(d_rows))
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
     ticket = yield Post(AllToAll(d_rows, plan.received, home, plan.sent))
     local = widened(rank.local_backward(dout, q, k, v, out, lse))
     dq += local[0]
     yield Wait(ticket)
-    for first, mine in plan.sent_rows:
-        for total, part in zip(local[1:], shard_of(home, first, mine.count, mine.heads)):
-            mine.view(total).add_(part)
+    for part, own in plan.pairs(home, *local[1:]):
+        own.add_(part)
     return tuple(t[..., :d] for t in (dq, *local[1:]))
-
-
-def _packed(rank: Rank, k: Tensor, v: Tensor) -> Tensor:
-    """The rows to send (R, 2, b, d), by destination."""
-    rows = k.new_empty(sum(rank.plan.sent), 2, k.shape[0], k.shape[3])
-    for first, mine in rank.plan.sent_rows:
-        for into, t in zip(shard_of(rows, first, mine.count, mine.heads), (k, v)):
-            into.copy_(mine.view(t))
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def _packed(rank: Rank, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _hops(rank: Rank) -> list[int]:
-    return rank.cached(caches.key("hops", rank.problem), rank.problem.hops)
+    return rank.execution.cached(caches.key("hops", rank.problem), rank.problem.hops)
 
 
 def _shard(rank: Rank, source: int, k: Tensor, dtype=None, zero: bool = False) -> tuple[Tensor, Tensor]:
@@ -154,9 +154,10 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
 
 
 def _gather(rank: Rank, k: Tensor, v: Tensor) -> tuple[Exchange, dict]:
-    mine = (k.contiguous(), v.contiguous())
-    shards = {j: _shard(rank, j, k) for j in rank.others}
-    return Exchange(dict.fromkeys(rank.others, mine), shards), shards
+    p = rank.problem.layout.ranks
+    others = [(rank.rank + i) % p for i in range(1, p)]
+    shards = {j: _shard(rank, j, k) for j in others}
+    return Exchange(dict.fromkeys(others, (k.contiguous(), v.contiguous())), shards), shards
 
 
 def all_gather_forward(rank: Rank, q, k, v) -> Steps:
@@ -245,10 +246,8 @@ def _to_heads(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> St
     whole = [t.new_empty(t.shape[0], layout.n, len(h[rank.rank]), t.shape[3]) for t, h in each]
     for source, shards in enumerate(received):
         for into, shard in zip(whole, shards):
-            row = 0
-            for owned in layout.ranges(source):
+            for row, owned in layout.chunks(source):
                 into[:, owned.start : owned.stop : owned.step] = shard[:, row : row + len(owned)]
-                row += len(owned)
     return whole
 
 
@@ -288,7 +287,7 @@ def _heads_forward(rank: Rank, share: Share, q, k, v) -> tuple[Tensor, Tensor]:
     how = problem.causal, rank.scale, rank.kernel
     if isinstance(problem.pattern, BlockSparse):  # all heads see the same blocks
         return block_engine.forward(q, k, v, problem.pattern, *how, rank.execution)
-    plan = dilated.plan_for(q, k, _head_range(problem, share), rank.cached)
+    plan = dilated.plan_for(q, k, _head_range(problem, share), rank.execution.cached)
     return execute.forward(q, k, v, plan, *how, pool=rank.execution.scratch())
 
 
@@ -297,7 +296,7 @@ def _heads_backward(rank: Rank, share: Share, dout, q, k, v, out, lse) -> tuple[
     tensors, how = (dout, q, k, v, out, lse), (problem.causal, rank.scale, rank.kernel)
     if isinstance(problem.pattern, BlockSparse):
         return block_engine.backward(*tensors, problem.pattern, *how, rank.execution)
-    plan = dilated.plan_for(q, k, _head_range(problem, share), rank.cached, backward=True)
+    plan = dilated.plan_for(q, k, _head_range(problem, share), rank.execution.cached, backward=True)
     return execute.backward(*tensors, plan, *how, pool=rank.execution.scratch())
 
 
@@ -383,9 +382,3 @@ def choose(problem: Problem) -> Choice:
     if p <= heads and heads_moved < ring:
         return Choice("ulysses", f"exchanging heads moves {heads_moved / ring:.2f} of what passing K and V on does")
     return Choice("ring", f"exchanging heads would move {heads_moved / ring:.2f} of what passing K and V on does")
-
-
-def rank_of(problem: Problem, rank: int, kernel, scale: float, execution) -> Rank:
-    """The work of one rank with a kernel, for a positive scale."""
-    kind = BlockRank if isinstance(problem.pattern, patterns.BlockSparse) else Rank
-    return kind(problem, rank, execution.tiled(kernel), scale, execution)
