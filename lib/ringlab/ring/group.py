@@ -7,9 +7,10 @@ checkpointing can save its results. Before it moves data it compares with the ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -59,7 +60,16 @@ class Group:
         """The group of a ProcessGroup, a 1-D DeviceMesh or Simulated ranks; raises TypeError for anything else."""
         if isinstance(group, Simulated):
             return cls(group.ranks, range(group.ranks))
-        group = process_group(group)
+        if isinstance(group, dist.DeviceMesh):
+            if group.ndim != 1:
+                dimensions = f"got one of {group.ndim} dimensions; take one, as mesh['sp']"
+                raise ValueError(f"group must be a 1-D mesh, {dimensions}")
+            group = group.get_group()
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not a member of the group: new_group gave it no part")
+        if not isinstance(group, dist.ProcessGroup):
+            wanted = "a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated"
+            raise TypeError(f"group must be {wanted}, got {short_repr(group)}")
         rank = dist.get_rank(group)
         return cls(dist.get_world_size(group), range(rank, rank + 1), group)
 
@@ -75,9 +85,15 @@ class Group:
             return simulate(algorithms)
         return [drive(steps, self.process_group) for steps in algorithms]
 
-    def split(self, t: Tensor | None, dim: int = 1) -> Sequence[Tensor | None]:
-        """The equal shards of the ranks here."""
-        return [None] * len(self.here) if t is None else t.chunk(len(self.here), dim)
+    def split(self, t: Tensor | None, dim: int = 1, layout: Layout | None = None) -> Sequence[Tensor | None]:
+        """The shards of the ranks here: those of a layout, or equal ones."""
+        if t is None or self.process_group is not None:
+            return [t] * len(self.here)
+        return t.chunk(self.size, dim) if layout is None else [layout.shard(t, rank, dim) for rank in self.here]
+
+    def join(self, parts: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
+        """The rows of the ranks here from their shards, contiguous."""
+        return parts[0].contiguous() if self.process_group is not None else layout.unshard(parts, dim)
 
     def agree(self, passes: str, problem: Problem, options: tuple, device, number: int = 0, plan=None) -> int:
         """Compare with the other ranks what a call computes, before it moves data; returns the call's number.
@@ -180,19 +196,7 @@ _history: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 def group_size(group) -> int:
     """The number of ranks of a ProcessGroup, a 1-D DeviceMesh or Simulated ranks."""
-    return group.ranks if isinstance(group, Simulated) else dist.get_world_size(process_group(group))
-
-
-def process_group(group) -> dist.ProcessGroup:
-    if isinstance(group, dist.DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group must be a 1-D mesh, got one of {group.ndim} dimensions; take one, as mesh['sp']")
-        return group.get_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is not a member of the group: new_group gave it no part")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated, got {short_repr(group)}")
-    return group
+    return Group.of(group).size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,7 +205,7 @@ def process_group(group) -> dist.ProcessGroup:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """All of a call but its tensors and scale. Operators take its name, by which they find it."""
+    """All of a call but its group, tensors and scale. Operators take its name, by which they find it."""
 
     name: str
     problem: Problem
@@ -209,23 +213,88 @@ class _Call:
     backend: str | tuple[str, ...]
     execution: Execution
 
-    def options(self, q: Tensor, scale: float) -> tuple:
-        """What else all ranks must have equal."""
+    def forward(self, group: Group, q, k, v, scale: float, backward: bool = True):
+        """out, lse, the number of the call, and for each rank here what else its backward needs.
+
+        q, k, v hold the rows of the ranks here. ``backward``: whether the kernel must have one.
+        """
+        ranks, flip = self._ranks(group, q, scale, backward)
+        options = self._options(q, scale)
+        number = group.agree("forward", self.problem, options, q.device, plan=lambda: ranks[0].plan)
+        shards = zip(*(group.split(t, 1, self.problem.layout) for t in (flip(q), k, v)))
+        with without_autocast(q):
+            found = group.run([SCHEMES[self.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)])
+        out, lse = (group.join([each[i] for each in found], dim, self.problem.layout) for i, dim in ((0, 1), (1, 2)))
+        return out, lse, number, [each[2:] for each in found]
+
+    def backward(self, group: Group, dout, dlse, q, k, v, out, lse, number: int, saved, scale: float):
+        """dq, dk, dv of the rows here; ``number`` and ``saved`` are those of the forward."""
+        ranks, flip = self._ranks(group, q, scale, True)
+        options = *self._options(q, scale), ("gradient of lse", dlse is not None)
+        group.agree("backward", self.problem, options, q.device, number)
+        layout, whole = self.problem.layout, ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
+        shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
+        each = zip(ranks, shards, saved)
+        with without_autocast(q):
+            found = group.run([SCHEMES[self.scheme][1](rank, *mine, *more) for rank, mine, more in each])
+        dq, dk, dv = (group.join([g.to(q.dtype) for g in parts], 1, layout) for parts in zip(*found))
+        return flip(dq), dk, dv
+
+    def _ranks(self, group: Group, q: Tensor, scale: float, backward: bool) -> tuple[list[Rank], Callable]:
+        """The work of the ranks here, for a positive scale, and what makes q, and dq of its, one for that scale."""
+        needs = {"causal": self.problem.causal, "backward": backward, "backend": self.backend}
+        kernel = kernels.choose(q.device, q.dtype, q.shape[3], **needs).kernel
+        flip, scale = positive_scale(scale)
+        return [rank_of(self.problem, rank, kernel, scale, self.execution) for rank in group.here], flip
+
+    def _options(self, q: Tensor, scale: float) -> tuple:
+        """What all ranks must have equal beside the problem."""
         return (
             ("scheme", self.scheme), ("batch", q.shape[0]), ("head_dim", q.shape[3]), ("dtype", q.dtype),
             ("scale", scale), ("backend", self.backend),
         )  # fmt: skip
 
-    def ranks(self, group: Group, q: Tensor, scale: float, backward: bool) -> list[Rank]:
-        """The work of the ranks here, by a kernel for tensors like q."""
-        found = kernels.choose(q.device, q.dtype, q.shape[3], causal=self.problem.causal, backward=backward,
-                               backend=self.backend)  # fmt: skip
-        scale = positive_scale(scale)[1]
-        return [rank_of(self.problem, rank, found.kernel, scale, self.execution) for rank in group.here]
-
 
 _calls: WeakValueDictionary[str, _Call] = WeakValueDictionary()  # by name; whoever passes a name on holds its call
 _compiled: set[_Call] = set()  # the calls of compiled graphs
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # by name
+
+
+def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale: float, backend, execution: Execution):
+    """out and lse for checked tensors: local shards over a group or 1-D mesh, whole ones over Simulated ranks."""
+    compiling, simulated = torch.compiler.is_compiling(), isinstance(group, Simulated)
+    options = {"causal": causal, "scale": scale, "backend": backend, "execution": execution}
+    if compiling and (simulated or not IN_GRAPHS):
+        return outside_graphs(attend)(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
+    group = Group.of(group)
+    shape, where = (*q.shape[1:3], k.shape[2]), (group.size, group.process_group)
+    about = shape, pattern, layout, scheme, causal, backend, execution, *where
+    call = None if compiling else _call(*about)  # held until the operator has found it
+    if group.size > 1 and simulated:
+        return _Simulation.apply(q, k, v, scale, call, group)
+    if group.size > 1:
+        name = call.name if call else _name_in_graph(*about)
+        return ranks_forward(q, k, v, scale, group.process_group.group_name, name)[:2]
+    if not simulated or call.problem.layout.grid is None:
+        return local_attention(q, k, v, pattern, **options)
+    layout = call.problem.layout  # the pattern runs along the curve
+    out, lse = local_attention(*(layout.shard(t, 0) for t in (q, k, v)), pattern, **options)
+    return layout.unshard([out]), layout.unshard([lse], 2)
+
+
+def _call(shape, pattern, layout, scheme, causal, backend, execution, ranks: int, process_group) -> _Call:
+    """The call, checked; ``shape``: rows, heads, K/V heads."""
+    check_choice("scheme", scheme, ("auto", *SCHEMES))
+    if not isinstance(layout, str | Layout):
+        layout_named(layout, 1, 1)  # raises
+    rank = None
+    if process_group is not None:
+        rank, _groups[process_group.group_name] = dist.get_rank(process_group), process_group
+    problem, scheme, text = _problem(pattern, layout, scheme, causal, shape, ranks, rank)
+    check_merge(execution, ranks)
+    name = f"{text} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
+    return _calls.setdefault(name, _Call(name, problem, scheme, backend, execution))
 
 
 @lru_cache(maxsize=64)
@@ -244,50 +313,14 @@ def _problem(
     return problem, scheme, f"{digest(problem):x} {scheme}"
 
 
-def _call(q_shape, kv_heads: int, pattern, layout, scheme, causal, backend, group, execution) -> _Call:
-    """The call, checked; ``group``: a ProcessGroup or Simulated."""
-    check_choice("scheme", scheme, ("auto", *SCHEMES))
-    if not isinstance(layout, str | Layout):
-        layout_named(layout, 1, 1)  # raises
-    ranks, rank = group_size(group), None
-    if not isinstance(group, Simulated):
-        rank, _groups[group.group_name] = dist.get_rank(group), group
-    problem, scheme, text = _problem(pattern, layout, scheme, causal, (*q_shape[1:3], kv_heads), ranks, rank)
-    check_merge(execution, ranks)
-    name = f"{text} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
-    return _calls.setdefault(name, _Call(name, problem, scheme, backend, execution))
-
-
 def check_merge(execution: Execution, ranks: int) -> None:
     """Raise NotImplementedError for the fused merge, since several ranks merge results as they come."""
     if ranks > 1 and execution.merge == "fused":
         raise NotImplementedError(f"merge='fused' joins the results of one device, not what {ranks} ranks exchange")
 
 
-def attend(q, k, v, pattern, *, causal, scale, backend, execution, group, scheme, layout):
-    """out and lse for checked tensors: local shards over a group or 1-D mesh, whole ones over Simulated ranks."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
-    if isinstance(group, Simulated):
-        over = outside_graphs(_over_simulated)
-    else:
-        over, group = _over_group if IN_GRAPHS else outside_graphs(_over_group), process_group(group)
-    return over(q, k, v, pattern, layout, scheme, causal, scale, backend, group, execution)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# over a process group
-
-
-def _over_group(q, k, v, pattern, layout, scheme, causal, scale, backend, group, execution):
-    about = (*q.shape,), k.shape[2], pattern, layout, scheme, causal, backend, group, execution
-    if torch.compiler.is_compiling():
-        name = _name_in_graph(*about)
-    else:
-        call = _call(*about)  # held until the operator has found it
-        name = call.name
-    if dist.get_world_size(group) == 1:
-        return local_attention(q, k, v, pattern, causal=causal, scale=scale, backend=backend, execution=execution)
-    return ranks_forward(q, k, v, scale, group.group_name, name)[:2]
+# autograd: one operator over a process group, one function over simulated ranks
 
 
 def _name_in_graph(*about) -> str:
@@ -301,8 +334,6 @@ def _name_in_graph(*about) -> str:
 # torch.compiler, without its import of the compiler.
 _name_in_graph._dynamo_marked_constant = True
 
-_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # by name
-
 
 def _group(name: str) -> Group:
     # A private function of torch. It also knows a group that was made anew under the name since a graph was compiled.
@@ -315,12 +346,9 @@ def ranks_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, group: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, lse, the number of the call, and what else its backward needs, for one rank of a group."""
-    call, group = _calls[call], _group(group)
-    [rank], tensors = call.ranks(group, q, scale, True), (positive_scale(scale)[0](q), k, v)
-    number = group.agree("forward", call.problem, call.options(q, scale), q.device, plan=lambda: rank.plan)
-    with seen_inside(), without_autocast(q):
-        out, lse, *saved = drive(SCHEMES[call.scheme][0](rank, *tensors), group.process_group)
-    return out.contiguous(), lse.contiguous(), torch.tensor(number), saved
+    with seen_inside():
+        out, lse, number, saved = _calls[call].forward(_group(group), q, k, v, scale)
+    return out, lse, torch.tensor(number), list(saved[0])
 
 
 @ranks_forward.register_fake
@@ -331,8 +359,9 @@ def _(q, k, v, scale, group, call):
         saved = [k.new_empty(sum(plan_rank(call.problem, rank).received), 2, b, d)]
     elif call.scheme == "ulysses":
         share = shares(h, k.shape[2], call.problem.layout.ranks)[rank]
-        size = 2 * (len(share.queries) + len(share.keys)) * b * n * d
-        saved = [q.new_empty(size), q.new_empty(b, len(share.queries), n, dtype=broad)]
+        heads = share.queries, share.keys, share.keys, share.queries
+        saved = [q.new_empty(b, n, len(each), d) for each in heads]
+        saved.append(q.new_empty(b, len(share.queries), n, dtype=broad))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(b, h, s, dtype=broad), torch.empty((), dtype=torch.long), saved
 
@@ -343,15 +372,9 @@ def ranks_backward(
     saved: list[Tensor], scale: float, group: str, call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of one rank's shards; ``number`` and ``saved`` are those of the forward."""
-    call, group = _calls[call], _group(group)
-    options = *call.options(q, scale), ("gradient of lse", dlse is not None)
-    group.agree("backward", call.problem, options, q.device, int(number))
-    [rank], flip = call.ranks(group, q, scale, True), positive_scale(scale)[0]
-    tensors = dout, dlse, flip(q), k, v, out, lse, *saved
-    with seen_inside(), without_autocast(q):
-        grads = drive(SCHEMES[call.scheme][1](rank, *tensors), group.process_group)
-    dq, dk, dv = (g.to(q.dtype).contiguous() for g in grads)
-    return flip(dq), dk, dv
+    with seen_inside():
+        tensors = dout, dlse, q, k, v, out, lse
+        return _calls[call].backward(_group(group), *tensors, int(number), [saved], scale)
 
 
 @ranks_backward.register_fake
@@ -378,51 +401,23 @@ def _backward(ctx, dout, dlse, *_):
 ranks_forward.register_autograd(_backward, setup_context=_setup)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# over ranks simulated in this process
-
-
-def _over_simulated(q, k, v, pattern, layout, scheme, causal, scale, backend, group, execution):
-    call = _call(q.shape, k.shape[2], pattern, layout, scheme, causal, backend, group, execution)
-    if group.ranks > 1:
-        return _Simulation.apply(q, k, v, scale, call)
-    layout = call.problem.layout
-    along = layout.grid is not None
-    q, k, v = (layout.shard(t, 0) if along else t for t in (q, k, v))
-    out, lse = local_attention(q, k, v, pattern, causal=causal, scale=scale, backend=backend, execution=execution)
-    return (layout.unshard([out]), layout.unshard([lse], 2)) if along else (out, lse)
-
-
 class _Simulation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, call):
-        layout, (flip, _) = call.problem.layout, positive_scale(scale)
-        whole = flip(q), k, v
-        group = Group(layout.ranks, range(layout.ranks))
-        ranks = call.ranks(group, q, scale, any(ctx.needs_input_grad))
-        with without_autocast(q):
-            forward, _ = SCHEMES[call.scheme]
-            found = group.run([forward(rank, *(layout.shard(t, rank.rank) for t in whole)) for rank in ranks])
-        out, lse = (layout.unshard([each[i] for each in found], dim) for i, dim in ((0, 1), (1, 2)))
+    def forward(ctx, q, k, v, scale, call, group):
+        out, lse, _, saved = call.forward(group, q, k, v, scale, any(ctx.needs_input_grad))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *(t for each in found for t in each[2:]))
-        ctx.rest = call, group, ranks, flip
+        ctx.save_for_backward(q, k, v, out, lse, *chain(*saved))
+        ctx.rest = call, group, scale
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 5
+            return (None,) * 6
         q, k, v, out, lse, *saved = ctx.saved_tensors
-        call, group, ranks, flip = ctx.rest
-        layout, each = call.problem.layout, len(saved) // group.size
+        call, group, scale = ctx.rest
         dout = torch.zeros_like(out) if dout is None else dout
-        whole, steps = ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2)), []
-        for i, rank in enumerate(ranks):
-            mine = [None if t is None else layout.shard(t, i, dim) for t, dim in whole]
-            steps.append(SCHEMES[call.scheme][1](rank, *mine, *saved[each * i : each * (i + 1)]))
-        with without_autocast(q):
-            grads = group.run(steps)
-        dq, dk, dv = (layout.unshard([parts[i] for parts in grads]).to(q.dtype) for i in range(3))
-        return flip(dq), dk, dv, None, None
+        each = len(saved) // group.size
+        by_rank = [saved[i * each : (i + 1) * each] for i in group.here]
+        return *call.backward(group, dout, dlse, q, k, v, out, lse, 0, by_rank, scale), None, None, None

@@ -188,7 +188,8 @@ class Rank:
         return keys_of(message)
 
     @property
-    def _how(self) -> tuple:
+    def how(self) -> tuple:
+        """What a call of the engine takes beside tensors and plans."""
         return self.problem.causal, self.scale, self.kernel
 
     def _chunks(self, q: Tensor, k: Tensor, backward: bool) -> list[tuple[slice, Plan]]:
@@ -211,7 +212,7 @@ class Rank:
             lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
             lse = lse.transpose(1, 2)
         for rows, plan in chunks:
-            part = execute.forward(*(t[:, rows] for t in (q, k, v)), plan, *self._how, pool=pool)
+            part = execute.forward(*(t[:, rows] for t in (q, k, v)), plan, *self.how, pool=pool)
             if len(chunks) == 1:
                 out, lse = part
             else:
@@ -221,16 +222,16 @@ class Rank:
         return out, lse
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
-        """dq, dk, dv, at least fp32 where more than one call adds to them."""
+        """dq, dk, dv in fp32 or wider."""
         chunks, pool = self._chunks(q, k, True), self.execution.scratch()
         alone = len(chunks) == 1 and not self.calls(self.rank).calls
         shapes = () if alone else (q.shape, k.shape, v.shape)
         grads = tuple(torch.zeros(s, dtype=accumulation_dtype(q.dtype), device=q.device) for s in shapes)
         for rows, plan in chunks:
             reads = [t[:, rows] for t in (dout, q, k, v, out)]
-            part = execute.backward(*reads, lse[:, :, rows], plan, *self._how, pool=pool)
+            part = execute.backward(*reads, lse[:, :, rows], plan, *self.how, pool=pool)
             if alone:
-                return part
+                return tuple(grad.to(accumulation_dtype(grad.dtype)) for grad in part)
             for total, grad in zip(grads, part):
                 total[:, rows] += grad
             del part, grad  # before the next ones are computed
@@ -241,7 +242,7 @@ class Rank:
         """Merge the calls on ``source``, whose k and v are ``keys``, into out and lse (b, h, s)."""
         plan = self.calls(source, self.heads_at_a_time(q) if out.dtype in HALF else None)
         if plan.calls:
-            execute.forward(q, *keys, plan, *self._how, into=(out, lse))
+            execute.forward(q, *keys, plan, *self.how, into=(out, lse))
 
     def add_backward(self, source: int | None, reads, keys, dq, into) -> None:
         """Add the gradients of the calls on ``source`` to dq and to ``into``, those of ``keys``; all fp32 or wider.
@@ -250,7 +251,7 @@ class Rank:
         """
         (dout, q, out, lse), plan = reads, self.calls(source)
         if plan.calls:
-            execute.backward(dout, q, *keys, out, lse, plan, *self._how, into=(dq, *into))
+            execute.backward(dout, q, *keys, out, lse, plan, *self.how, into=(dq, *into))
 
 
 class BlockRank(Rank):
@@ -287,14 +288,10 @@ class BlockRank(Rank):
         plan = self.calls(self.rank)
         if plan.narrow(q.dtype, q.shape[2] // k.shape[2], backward=False):
             plan = self.calls(self.rank, self.heads_at_a_time(q))
-        return execute.forward(q, k, v, plan, *self._how, pool=self.execution.scratch())
+        return execute.forward(q, k, v, plan, *self.how, pool=self.execution.scratch())
 
 
 def rank_of(problem: Problem, rank: int, kernel: Kernel, scale: float, execution: Execution) -> Rank:
     """The work of one rank with a kernel, for a positive scale."""
     kind = BlockRank if isinstance(problem.pattern, BlockSparse) else Rank
     return kind(problem, rank, execution.tiled(kernel), scale, execution)
-
-
-def widened(tensors) -> tuple[Tensor, ...]:
-    return tuple(t.to(accumulation_dtype(t.dtype)) for t in tensors)

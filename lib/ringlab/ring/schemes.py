@@ -7,6 +7,7 @@ hop: the backward of each call is exact with the final out and lse.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
 from .comm import AllToAll, Exchange, Post, Steps, Wait
 from .exchange import Problem, RankPlan
-from .rank import Rank, widened
+from .rank import Rank
 
 # ---------------------------------------------------------------------------------------------------------------------
 # plan: the rows that are seen, each once, by one all-to-all
@@ -60,7 +61,7 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
         rank.add_backward(None, (dout, q, out, lse), rank.keys(rows), dq, rank.keys(d_rows))
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
     ticket = yield Post(AllToAll(d_rows, plan.received, home, plan.sent))
-    local = widened(rank.local_backward(dout, q, k, v, out, lse))
+    local = rank.local_backward(dout, q, k, v, out, lse)
     dq += local[0]
     yield Wait(ticket)
     for part, own in plan.pairs(home, *local[1:]):
@@ -76,10 +77,10 @@ def _hops(rank: Rank) -> list[int]:
     return rank.execution.cached(caches.key("hops", rank.problem), rank.problem.hops)
 
 
-def _shard(rank: Rank, source: int, k: Tensor, dtype=None, zero: bool = False) -> tuple[Tensor, Tensor]:
-    make = torch.zeros if zero else torch.empty
+def _shard(rank: Rank, source: int, k: Tensor, dtype=None, make=torch.Tensor.new_empty) -> tuple[Tensor, Tensor]:
+    """Memory for k and v of another rank, or for their gradients."""
     shape = (k.shape[0], rank.problem.layout.size(source), *k.shape[2:])
-    return tuple(make(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
+    return tuple(make(k, shape, dtype=dtype) for _ in range(2))
 
 
 def _hop(rank: Rank, hops: list[int], t: int, current, k: Tensor) -> tuple[Exchange, tuple | None]:
@@ -121,10 +122,10 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
         ticket = yield Post(exchange)
         source = (me - t) % p
         if t == 0:
-            total = widened(rank.local_backward(dout, q, k, v, out, lse))
+            total = rank.local_backward(dout, q, k, v, out, lse)
             mine = None
         elif current is not None:
-            mine = _shard(rank, source, k, dtype, zero=True)
+            mine = _shard(rank, source, k, dtype, torch.Tensor.new_zeros)
             rank.add_backward(source, reads, current, total[0], mine)
         if gradients is not None:
             yield Wait(gradients)
@@ -177,11 +178,11 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     exchange, shards = _gather(rank, k, v)
     ticket = yield Post(exchange)
-    total = widened(rank.local_backward(dout, q, k, v, out, lse))
+    total = rank.local_backward(dout, q, k, v, out, lse)
     yield Wait(ticket)
     for t in range(1, p):  # one pair of ranks at a time, so that only two foreign gradients are held
         to, source = (me + t) % p, (me - t) % p
-        part, coming = _shard(rank, to, k, dtype, zero=True), _shard(rank, me, k, dtype)
+        part, coming = _shard(rank, to, k, dtype, torch.Tensor.new_zeros), _shard(rank, me, k, dtype)
         rank.add_backward(to, (dout, q, out, lse), shards.pop(to), total[0], part)
         yield Wait((yield Post(Exchange({to: part}, {source: coming}))))
         for a, b in zip(total[1:], coming):
@@ -197,19 +198,17 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
 
 @dataclass(frozen=True)
 class HeadRange:
-    """The heads ``first`` .. ``first + count - 1`` of a pattern for ``heads`` heads, numbered from 0."""
+    """The heads ``mine`` of a pattern for ``heads`` heads, numbered from 0."""
 
     pattern: Pattern
-    first: int
-    count: int
+    mine: range
     heads: int
     kv_heads: int
 
-    def branches(self, n: int, heads: int, kv_heads: int | None = None) -> tuple[Branch, ...]:
+    def branches(self, n: int, heads: int, kv_heads: int) -> tuple[Branch, ...]:
         found = []
         for b in self.pattern.branches(n, self.heads, self.kv_heads):
-            mine = [(h - self.first, o) for h, o in zip(b.heads, b.offsets) if 0 <= h - self.first < self.count]
-            if mine:
+            if mine := [(h - self.mine.start, o) for h, o in zip(b.heads, b.offsets) if h in self.mine]:
                 found.append(Branch(b.length, b.rate, *map(tuple, zip(*mine))))
         return tuple(found)
 
@@ -266,8 +265,7 @@ def _to_rows(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> Ste
 
 
 def _rows(t: Tensor, ranges) -> Tensor:
-    found = [t[:, r.start : r.stop : r.step] for r in ranges]
-    return torch.cat(found, 1) if found else t[:, :0]
+    return torch.cat([t[:, :0], *(t[:, r.start : r.stop : r.step] for r in ranges)], 1)
 
 
 def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> Steps:
@@ -281,36 +279,26 @@ def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) 
     return [[next(flat).view(shape) for shape in each] for each in shapes]
 
 
-def _heads_forward(rank: Rank, share: Share, q, k, v) -> tuple[Tensor, Tensor]:
-    """The one-device engine on whole sequences of this rank's heads."""
-    problem = rank.problem
-    how = problem.causal, rank.scale, rank.kernel
-    if isinstance(problem.pattern, BlockSparse):  # all heads see the same blocks
-        return block_engine.forward(q, k, v, problem.pattern, *how, rank.execution)
-    plan = dilated.plan_for(q, k, _head_range(problem, share), rank.execution.cached)
-    return execute.forward(q, k, v, plan, *how, pool=rank.execution.scratch())
-
-
-def _heads_backward(rank: Rank, share: Share, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
-    problem = rank.problem
-    tensors, how = (dout, q, k, v, out, lse), (problem.causal, rank.scale, rank.kernel)
-    if isinstance(problem.pattern, BlockSparse):
-        return block_engine.backward(*tensors, problem.pattern, *how, rank.execution)
-    plan = dilated.plan_for(q, k, _head_range(problem, share), rank.execution.cached, backward=True)
-    return execute.backward(*tensors, plan, *how, pool=rank.execution.scratch())
-
-
-def _head_range(problem: Problem, share: Share) -> HeadRange:
-    return HeadRange(problem.pattern, share.queries.start, len(share.queries), problem.heads, problem.kv_heads)
+def _on_heads(rank: Rank, share: Share, *tensors) -> tuple[Tensor, ...]:
+    """The one-device engine on whole sequences of this rank's heads: forward of q, k, v, else backward."""
+    problem, backward = rank.problem, len(tensors) > 3
+    blocks = isinstance(problem.pattern, BlockSparse)  # all heads see the same blocks
+    engine = block_engine if blocks else execute
+    run = engine.backward if backward else engine.forward
+    if blocks:
+        return run(*tensors, problem.pattern, *rank.how, rank.execution)
+    pattern = HeadRange(problem.pattern, share.queries, problem.heads, problem.kv_heads)
+    q, k = tensors[backward : backward + 2]
+    plan = dilated.plan_for(q, k, pattern, rank.execution.cached, backward=backward)
+    return run(*tensors, plan, *rank.how, pool=rank.execution.scratch())
 
 
 def _aligned(share: Share, group: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """k and v for the engine, which needs equal groups: if groups are cut, a K/V head per query head, and the index."""
-    counts = [len(range(max(g * group, share.queries.start), min((g + 1) * group, share.queries.stop)))
-              for g in share.keys]  # fmt: skip
-    if len(set(counts)) == 1:
+    seen = [head // group - share.keys.start for head in share.queries]  # by query head
+    if len(set(Counter(seen).values())) == 1:
         return k, v, None
-    index = torch.tensor([i for i, c in enumerate(counts) for _ in range(c)], device=k.device)
+    index = torch.tensor(seen, device=k.device)
     return k.index_select(2, index), v.index_select(2, index), index
 
 
@@ -323,25 +311,23 @@ def _shares(rank: Rank) -> tuple[Share, list[range], list[range]]:
 def ulysses_forward(rank: Rank, q, k, v) -> Steps:
     (share, queries, keys), group = _shares(rank), q.shape[2] // k.shape[2]
     whole = yield from _to_heads(rank, [q, k, v], [queries, keys, keys])
-    out, lse = _heads_forward(rank, share, whole[0], *_aligned(share, group, *whole[1:])[:2])
+    out, lse = _on_heads(rank, share, whole[0], *_aligned(share, group, *whole[1:])[:2])
     (mine,) = yield from _to_rows(rank, [out], [queries])
     (my_lse,) = yield from _to_rows(rank, [lse.transpose(1, 2).unsqueeze(-1)], [queries])
-    kept = torch.cat([t.reshape(-1) for t in (*whole, out)])
-    return mine, my_lse.squeeze(-1).transpose(1, 2), kept, lse.contiguous()
+    return mine, my_lse.squeeze(-1).transpose(1, 2), *whole, out.contiguous(), lse.contiguous()
 
 
-def ulysses_backward(rank: Rank, dout, dlse, q, k, v, out, lse, kept, whole_lse) -> Steps:
-    (share, queries, keys), (b, _, _, d), n = _shares(rank), q.shape, rank.problem.layout.n
-    counts = [len(share.queries), len(share.keys), len(share.keys), len(share.queries)]
-    whole_q, whole_k, whole_v, whole_out = (
-        t.view(b, n, h, d) for t, h in zip(kept.split([b * n * h * d for h in counts]), counts))  # fmt: skip
+def ulysses_backward(
+    rank: Rank, dout, dlse, q, k, v, out, lse, whole_q, whole_k, whole_v, whole_out, whole_lse
+) -> Steps:
+    (share, queries, keys), d = _shares(rank), q.shape[3]
     (whole_dout,) = yield from _to_heads(rank, [dout], [queries])
     wide_k, wide_v, index = _aligned(share, q.shape[2] // k.shape[2], whole_k, whole_v)
     tensors = (whole_dout, whole_q, wide_k, wide_v, whole_out, whole_lse)
     if dlse is not None:
         (g,) = yield from _to_heads(rank, [dlse.transpose(1, 2).unsqueeze(-1)], [queries])
         tensors = fold_lse_gradient(*tensors, g.squeeze(-1).transpose(1, 2))
-    grads = [t[..., :d].to(accumulation_dtype(q.dtype)) for t in _heads_backward(rank, share, *tensors)]
+    grads = [t[..., :d].to(accumulation_dtype(q.dtype)) for t in _on_heads(rank, share, *tensors)]
     if index is not None:
         grads[1:] = [t.new_zeros(whole_k.shape).index_add_(2, index, t) for t in grads[1:]]
     return tuple((yield from _to_rows(rank, grads, [queries, keys, keys])))
