@@ -91,15 +91,18 @@ class Group:
             return [t] * len(self.here)
         return t.chunk(self.size, dim) if layout is None else [layout.shard(t, rank, dim) for rank in self.here]
 
-    def join(self, parts: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
+    def join(self, parts: Sequence[Tensor], dim: int, layout: Layout | None = None) -> Tensor:
         """The rows of the ranks here from their shards, contiguous."""
-        return parts[0].contiguous() if self.process_group is not None else layout.unshard(parts, dim)
+        if self.process_group is not None:
+            return parts[0].contiguous()
+        return torch.cat(parts, dim) if layout is None else layout.unshard(parts, dim)
 
-    def agree(self, passes: str, problem: Problem, options: tuple, device, number: int = 0, plan=None) -> int:
+    def agree(self, passes: str, problem: Problem, t: Tensor, number: int = 0, plan=None, **options) -> int:
         """Compare with the other ranks what a call computes, before it moves data; returns the call's number.
 
-        ``options``: (name, value) pairs that must be equal as well. ``number``: of the forward, in its backward.
-        ``plan()``: the RankPlan, which is compared if it is new to a rank. Raises PlanMismatch on all ranks.
+        The batch, head_dim and dtype of ``t`` and all ``options`` must be equal as well. ``number``: of the forward, in
+        its backward. ``plan()``: the RankPlan, which is compared if it is new to a rank. Raises PlanMismatch on all
+        ranks.
 
         It costs one all-to-all of 24 bytes to each other rank, from CPU memory. The digest cannot travel with the data:
         data of unexpected size ends the process inside gloo. A group of NCCL alone compares only what is new to it,
@@ -110,10 +113,11 @@ class Group:
         past = _history.setdefault(self.process_group, _History())
         past.calls += passes == "forward"
         number = number or past.calls
-        stated, mine = _fields(passes, problem, options)
+        shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
+        stated, mine = _fields(passes, problem, (*shape, *options.items()))
         on_cpu, new = "cpu:" in dist.get_backend_config(self.process_group), mine not in past.agreed
         if on_cpu or new:
-            device = "cpu" if on_cpu else device
+            device = "cpu" if on_cpu else t.device
             theirs = self._to_all([[mine, number, new and plan is not None]] * self.size, device)
             if any(row[:2] != [mine, number] for row in theirs):
                 raise _fields_differ(self._gather(stated | {"forward call": f"number {number}"}))
@@ -219,8 +223,7 @@ class _Call:
         q, k, v hold the rows of the ranks here. ``backward``: whether the kernel must have one.
         """
         ranks, flip = self._ranks(group, q, scale, backward)
-        options = self._options(q, scale)
-        number = group.agree("forward", self.problem, options, q.device, plan=lambda: ranks[0].plan)
+        number = group.agree("forward", self.problem, q, plan=lambda: ranks[0].plan, **self._options(scale))
         shards = zip(*(group.split(t, 1, self.problem.layout) for t in (flip(q), k, v)))
         with without_autocast(q):
             found = group.run([SCHEMES[self.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)])
@@ -230,8 +233,8 @@ class _Call:
     def backward(self, group: Group, dout, dlse, q, k, v, out, lse, number: int, saved, scale: float):
         """dq, dk, dv of the rows here; ``number`` and ``saved`` are those of the forward."""
         ranks, flip = self._ranks(group, q, scale, True)
-        options = *self._options(q, scale), ("gradient of lse", dlse is not None)
-        group.agree("backward", self.problem, options, q.device, number)
+        options = self._options(scale) | {"gradient of lse": dlse is not None}
+        group.agree("backward", self.problem, q, number, **options)
         layout, whole = self.problem.layout, ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
         shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
         each = zip(ranks, shards, saved)
@@ -247,12 +250,9 @@ class _Call:
         flip, scale = positive_scale(scale)
         return [rank_of(self.problem, rank, kernel, scale, self.execution) for rank in group.here], flip
 
-    def _options(self, q: Tensor, scale: float) -> tuple:
+    def _options(self, scale: float) -> dict:
         """What all ranks must have equal beside the problem."""
-        return (
-            ("scheme", self.scheme), ("batch", q.shape[0]), ("head_dim", q.shape[3]), ("dtype", q.dtype),
-            ("scale", scale), ("backend", self.backend),
-        )  # fmt: skip
+        return {"scheme": self.scheme, "scale": scale, "backend": self.backend}
 
 
 _calls: WeakValueDictionary[str, _Call] = WeakValueDictionary()  # by name; whoever passes a name on holds its call

@@ -8,7 +8,6 @@ its gradients return the same way in fp32 or wider.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..engine import topk
-from ..engine.autograd import outside_graphs
 from .comm import AllToAll, Exchange, Post, Steps, Wait
 from .exchange import Problem
 from .group import Group
@@ -36,33 +34,26 @@ def sequence_length(group: Group, rows: int, size: int) -> int:
 
 def gather(group: Group, q: Tensor, k: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     """For every rank here the means q (b, h, blocks, d), k (b, h_kv, blocks, d) of all blocks, given those here."""
-    return outside_graphs(_gathered)(group, q, k, size)
-
-
-def _gathered(group: Group, q: Tensor, k: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(gather)(group, q, k, size)
     heads = q.shape[1], k.shape[1]
     layout = contiguous(q.shape[2] // len(group.here) * group.size * size, group.size)
-    about = Problem(f"means of blocks of {size}", layout, False, *heads), _options(q)
-    found = _Gather.apply(torch.cat([q, k], 1), group, about)  # (b, h + h_kv, blocks, d) each
+    problem = Problem(f"means of blocks of {size}", layout, False, *heads)
+    found = _Gather.apply(torch.cat([q, k], 1), group, problem)  # (b, h + h_kv, blocks, d) each
     return [tuple(t.contiguous() for t in each.split(heads, 1)) for each in found]
-
-
-def _options(q: Tensor, **more) -> tuple:
-    """What all ranks must have equal beside the problem."""
-    return ("batch", q.shape[0]), ("head_dim", q.shape[3]), ("dtype", q.dtype), *more.items()
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, means, group, about):
-        ctx.rest = group, about, group.agree("forward", *about, means.device)
+    def forward(ctx, means, group, problem):
+        ctx.rest = group, problem, group.agree("forward", problem, means)
         return tuple(group.run([_everyone(group, *mine) for mine in zip(group.here, group.split(means, 2))]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        group, about, number = ctx.rest
-        group.agree("backward", *about, grads[0].device, number)
+        group, problem, number = ctx.rest
+        group.agree("backward", problem, grads[0], number)
         return torch.cat(group.run([_home(group, grad) for grad in grads]), 2), None, None
 
 
@@ -89,47 +80,43 @@ def _home(group: Group, grad: Tensor) -> Steps:
 
 def attend(group: Group, q, k, v, log_m: Tensor | None, picks: Tensor, pattern, causal: bool, scale: float, backend):
     """out (b, n, h, d), lse (b, h, n) of the rows here; picks (b, h, blocks here, top_k) count along the sequence."""
-    return outside_graphs(_attend)(group, q, k, v, log_m, picks, pattern, causal, scale, backend)
-
-
-def _attend(group: Group, q, k, v, log_m, picks, pattern, causal, scale, backend):
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(attend)(group, q, k, v, log_m, picks, pattern, causal, scale, backend)
     layout = contiguous(q.shape[1] // len(group.here) * group.size, group.size)
     problem = Problem(str(pattern), layout, causal, q.shape[2], k.shape[2])
-    about = problem, _options(q, scale=scale, backend=backend, weighed=log_m is not None)
-    return _Attention.apply(q, k, v, log_m, picks, group, about, pattern.block_size, causal, scale, backend)
+    return _Attention.apply(q, k, v, log_m, picks, group, problem, pattern.block_size, causal, scale, backend)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_m, picks, group, about, *rest):
-        number, needs = group.agree("forward", *about, q.device), any(ctx.needs_input_grad)
+    def forward(ctx, q, k, v, log_m, picks, group, problem, size, causal, scale, backend):
+        options = {"scale": scale, "backend": backend, "weighed": log_m is not None}
+        number, needs = group.agree("forward", problem, q, **options), any(ctx.needs_input_grad)
+        rest = size, causal, scale, backend
         shards = zip(*(group.split(t, dim) for t, dim in ((q, 1), (k, 1), (v, 1), (log_m, 2), (picks, 2))))
         found = group.run([_forward(group, rank, *mine, *rest, needs) for rank, mine in zip(group.here, shards)])
         outs, lses, rows, moves = zip(*found)
-        out, lse = _joined(outs, 1), _joined(lses, 2)
+        out, lse = group.join(outs, 1), group.join(lses, 2)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, log_m, picks, out, lse, *rows)
-        ctx.about, ctx.rest = (*about, q.device, number), (group, moves, rest)
+        ctx.rest = group, problem, number, options, moves, rest
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, log_m, picks, out, lse, *rows = ctx.saved_tensors
-        group, moves, rest = ctx.rest
-        group.agree("backward", *ctx.about)  # without a cotangent too: the other ranks go through their backward
+        group, problem, number, options, moves, rest = ctx.rest
+        # Without a cotangent too: the other ranks go through their backward.
+        group.agree("backward", problem, q, number, **options)
         dout = torch.zeros_like(out) if dout is None else dout
         given = ((dout, 1), (dlse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2), (log_m, 2), (picks, 2))
         shards = zip(*(group.split(t, dim) for t, dim in given))
         each = zip(group.here, moves, rows, shards)
         found = group.run([_backward(group, *got, *mine, *rest) for *got, mine in each])
         dq, dk, dv, dlog_m = zip(*found)
-        grads = [_joined(parts, 1).to(k.dtype) for parts in (dq, dk, dv)]
-        return *grads, None if log_m is None else _joined(dlog_m, 2), *[None] * 7
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        grads = [group.join(parts, 1).to(k.dtype) for parts in (dq, dk, dv)]
+        return *grads, None if log_m is None else group.join(dlog_m, 2), *[None] * 7
 
 
 @dataclass(frozen=True)
