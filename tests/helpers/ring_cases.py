@@ -8,11 +8,20 @@ import threading
 import time
 from pathlib import Path
 
+import ringlab
 import torch
 import torch.distributed as dist
-from ringlab import Execution, attention
+from ringlab import Adaptive, Execution, adaptive_attention, attention, kernels
+from ringlab.cache import PatternCache
 from ringlab.engine.autograd import IN_GRAPHS
-from ringlab.ring import comm, counting
+from ringlab.kernels.torch_kernels import Eager
+from ringlab.nn import MultiheadAttention
+from ringlab.patterns import Dense, Dilated
+from ringlab.ring import PlanMismatch, Problem, comm, contiguous, counting, launch
+from ringlab.ring.rank import rank_of
+from ringlab.ring.schemes import SCHEMES
+from ringlab.tracking import LiveStorageTracker
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 def tensors(layout, heads, kv_heads, d, dtype, seed, batch=1):
@@ -56,8 +65,6 @@ def mismatch(calls, layout, order=None):
     ``order``: by rank, which of the first rank's calls are made again once all ranks have made them; -1, -2, ... are
     the backward of the last of these, the one before, ...
     """
-    from ringlab.ring import PlanMismatch
-
     rank = dist.get_rank()
     q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
     shards = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
@@ -86,21 +93,33 @@ def without_private_names(pattern, layout):
     return found + [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
 
 
-def fault(kind, pattern, layout):
-    """One rank misbehaves before, in or instead of the exchange."""
+def fault(kind, pattern=None, layout=None, path=None):
+    """Rank 1 misbehaves before, in or instead of the exchanges of two steps."""
     rank = dist.get_rank()
-    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
-    shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
     if rank == 1:
-        if kind == "raise":
-            raise ValueError("a bad day")
+        if kind in ERRORS:
+            raise ERRORS[kind]
         if kind == "kill":
             print("first words\nlast words", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "leave":
             os._exit(0)
+        if kind == "exit":
+            sys.exit(7)
         if kind == "hang":
             time.sleep(1000)
+        if kind == "child":
+            Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+            raise OSError("on purpose")
+        if kind == "unsendable":
+            return threading.Lock()
+        if kind == "unreadable":
+            return TwoParts(1, 2)
+    if layout is None:
+        return None
+    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
+    shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
+    if rank == 1:
         if kind == "other shapes":
             shards = [torch.cat([t, t], 2) for t in shards]
         if kind == "other scheme":
@@ -108,21 +127,31 @@ def fault(kind, pattern, layout):
         if kind == "other order":
             call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
         if kind == "corrupt":
-            from ringlab.ring import exchange
-
-            exchange.Problem.needs = lambda self, rank, source, right=exchange.Problem.needs: right(self, rank, source)[
-                :-1
-            ]
-    found = call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+            right = Problem.needs
+            Problem.needs = lambda self, rank, source: right(self, rank, source)[:-1]
+    call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
     if kind == "ahead" and rank != 1:
         time.sleep(1000)
-    return found if kind == "none" else call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
+    call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
+
+
+ERRORS = {
+    "raise": ValueError("a bad day"),
+    "peer": RuntimeError("peer table is empty"),
+    "gloo": RuntimeError("connection of the nccl experiment timed out"),
+    "interrupt": KeyboardInterrupt(),
+}
+
+
+class TwoParts(Exception):
+    """Is pickled, but not read back: that calls it with its message alone."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
 
 
 def late_rank(channel, rank, *rest):
     """A rank of ``launch`` of which number 1 never joins."""
-    from ringlab.ring import launch
-
     if rank == 1:
         time.sleep(1000)
     launch._rank(channel, rank, *rest)
@@ -145,7 +174,6 @@ def two_meshes(pattern, layout, seed):
 
 def compiled(pattern, layout, scheme):
     """Eager and fullgraph-compiled results on this rank, and the exchanges of a selectively checkpointed step."""
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     rank, group = dist.get_rank(), dist.group.WORLD
     shards = [layout.shard(t, rank) for t in tensors(layout, 4, 2, 8, torch.float32, 3)[:4]]
@@ -177,10 +205,6 @@ def compiled(pattern, layout, scheme):
 
 def short_of_memory():
     """One step of the production module where rank 1's third kernel call fails, and what it took."""
-    import ringlab
-    from ringlab.cache import PatternCache
-    from ringlab.kernels.torch_kernels import Eager
-    from ringlab.ring import contiguous
 
     rank, layout = dist.get_rank(), contiguous(48, 2)
     q, k, v, dout = (layout.shard(t, rank) for t in tensors(layout, 4, 4, 8, torch.float64, 4)[:4])
@@ -213,7 +237,7 @@ def short_of_memory():
     levels = (failing.execution.tile.level,)
     failing.agree()
     cache = PatternCache()
-    out = ringlab.attention(q.requires_grad_(), k, v, ringlab.Dense(), group=dist.group.WORLD, scheme="ring",
+    out = attention(q.requires_grad_(), k, v, Dense(), group=dist.group.WORLD, scheme="ring",
                             execution=Execution(cache=cache, tile=8))  # fmt: skip
     used = cache.stats().misses
     out.sum().backward()  # nobody but the graph holds that execution any more
@@ -223,9 +247,6 @@ def short_of_memory():
 
 def layer_gradients(scheme, group="world"):
     """Parameter gradients of a layer for this rank's shard (group None: all rows), at once and by micro-batches."""
-    from ringlab.nn import MultiheadAttention
-    from ringlab.patterns import Dilated
-    from ringlab.ring import contiguous
 
     ranks = {} if group is None else {"group": dist.group.WORLD, "scheme": scheme}
     torch.manual_seed(0)
@@ -242,12 +263,6 @@ def layer_gradients(scheme, group="world"):
 
 def peaks_of_a_shard(cases, n, heads, d):
     """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
-    from ringlab import kernels
-    from ringlab.ring import Problem, contiguous
-    from ringlab.ring.comm import drive
-    from ringlab.ring.rank import rank_of
-    from ringlab.ring.schemes import SCHEMES
-    from ringlab.tracking import LiveStorageTracker
 
     layout, me, peaks = contiguous(n, dist.get_world_size()), dist.get_rank(), []
     q, k, v = (torch.randn(1, layout.size(me), heads, d) for _ in range(3))
@@ -258,16 +273,13 @@ def peaks_of_a_shard(cases, n, heads, d):
         for _ in range(2):  # the first call makes the plan
             with LiveStorageTracker() as tracker:
                 tracker.register(q, k, v)
-                drive(SCHEMES[scheme][0](rank, q, k, v), dist.group.WORLD)
+                comm.drive(SCHEMES[scheme][0](rank, q, k, v), dist.group.WORLD)
         peaks.append(tracker.peak_bytes)
     return peaks
 
 
 def content_disagreed(cases):
     """What this rank is told in each case; every rank passes its own number of blocks and top_k, and z or none."""
-    from ringlab import Adaptive, adaptive_attention
-    from ringlab.ring import PlanMismatch
-
     rank, ranks, told = dist.get_rank(), dist.get_world_size(), []
     for blocks, top_k, weighed in (each[rank] for each in cases):
         q, z = torch.randn(1, 8 * blocks, 2, 8), torch.zeros(1, 2, blocks, blocks * ranks)
@@ -277,33 +289,3 @@ def content_disagreed(cases):
         except PlanMismatch as error:
             told.append(str(error))
     return told
-
-
-def fails_in_its_own_way(kind: str) -> None:
-    """Rank 1 fails while rank 0 waits for it."""
-    if dist.get_rank() == 1:
-        if kind == "interrupt":
-            raise KeyboardInterrupt
-        if kind == "exit":
-            sys.exit(7)
-        raise RuntimeError("peer table is empty" if kind == "peer" else "connection of the nccl experiment timed out")
-    dist.barrier()
-
-
-class TwoParts(Exception):
-    """Is pickled, but not read back: that calls it with its message alone."""
-
-    def __init__(self, one, other):
-        super().__init__(f"{one} and {other}")
-
-
-def returns_what_cannot_be_had(how: str):
-    """Rank 1 returns what cannot be sent, or not be read back."""
-    if dist.get_rank() == 1:
-        return threading.Lock() if how == "sent" else TwoParts(1, 2)
-
-
-def starts_a_child_and_raises(path: str) -> None:
-    if dist.get_rank() == 1:
-        Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
-        raise OSError("on purpose")

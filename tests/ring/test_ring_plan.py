@@ -5,23 +5,20 @@ import random
 import numpy as np
 import pytest
 import torch
-from matrix import any_dilated, any_layout
-from ringlab.block_patterns import sliding_window
+from matrix import BLOCK_SPARSE, any_dilated, any_layout, fits
+from ringlab.block_patterns import BlockSparse, sliding_window
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem, Simulated, contiguous, hilbert, plan_rank, striped, uneven, zigzag
-from ringlab.ring.exchange import digest
 from ringlab.ring.layout import layout_named
-
-LADDER = [2048 * 2**i for i in range(14)], [2**i for i in range(14)]
 
 
 def any_problem(rng: random.Random) -> Problem:
-    ranks = rng.choice([1, 2, 3, 4, 5])
+    ranks, kv_heads = rng.choice([1, 2, 3, 4, 5]), rng.choice([1, 2, 3])
     layout = any_layout(rng, ranks, rng.randint(ranks, 70))
-    dense = layout.kind == "striped" or rng.random() < 0.2
-    kv_heads = rng.choice([1, 2, 3])
+    pattern = rng.choices([Dense(), any_dilated(rng), rng.choice(BLOCK_SPARSE[:-1])], [2, 5, 3])[0]
     causal = layout.grid is None and rng.random() < 0.5
-    return Problem(Dense() if dense else any_dilated(rng), layout, causal, kv_heads * rng.choice([1, 2, 4]), kv_heads)
+    fitting = fits(pattern, layout, causal, "plan") and (layout.n >= 40 or not isinstance(pattern, BlockSparse))
+    return Problem(pattern if fitting else Dense(), layout, causal, kv_heads * rng.choice([1, 2, 4]), kv_heads)
 
 
 def seen(problem: Problem, rank: int, source: int) -> set[tuple[int, int]]:
@@ -29,7 +26,9 @@ def seen(problem: Problem, rank: int, source: int) -> set[tuple[int, int]]:
     q, k = (torch.tensor([x for r in problem.layout.ranges(i) for x in r], dtype=torch.long) for i in (rank, source))
     found = set()
     for head in range(problem.heads if len(q) and len(k) else 0):
-        m = problem.pattern.multiplicity(q, k, head=head, heads=problem.heads, kv_heads=problem.kv_heads)
+        m = problem.pattern.multiplicity(
+            q, k, n=problem.layout.n, head=head, heads=problem.heads, kv_heads=problem.kv_heads
+        )
         m = m * (k[None] <= q[:, None]) if problem.causal else m
         found |= {(head // (problem.heads // problem.kv_heads), x) for x in k[(m > 0).any(0)].tolist()}
     return found
@@ -49,16 +48,6 @@ def test_a_plan_moves_what_is_seen_and_each_row_once():
                 assert blocks == plan_rank(problem, source).send[rank], "both ends agree"
                 pairs += 1
     assert pairs > 600
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_ladder_moves_its_closed_form(causal):
-    """w0 (1 - 1/a) log_a p positions a head, whatever the length; the last rank of a causal sequence as many."""
-    for n, ranks, want in ((2**17, 8, 3072), (2**20, 8, 3072), (2**20, 64, 6144), (2**24, 512, 9216)):
-        problem = Problem(Dilated(*LADDER), contiguous(n, ranks), causal, 8, 8)
-        plan = plan_rank(problem, ranks - 1)
-        assert sum(plan.received) == want * 8, (n, ranks)
-        assert causal or sum(plan.sent) == want * 8
 
 
 def test_dense_needs_every_row_and_is_planned_in_ranges():
@@ -93,11 +82,6 @@ def test_offsets_decide_what_grouped_heads_save():
         problem = Problem(Dilated([4096], [4], offsets=offsets), contiguous(4096, 2), False, 8, 2)
         shares[offsets] = sum(plan_rank(problem, 0).received) / (2048 * 2)
     assert shares == {"head": 1.0, "block": 0.5, "kv_head": 0.25}
-
-
-def test_digests_tell_plans_apart():
-    a, b = (plan_rank(Problem(Dilated([64], [r]), contiguous(64, 2), False, 2, 2), 0) for r in (1, 2))
-    assert digest(a.send[1]) != digest(b.send[1]) and digest(a.send[1]) == digest(a.send[1])
 
 
 def test_layouts_are_partitions_and_go_round():
@@ -146,9 +130,6 @@ def test_hilbert_steps_are_neighbours():
         (lambda: contiguous(8, 2).ranges(2), "rank must be in 0 .. 1"),
         (lambda: contiguous(8, 2).shard(torch.ones(1, 9), 0), "of 8 positions, the tensor has 9"),
         (lambda: contiguous(8, 2).unshard([torch.ones(1, 3), torch.ones(1, 5)]), r"sizes \[3, 5\]"),
-        (lambda: Problem(Dense(), hilbert(4, 4, 2), True, 2, 2).check("plan"), "not in time order"),
-        (lambda: Problem(Dilated([4], [1]), striped(8, 2), True, 2, 2).check("ring"), "another layout, or ulysses"),
-        (lambda: Problem(Dense(), contiguous(8, 4), True, 2, 2).check("ulysses"), "4 ranks are more than 2 heads"),
     ],
 )
 def test_bad_arguments_are_one_line(make, said):

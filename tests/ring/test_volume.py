@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from matrix import BLOCK_SPARSE, fits
 from ring_cases import call, tensors
 from ringlab import attention
 from ringlab.patterns import Dense, Dilated
@@ -15,9 +16,11 @@ from ringlab.ring.volume import ladder_rows, sent_bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_are_predicted_for_every_scheme(scheme, dtype):
     rng = random.Random(scheme)
-    for layout in (contiguous(37, 3), zigzag(40, 2), uneven([5, 0, 20, 7])):
-        pattern = rng.choice([Dense(), Dilated([8, 20], [1, 3])])
+    for layout in (contiguous(37, 3), zigzag(40, 2), uneven([5, 0, 20, 7]), zigzag(101, 3), uneven([5, 0, 47, 7])):
+        pattern = rng.choice([Dense(), Dilated([8, 20], [1, 3]), *BLOCK_SPARSE[:2]])
         causal, heads, kv_heads, d, batch = rng.random() < 0.5, 4, rng.choice([2, 4]), 8, rng.choice([1, 2])
+        if not fits(pattern, layout, causal, scheme):
+            pattern = Dense()
         q, k, v, dout, _ = tensors(layout, heads, kv_heads, d, dtype, 0, batch)
         problem, group = Problem(pattern, layout, causal, heads, kv_heads), Simulated(layout.ranks)
         shape = {"batch": batch, "head_dim": d, "dtype": dtype}
@@ -28,20 +31,20 @@ def test_bytes_are_predicted_for_every_scheme(scheme, dtype):
         for rank in range(layout.ranks):
             assert sent_bytes(problem, rank, scheme, **shape) == forward.from_rank(rank), (layout, rank)
             assert sent_bytes(problem, rank, scheme, passes="fwd+bwd", **shape) == both.from_rank(rank), (layout, rank)
+        assert forward.total > 0
 
 
-@pytest.mark.parametrize("n, ranks", [(2**17, 8), (2**17, 32), (2**18, 4), (2**13, 2)])
+@pytest.mark.parametrize("n, ranks", [(2**17, 8), (2**17, 32), (2**18, 4), (2**13, 2), (2**20, 64)])
 def test_the_closed_form_is_the_plan(n, ranks):
+    """w0 (1 - 1/a) log_a p positions a head; the last rank of a causal sequence receives as many."""
     lengths = [2**i for i in range(11, n.bit_length())]
-    pattern = Dilated(lengths, [length // 2048 for length in lengths])
-    problem = Problem(pattern, contiguous(n, ranks), False, 1, 1)
-    assert {sum(plan_rank(problem, rank).received) for rank in range(ranks)} == {ladder_rows(n, ranks).plan}
-    moved = ladder_rows(n, ranks)
+    pattern, moved = Dilated(lengths, [length // 2048 for length in lengths]), ladder_rows(n, ranks)
+    plans = [plan_rank(Problem(pattern, contiguous(n, ranks), False, 1, 1), rank) for rank in (0, ranks // 2)]
+    plans.append(plan_rank(Problem(pattern, contiguous(n, ranks), True, 1, 1), ranks - 1))
+    assert {sum(plan.received) for plan in plans} == {sum(plans[0].sent)} == {moved.plan}
     assert moved.ring == n - n // ranks
-    segments = 0  # LongNet: all of the segment's rows that lie outside the shard, once per branch
-    for length, rate in zip(lengths, pattern.dilation_rates):
-        segments += max(0, length - n // ranks) // rate
-    assert moved.segment_gather == segments
+    # LongNet: all of the segment's rows that lie outside the shard, once per branch
+    assert moved.segment_gather == sum(max(0, w - n // ranks) // r for w, r in zip(lengths, pattern.dilation_rates))
 
 
 def test_published_sizes_and_what_is_refused():

@@ -286,10 +286,12 @@ class RankPlan:
 
     def pairs(self, message: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(part of the message (R, 2, b, d), the same rows of the own shard), views (b, count, heads, d)."""
+        sent_k, sent_v = keys_of(message)
         for heads, there, here in self._moves:
-            entries = [(t, WHOLE, there) for t in keys_of(message)] + [(t, WHOLE, here) for t in (k, v)]
-            [views] = views_of(entries, range(1), heads)
-            yield from zip(views[:2], views[2:])
+            entries = (sent_k, WHOLE, there), (k, WHOLE, here), (sent_v, WHOLE, there), (v, WHOLE, here)
+            for into_k, own_k, into_v, own_v in views_of(entries, range(1), heads):
+                yield into_k, own_k
+                yield into_v, own_v
 
 
 def keys_of(message: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -49,13 +49,17 @@ class Layout:
         """(first row in the shard, positions) of each of ``ranges(rank)``. ValueError for a rank that is none."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be in 0 .. {self.ranks - 1}, got {rank}")
+        return self._chunks[rank]
+
+    @cached_property
+    def _chunks(self) -> list[list[tuple[int, range]]]:
         if self.kind == "striped":
-            owned = [range(rank, self.n, self.ranks)]
+            owned = [[range(rank, self.n, self.ranks)] for rank in range(self.ranks)]
         else:
-            numbers = (rank, 2 * self.ranks - 1 - rank) if self.kind == "zigzag" else (rank,)
-            owned = [range(*self.cuts[i : i + 2]) for i in numbers]
-        rows = accumulate(map(len, owned), initial=0)
-        return [(row, positions) for row, positions in zip(rows, owned) if positions]
+            parts = [range(*cuts) for cuts in pairwise(self.cuts)]
+            owned = [[parts[i], parts[-1 - i]] if self.kind == "zigzag" else [parts[i]] for i in range(self.ranks)]
+        rows = [accumulate(map(len, mine), initial=0) for mine in owned]
+        return [[pair for pair in zip(*each) if pair[1]] for each in zip(rows, owned)]
 
     def ranges(self, rank: int) -> tuple[range, ...]:
         """The positions of the pattern that a rank owns, in the order of its rows, increasing, without empty ranges."""
@@ -80,9 +84,9 @@ class Layout:
         """A rank's rows of a whole tensor, as a view if they are adjacent. Raises ValueError for another length."""
         if x.shape[dim] != self.n:
             raise ValueError(f"the layout is of {self.n} positions, the tensor has {x.shape[dim]} along dim {dim}")
-        ranges = self.ranges(rank)
-        if self.grid is None and len(ranges) == 1 and ranges[0].step == 1:
-            return x.narrow(dim, ranges[0].start, len(ranges[0]))
+        chunks = self.chunks(rank)
+        if self.grid is None and len(chunks) == 1 and (owned := chunks[0][1]).step == 1:
+            return x.narrow(dim, owned.start, len(owned))
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:

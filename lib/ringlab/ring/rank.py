@@ -139,13 +139,23 @@ def _on_received(branch, problem: Problem, start: int, asking: range, keys: rang
             rows = rows[wanted & ((positions - start - offset) % branch.rate == 0)]
             if len(rows):
                 alike.setdefault((count, len(rows)), []).append((head, first + row, rows))
-    for (q_count, k_count), members in alike.items():
+    for (q_count, _), members in alike.items():
         indices = {head: rows for head, _, rows in members}
         for run in progressions([(head, first) for head, first, _ in members]):
             (head, head_step), (q_first, q_shift) = first_and_step(run)
-            index = torch.stack([indices[h] for h, _ in run], 1)[None]  # (1, keys, heads)
             queries = View(q_count, q_first, branch.rate, 0, head, head_step, q_shift)
-            yield Call(queries, View(k_count, head_step=0, index=index), heads=len(run))
+            yield Call(queries, _rows_at(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
+
+
+def _rows_at(index: Tensor) -> View:
+    """The rows ``index`` (keys, heads) of a message: a strided view where they are evenly spaced, else gathered."""
+    (count, heads), first = index.shape, int(index[0, 0])
+    step = int(index[1, 0]) - first if count > 1 else 1
+    shift = int(index[0, 1]) - first if heads > 1 else 1
+    spaced = first + step * torch.arange(count)[:, None] + shift * torch.arange(heads)
+    if step > 0 and shift > 0 and torch.equal(index, spaced):  # a view cannot have a negative stride
+        return View(count, first, step, head_step=0, shift=shift)
+    return View(count, head_step=0, index=index[None])
 
 
 @dataclass
