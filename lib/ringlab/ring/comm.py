@@ -183,27 +183,25 @@ def simulate(ranks: list[Steps]) -> list:
     A message arrives only when it is waited for: reading too early is as wrong here as over a network. Raises
     RuntimeError if the requests of the ranks do not fit together.
     """
-    traffic, count = _counter.get(), len(ranks)
-    answers, results = [None] * count, [None] * count
+    traffic, answer, results = _counter.get(), None, [None] * len(ranks)
     while True:
-        steps, ended = [], 0
+        steps = []
         for rank, algorithm in enumerate(ranks):
             try:
-                steps.append(algorithm.send(answers[rank]))
+                steps.append(algorithm.send(answer))
             except StopIteration as end:
                 results[rank] = end.value
-                ended += 1
-        if ended == count:
+        if not steps:
             return results
-        if ended or len({type(step) for step in steps}) > 1:
+        if len(steps) < len(ranks) or len({type(step) for step in steps}) > 1:
             raise RuntimeError("the ranks do not agree on what comes next")
+        answer = None
         if isinstance(steps[0], Post):
             for rank, step in enumerate(steps if traffic is not None else ()):
                 traffic.add(rank, step.request)
-            answers = [[(step.request.sent_to(), step.request.received_from()) for step in steps]] * count
+            answer = [(step.request.sent_to(), step.request.received_from()) for step in steps]
         else:
             _deliver(steps[0].ticket)
-            answers = [None] * count
 
 
 def _deliver(posted: list[tuple[dict, dict]]) -> None:

@@ -61,9 +61,8 @@ class Group:
         if isinstance(group, Simulated):
             return cls(group.ranks, range(group.ranks))
         if isinstance(group, dist.DeviceMesh):
-            if group.ndim != 1:
-                dimensions = f"got one of {group.ndim} dimensions; take one, as mesh['sp']"
-                raise ValueError(f"group must be a 1-D mesh, {dimensions}")
+            if (count := group.ndim) != 1:
+                raise ValueError(f"group must be a 1-D mesh, got one of {count} dimensions; take one, as mesh['sp']")
             group = group.get_group()
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("this rank is not a member of the group: new_group gave it no part")
@@ -270,11 +269,14 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     group = Group.of(group)
     shape, where = (*q.shape[1:3], k.shape[2]), (group.size, group.process_group)
     about = shape, pattern, layout, scheme, causal, backend, execution, *where
-    call = None if compiling else _call(*about)  # held until the operator has found it
+    if compiling:
+        name = _name_in_graph(*about)
+    else:
+        call = _call(*about)  # held until the operator has found it
+        name = call.name
     if group.size > 1 and simulated:
         return _Simulation.apply(q, k, v, scale, call, group)
     if group.size > 1:
-        name = call.name if call else _name_in_graph(*about)
         return ranks_forward(q, k, v, scale, group.process_group.group_name, name)[:2]
     if not simulated or call.problem.layout.grid is None:
         return local_attention(q, k, v, pattern, **options)
