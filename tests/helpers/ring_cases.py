@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import ringlab
@@ -186,16 +187,13 @@ def compiled(pattern, layout, scheme):
         ours = op == torch.ops.ringlab.ranks_forward.default
         return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
-    fullgraph = torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")
+    saving = partial(create_selective_checkpoint_contexts, save)
+    replayed = partial(checkpoint, step, use_reentrant=False)
     results, messages = [], []
     for run in (
-        step,
-        fullgraph,
-        lambda *a: checkpoint(step, *a, use_reentrant=False),
-        lambda *a: checkpoint(
-            step, *a, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save)
-        ),
-    ):
+        step, torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager"), replayed,
+        partial(replayed, context_fn=saving),
+    ):  # fmt: skip
         with counting() as traffic:
             out = run(*leaves)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
@@ -205,19 +203,18 @@ def compiled(pattern, layout, scheme):
 
 def short_of_memory():
     """One step of the production module where rank 1's third kernel call fails, and what it took."""
-
     rank, layout = dist.get_rank(), contiguous(48, 2)
     q, k, v, dout = (layout.shard(t, rank) for t in tensors(layout, 4, 4, 8, torch.float64, 4)[:4])
     right, calls, failures = Eager.forward, [], []
 
     def forward(eager, *args):
         calls.append(0)
-        if module is failing and rank == 1 and len(calls) == 3:
+        if rank == 1 and len(calls) == 3:
             failures.append(0)
             raise torch.OutOfMemoryError("as told")
         return right(eager, *args)
 
-    def step():
+    def step(module):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         with counting() as traffic:
             out = module(*leaves, is_causal=True)
@@ -227,21 +224,18 @@ def short_of_memory():
     made = [ringlab.RingDilatedAttentionProduction([12, 36], [1, 2], group=dist.group.WORLD) for _ in range(3)]
     for module in made:
         module.chain = "eager"
-    module, failing = made[0], made[2]
-    step()  # the ranks compare what they are about to do once
-    module = made[1]
-    _, sent = step()
-    Eager.forward, module = forward, failing
-    calls.clear()
-    values, sent_then = step()
-    levels = (failing.execution.tile.level,)
-    failing.agree()
+    step(made[0])  # the ranks compare what they are about to do once
+    _, sent = step(made[1])
+    Eager.forward = forward
+    values, sent_then = step(made[2])
+    levels = (made[2].execution.tile.level,)
+    made[2].agree()
     cache = PatternCache()
     out = attention(q.requires_grad_(), k, v, Dense(), group=dist.group.WORLD, scheme="ring",
-                            execution=Execution(cache=cache, tile=8))  # fmt: skip
+                    execution=Execution(cache=cache, tile=8))  # fmt: skip
     used = cache.stats().misses
     out.sum().backward()  # nobody but the graph holds that execution any more
-    return {"values": values, "levels": levels + (failing.execution.tile.level,), "failures": len(failures),
+    return {"values": values, "levels": levels + (made[2].execution.tile.level,), "failures": len(failures),
             "sent": sent_then, "sent without failure": sent, "cached": used}  # fmt: skip
 
 

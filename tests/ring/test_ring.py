@@ -6,21 +6,9 @@ import pytest
 import torch
 from matrix import BLOCK, BLOCK_SPARSE, LADDER, fits
 from ring_cases import call, compiled, mismatch, parity, peaks_of_a_shard, tensors, two_meshes, without_private_names
-from ringlab import attention, block_patterns, reference
+from ringlab import Simulated, attention, block_patterns, reference
 from ringlab.patterns import Dense, Dilated
-from ringlab.ring import (
-    SCHEMES,
-    Problem,
-    Simulated,
-    choose,
-    contiguous,
-    counting,
-    hilbert,
-    plan_rank,
-    striped,
-    uneven,
-    zigzag,
-)
+from ringlab.ring import SCHEMES, Problem, choose, contiguous, counting, hilbert, plan_rank, striped, uneven, zigzag
 from ringlab.ring.launch import launch
 
 SIZE, N = BLOCK, 101  # the last block is short, and no number of ranks divides the sequence
@@ -30,12 +18,10 @@ PATTERNS = BLOCK_SPARSE
 @pytest.mark.parametrize("pattern", [LADDER, Dense(), PATTERNS[0]], ids=str)
 def test_one_rank_is_the_local_result_bit_for_bit(pattern):
     q, k, v, dout, dlse = tensors(contiguous(N, 1), 4, 2, 8, torch.float32, 0)
+    want = call(q, k, v, dout, dlse, pattern, "contiguous", True, "auto", None)
     with counting() as traffic:
         found = call(q, k, v, dout, dlse, pattern, "contiguous", True, "auto", Simulated(1))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*leaves, pattern, causal=True, return_lse=True)
-    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse.masked_fill(lse == -torch.inf, 0).to(lse.dtype)))
-    assert all(map(torch.equal, found, (out, lse, *grads))) and traffic.total == 0
+    assert all(map(torch.equal, found, want)) and traffic.total == 0
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "plan"])

@@ -186,6 +186,7 @@ class Problem:
             found.append(range(start, stop))
         return found
 
+    @cached_property
     def hops(self) -> list[int]:
         """How far each rank's shard travels along the ring: to the last rank whose queries see some of it."""
         p = self.layout.ranks

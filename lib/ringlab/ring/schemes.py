@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import cache as caches
 from .. import patterns
 from ..block_patterns import BlockSparse
 from ..engine import blocks as block_engine
@@ -73,19 +72,15 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
 # ring: shards hop from rank to rank, as far as someone sees them
 
 
-def _hops(rank: Rank) -> list[int]:
-    return rank.execution.cached(caches.key("hops", rank.problem), rank.problem.hops)
-
-
 def _shard(rank: Rank, source: int, k: Tensor, dtype=None, make=torch.Tensor.new_empty) -> tuple[Tensor, Tensor]:
     """Memory for k and v of another rank, or for their gradients."""
     shape = (k.shape[0], rank.problem.layout.size(source), *k.shape[2:])
     return tuple(make(k, shape, dtype=dtype) for _ in range(2))
 
 
-def _hop(rank: Rank, hops: list[int], t: int, current, k: Tensor) -> tuple[Exchange, tuple | None]:
+def _hop(rank: Rank, t: int, current, k: Tensor) -> tuple[Exchange, tuple | None]:
     """The exchange before step t and the shard that comes, of rank - t. No shard goes where no query needs it."""
-    p, me = rank.problem.layout.ranks, rank.rank
+    p, me, hops = rank.problem.layout.ranks, rank.rank, rank.problem.hops
     exchange, coming = Exchange(), None
     if t < p and hops[(me - t + 1) % p] >= t:
         exchange.send[(me + 1) % p] = current
@@ -95,9 +90,9 @@ def _hop(rank: Rank, hops: list[int], t: int, current, k: Tensor) -> tuple[Excha
 
 
 def ring_forward(rank: Rank, q, k, v) -> Steps:
-    p, hops, current = rank.problem.layout.ranks, _hops(rank), (k.contiguous(), v.contiguous())
+    p, current = rank.problem.layout.ranks, (k.contiguous(), v.contiguous())
     for t in range(p):
-        exchange, coming = _hop(rank, hops, t + 1, current, k)
+        exchange, coming = _hop(rank, t + 1, current, k)
         ticket = yield Post(exchange)
         if t == 0:
             out, lse = rank.local_forward(q, k, v)
@@ -112,13 +107,13 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
 
 def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     """dK and dV of a shard follow it one hop behind, and return to its owner from the last rank that used it."""
-    p, me, hops, d = rank.problem.layout.ranks, rank.rank, _hops(rank), q.shape[3]
+    p, me, hops, d = rank.problem.layout.ranks, rank.rank, rank.problem.hops, q.shape[3]
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     dtype, reads = accumulation_dtype(k.dtype), (dout, q, out, lse)
     current, travelling, home, gradients = (k.contiguous(), v.contiguous()), None, None, None
     for t in range(p):
-        exchange, coming = _hop(rank, hops, t + 1, current, k)
+        exchange, coming = _hop(rank, t + 1, current, k)
         ticket = yield Post(exchange)
         source = (me - t) % p
         if t == 0:

@@ -6,7 +6,6 @@ A row is one position of one K/V head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -48,14 +47,11 @@ def sent_bytes(
         rows, gradients = (p - 1) * own * kv_heads, foreign * kv_heads
     else:
         # A shard at distance t from home is sent on where it goes further; its gradient leaves every rank it reached.
-        hops, sizes = _hops(problem), layout.sizes
+        hops, sizes = problem.hops, layout.sizes
         rows = kv_heads * sum(sizes[rank - t] for t in range(p) if hops[rank - t] > t)
         gradients = kv_heads * sum(sizes[rank - t] for t in range(1, p) if hops[rank - t] >= t)
     again = 0 if scheme == "plan" else rows  # the plan keeps the rows that it received
     return 2 * batch * head_dim * (rows * narrow + (again * narrow + gradients * broad if trains else 0))
-
-
-_hops = lru_cache(maxsize=64)(Problem.hops)
 
 
 @dataclass(frozen=True)
