@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from .. import cache as caches
@@ -27,7 +27,18 @@ def local_attention(q, k, v, pattern: Pattern, *, causal: bool, scale: float, ba
         flip, positive = positive_scale(scale)
         return triton.attend(flip(q), k, v, pattern, causal, positive)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return outside_graphs(_Attention.apply)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
+    call = _Attention.apply if is_followed(q, k, v) else forward
+    return outside_graphs(call)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
+
+
+_in_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def is_followed(*tensors: Tensor) -> bool:
+    """Whether autograd or a transform of torch.func must see the call; a plain function is faster."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    return _in_transform() or getattr(forward_ad, "_current_level", 0) >= 0  # -1 outside of forward-mode derivatives
 
 
 def outside_graphs(call):
@@ -114,6 +125,11 @@ def _gather_index(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
 class NoVmap(torch.autograd.Function):
     """Refuses torch's transforms other than one reverse-mode derivative."""
 
+    @classmethod
+    def apply(cls, *args):
+        """As torch's, which outside of transforms spends longer than a small call on looking for default arguments."""
+        return super().apply(*args) if _in_transform() else super(torch.autograd.Function, cls).apply(*args)
+
     @staticmethod
     def vmap(info, in_dims, *args):
         raise NotImplementedError("attention does not support torch.func.vmap or batched gradients; use the batch axis")
@@ -155,12 +171,6 @@ class _Attention(NoVmap):
 
 class _Gradients(NoDoubleBackward):
     forward = staticmethod(backward)
-
-
-# Function.apply binds its arguments to the signature of forward, to fill in defaults. There are none, and looking the
-# signature up takes longer than a small call: an empty one is there at once.
-_ANY = inspect.Signature([inspect.Parameter("tensors_and_options", inspect.Parameter.VAR_POSITIONAL)])
-forward.__signature__ = backward.__signature__ = _ANY
 
 
 def positive_scale(scale: float):
