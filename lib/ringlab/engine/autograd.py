@@ -27,16 +27,25 @@ def local_attention(q, k, v, pattern: Pattern, *, causal: bool, scale: float, ba
         flip, positive = positive_scale(scale)
         return triton.attend(flip(q), k, v, pattern, causal, positive)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    call = _Attention.apply if is_followed(q, k, v) else forward
-    return outside_graphs(call)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
+    return attend_once(forward, backward, (q, k, v), pattern, causal, scale, backend, execution)
+
+
+def attend_once(forward, backward, tensors, *rest):
+    """``forward(*tensors, *rest)``: out (b, n, h, d) and lse (b, h, n), differentiable once; see ``Attention``.
+
+    torch.compile calls it and does not trace it, since plans are data.
+    """
+    if is_followed(*tensors):
+        return outside_graphs(Attention.apply)(forward, backward, len(tensors), *tensors, *rest)
+    return outside_graphs(forward)(*tensors, *rest)
 
 
 _in_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
-def is_followed(*tensors: Tensor) -> bool:
+def is_followed(*tensors: Tensor | None) -> bool:
     """Whether autograd or a transform of torch.func must see the call; a plain function is faster."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
     return _in_transform() or getattr(forward_ad, "_current_level", 0) >= 0  # -1 outside of forward-mode derivatives
 
@@ -151,26 +160,36 @@ class NoDoubleBackward(NoVmap):
         raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
 
-class _Attention(NoVmap):
-    forward = staticmethod(forward)
+class Attention(NoVmap):
+    """``out, lse = forward(*tensors, *rest)``, differentiable once; ``count``: how many tensors there are.
+
+    ``backward(dout, dlse, *tensors, out, lse, *rest)`` gives the gradients of the first tensors; dlse may be None.
+    """
+
+    @staticmethod
+    def forward(forward, backward, count, *inputs):
+        return forward(*inputs)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.rest = inputs
+        _, ctx.derive, count, *inputs = inputs
+        ctx.rest = inputs[count:]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output)
+        ctx.save_for_backward(*inputs[:count], *output)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        if dout is None and dlse is None:
-            return (None,) * 8
-        q, k, v, out, lse = ctx.saved_tensors  # once: checkpointing recomputes them when they are read
-        dout = torch.zeros_like(out) if dout is None else dout
-        return *_Gradients.apply(dout, dlse, q, k, v, out, lse, *ctx.rest), None, None, None, None, None
+        grads, tensors = (), ctx.saved_tensors  # once: checkpointing recomputes them when they are read
+        if dout is not None or dlse is not None:
+            dout = torch.zeros_like(tensors[-2]) if dout is None else dout
+            grads = _Gradients.apply(ctx.derive, dout, dlse, *tensors, *ctx.rest)
+        return None, None, None, *grads, *[None] * (len(tensors) - 2 + len(ctx.rest) - len(grads))
 
 
 class _Gradients(NoDoubleBackward):
-    forward = staticmethod(backward)
+    @staticmethod
+    def forward(derive, *inputs):
+        return derive(*inputs)
 
 
 def positive_scale(scale: float):

@@ -20,7 +20,7 @@ from .. import cache as caches
 from ..block_patterns import AT_ONCE, BlockSparse, Random
 from ..kernels.base import Kernel, supports_lower_right_causal
 from . import execute, torch_sparse
-from .dilated import first_and_step
+from .dilated import even_runs, first_and_step
 from .execute import Call, Plan, View, head_block
 
 WAYS = {
@@ -515,17 +515,5 @@ def _progressions(entries: list[Entry]) -> Iterator[tuple]:
         for q, k in members:
             groups.setdefault(("apart", k - q) if apart[k - q] >= same[k] else ("same", k), []).append((q, k))
         for group in groups.values():
-            for run in _evenly(sorted(group)):
+            for run in even_runs(sorted(group)):
                 yield rows, count, len(run), *first_and_step(run)
-
-
-def _evenly(members: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    run = members[:1]
-    for item in members[1:]:
-        if len(run) == 1 or item[0] - run[-1][0] == run[1][0] - run[0][0]:
-            run.append(item)
-        else:
-            yield run
-            run = [item]
-    if run:
-        yield run

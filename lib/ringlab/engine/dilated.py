@@ -108,19 +108,22 @@ def progressions(members: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     nth = {}  # how many earlier heads have the same offset
     for head, offset, *_ in members:
         nth[head] = seen[offset] = seen.get(offset, -1) + 1
-    found = []
-    for order in (lambda x: x[0], lambda x: (x[1], x[0]), lambda x: (nth[x[0]], x[1])):
-        runs: list[list] = []
-        for item in sorted(members, key=order):
-            run = runs[-1] if runs else [item]
-            steps = [a - b for a, b in zip(item, run[-1])]
-            alike = len(run) == 1 or steps == [a - b for a, b in zip(run[1], run[0])]
-            if runs and alike and min(steps) >= 0:  # a view cannot have a negative stride
-                run.append(item)
-            else:
-                runs.append([item])
-        found.append(runs)
-    return min(found, key=len)
+    orders = (lambda x: x[0], lambda x: (x[1], x[0]), lambda x: (nth[x[0]], x[1]))
+    return min(([*even_runs(sorted(members, key=order))] for order in orders), key=len)
+
+
+def even_runs(items: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Split a list into arithmetic progressions; none goes down, since a view cannot have a negative stride."""
+    run: list[tuple[int, ...]] = []
+    for item in items:
+        steps = [a - b for a, b in zip(item, run[-1])] if run else []
+        if not run or min(steps) >= 0 and (len(run) == 1 or steps == [a - b for a, b in zip(run[1], run[0])]):
+            run.append(item)
+        else:
+            yield run
+            run = [item]
+    if run:
+        yield run
 
 
 def first_and_step(run: list[tuple[int, ...]]) -> list[tuple[int, int]]:

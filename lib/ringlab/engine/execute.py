@@ -209,7 +209,8 @@ def forward(
             out, lse = kernel.forward(*views, causal and whole.causal, scale)  # (b', m, h, d), (b', h, m)
             out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(b, n, heads)
         else:
-            out = empty_like(q, results)
+            make = torch.empty if results is None else results.lend
+            out = make(q.shape, dtype=q.dtype, device=q.device)
             lse = torch.empty(b, n, heads, dtype=accumulation_dtype(q.dtype), device=q.device)
             for start, stop in plan.uncovered:
                 out[:, start:stop] = 0.0
@@ -454,12 +455,6 @@ def _indexed(t: Tensor, origin: tuple[int, int], view: View, heads: int, nodes: 
     if view.index.dim() == 3:
         return t[:, :, first], index
     return t[:, :, first : first + (heads - 1) * view.head_step + 1 : view.head_step], index
-
-
-def empty_like(t: Tensor, results: MemoryPool | None) -> Tensor:
-    """An output like t, contiguous and uninitialised, lent by the pool if there is one."""
-    make = torch.empty if results is None else results.lend
-    return make(t.shape, dtype=t.dtype, device=t.device)
 
 
 # Bytes of a kernel's result at most (or one head per thread): on a CPU small enough for the allocator to reuse it, on
