@@ -44,6 +44,17 @@ class View:
     shift: int = 0
     index: Tensor | None = None
 
+    @staticmethod
+    def of(index: Tensor) -> View:
+        """Rows ``index`` (rows, heads), all of one head of the tensor: strided where they can be, else gathered."""
+        (rows, heads), first = index.shape, int(index[0, 0])
+        step, shift = (int(t[min(1, len(t) - 1)]) - first for t in (index[:, 0], index[0]))
+        regular = first + step * torch.arange(rows)[:, None] + shift * torch.arange(heads)
+        # Gradients are added to the rows: no row may come twice.
+        if min(step, shift) >= 0 and index.equal(regular) and len(index.unique()) == index.numel():
+            return View(rows, first, step, head_step=0, shift=shift)
+        return View(rows, head_step=0, index=index[None])
+
     def reads_all(self, t: Tensor) -> bool:
         """Whether one node with as many heads as t (b, n, heads, d) reads t as it is."""
         return self == View(t.shape[1], node_step=self.node_step)
