@@ -27,17 +27,8 @@ def local_attention(q, k, v, pattern: Pattern, *, causal: bool, scale: float, ba
         flip, positive = positive_scale(scale)
         return triton.attend(flip(q), k, v, pattern, causal, positive)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return attend_once(forward, backward, (q, k, v), pattern, causal, scale, backend, execution)
-
-
-def attend_once(forward, backward, tensors, *rest):
-    """``forward(*tensors, *rest)``: out (b, n, h, d) and lse (b, h, n), differentiable once; see ``Attention``.
-
-    torch.compile calls it and does not trace it, since plans are data.
-    """
-    if is_followed(*tensors):
-        return outside_graphs(Attention.apply)(forward, backward, len(tensors), *tensors, *rest)
-    return outside_graphs(forward)(*tensors, *rest)
+    call = _Attention.apply if is_followed(q, k, v) else forward
+    return outside_graphs(call)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
 
 
 _in_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
@@ -160,36 +151,35 @@ class NoDoubleBackward(NoVmap):
         raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
 
-class Attention(NoVmap):
-    """``out, lse = forward(*tensors, *rest)``, differentiable once; ``count``: how many tensors there are.
+def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Function]:
+    """The autograd function of ``out, lse = forward(*tensors, *rest)`` for ``count`` tensors.
 
     ``backward(dout, dlse, *tensors, out, lse, *rest)`` gives the gradients of the first tensors; dlse may be None.
     """
 
-    @staticmethod
-    def forward(forward, backward, count, *inputs):
-        return forward(*inputs)
+    class Gradients(NoDoubleBackward):
+        pass
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ctx.derive, count, *inputs = inputs
-        ctx.rest = inputs[count:]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:count], *output)
+    class Attention(NoVmap):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.rest = inputs[count:]
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*inputs[:count], *output)
 
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        grads, tensors = (), ctx.saved_tensors  # once: checkpointing recomputes them when they are read
-        if dout is not None or dlse is not None:
-            dout = torch.zeros_like(tensors[-2]) if dout is None else dout
-            grads = _Gradients.apply(ctx.derive, dout, dlse, *tensors, *ctx.rest)
-        return None, None, None, *grads, *[None] * (len(tensors) - 2 + len(ctx.rest) - len(grads))
+        @staticmethod
+        def backward(ctx, dout, dlse):
+            grads, tensors = (), ctx.saved_tensors  # once: checkpointing recomputes them when they are read
+            if dout is not None or dlse is not None:
+                dout = torch.zeros_like(tensors[-2]) if dout is None else dout
+                grads = Gradients.apply(dout, dlse, *tensors, *ctx.rest)
+            return *grads, *[None] * (count + len(ctx.rest) - len(grads))
+
+    Attention.forward, Gradients.forward = staticmethod(forward), staticmethod(backward)
+    return Attention
 
 
-class _Gradients(NoDoubleBackward):
-    @staticmethod
-    def forward(derive, *inputs):
-        return derive(*inputs)
+_Attention = differentiable_once(forward, backward, 3)
 
 
 def positive_scale(scale: float):

@@ -23,13 +23,21 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..kernels.base import Kernel, accumulation_dtype
-from .autograd import attend_once, fold_lse_gradient, positive_scale, without_autocast
+from .autograd import (
+    differentiable_once,
+    fold_lse_gradient,
+    is_followed,
+    outside_graphs,
+    positive_scale,
+    without_autocast,
+)
 from .execute import head_block, merge_, piece_limit
 
 
 def attend(q, k, v, log_m: Tensor | None, picks: Tensor, size: int, causal: bool, scale: float, backend):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v and log_m."""
-    return attend_once(forward, backward, (q, k, v, log_m, picks), size, causal, scale, backend)
+    call = _Attention.apply if is_followed(q, k, v, log_m) else forward
+    return outside_graphs(call)(q, k, v, log_m, picks, size, causal, scale, backend)  # how many calls there are is data
 
 
 def forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, backend, first=0, needs_backward=False):
@@ -52,6 +60,9 @@ def backward(dout, dlse, q, k, v, log_m, picks, out, lse, size, causal, scale, b
         *grads, dlog_m = _backward(*tensors, log_m, picks, size, causal, positive, kernel, first, unrounded)
     dq, dk, dv = (g[..., :d] for g in grads)
     return flip(dq), dk, dv, dlog_m
+
+
+_Attention = differentiable_once(forward, backward, 5)
 
 
 def _kernel(q: Tensor, log_m: Tensor | None, causal: bool, backward: bool, backend) -> Kernel:
