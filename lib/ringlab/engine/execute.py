@@ -261,8 +261,9 @@ def _call_forward(call: Call, nodes: range, q, k, v, lse, out, limit: int, alone
                 merge_(out_, lse_, o, l)
             del o, l  # before the next piece is computed
         if call.q.index is not None:
-            for target, copy in zip(((lse, WHOLE), out), mine[1:]):
-                _scatter(target, call.q, call.heads, some, copy[0])
+            for target, (copy, *_) in zip(((lse, WHOLE), out), mine[1:]):
+                t, index = _indexed(*target, call.q, call.heads, some)
+                t[:, index] = copy
 
 
 def backward(
@@ -340,7 +341,8 @@ def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, 
             del dq, found, grad  # before the next piece is computed
         for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
             if view.index is not None:
-                _scatter_add(target, view, call.heads, some, copy)
+                t, index = _indexed(*target, view, call.heads, some)
+                t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
 
 
 def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
@@ -445,16 +447,6 @@ def _zeros_if_gathered(view: View, heads: int, nodes: range, targets) -> list[tu
     dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
     shapes = [(t.shape[0], len(nodes) * view.rows, heads, t.shape[3]) for t, _ in targets]
     return [(torch.zeros(s, dtype=t.dtype, device=t.device), WHOLE, dense) for s, (t, _) in zip(shapes, targets)]
-
-
-def _scatter(target, view: View, heads: int, nodes: range, copy: Tensor) -> None:
-    t, index = _indexed(*target, view, heads, nodes)
-    t[:, index] = copy
-
-
-def _scatter_add(target, view: View, heads: int, nodes: range, copy: Tensor) -> None:
-    t, index = _indexed(*target, view, heads, nodes)
-    t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
 
 
 def _indexed(t: Tensor, origin: tuple[int, int], view: View, heads: int, nodes: range) -> tuple[Tensor, Tensor]:
