@@ -56,7 +56,7 @@ def forward(q, k, v, pattern: BlockSparse, causal: bool, scale: float, kernel: K
     if way == "bsr":
         return torch_sparse.bsr_forward(q, k, v, _bsr_index(pattern, n, causal, q, execution), causal, scale)
     if way == "flex":
-        torch_sparse.require(q, pattern.block_size)
+        torch_sparse.refuse(way, torch_sparse.refusal(q.device, q.dtype, q.shape[3], pattern.block_size))
         key = caches.key("flex", pattern, n, causal, q.device)
         mask = execution.cached(key, lambda: torch_sparse.flex_prepare(pattern, n, causal, q.device))
         out, lse = torch_sparse.flex_forward(q, k, v, mask, scale, with_lse=True)
