@@ -21,7 +21,7 @@ from ..block_patterns import AT_ONCE, BlockSparse, Random
 from ..kernels.base import Kernel, supports_lower_right_causal
 from . import execute, torch_sparse
 from .dilated import even_runs, first_and_step
-from .execute import Call, Plan, View, head_block
+from .execute import Call, Plan, View, in_head_blocks
 
 WAYS = {
     "auto": "the way that is expected to be fastest here",
@@ -91,17 +91,7 @@ def plan_for(
         way = choose(pattern, q.device)[0]
     (_, n, heads, _), kv_heads = q.shape, k.shape[2]
     shape = pattern, n, heads, kv_heads, causal, way, supports_lower_right_causal(kernel)
-    return in_blocks(lambda: make_plan(*shape), ("tiling", *shape), q, kv_heads, backward, execution.cached)
-
-
-def in_blocks(build: Callable[[], Plan], key: tuple, q: Tensor, kv_heads: int, backward: bool, cached) -> Plan:
-    """The plan that ``build`` makes, in blocks of heads where results are accumulated in fp32."""
-    found = cached(caches.key(*key), build)
-    heads = q.shape[2]
-    if not found.narrow(q.dtype, heads // kv_heads, backward):
-        return found
-    block = head_block(q, kv_heads, q.shape[1])
-    return cached(caches.key(*key, block), lambda: found.in_head_blocks(block)) if block < heads else found
+    return in_head_blocks(("blocks", *shape), lambda: make_plan(*shape), q, kv_heads, backward, execution.cached)
 
 
 def make_plan(

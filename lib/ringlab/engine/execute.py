@@ -15,7 +15,7 @@ for a tile of positions and heads at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -482,6 +482,16 @@ def head_block(q: Tensor, kv_heads: int, period: int) -> int:
     group = heads // kv_heads
     budget = q.numel() * q.element_size() // 8
     return min(heads, group * max(1, budget // (4 * b * period * d * group)))
+
+
+def in_head_blocks(key: tuple, build: Callable[[], Plan], q: Tensor, kv_heads: int, backward: bool, cached) -> Plan:
+    """The plan of a key, from the cache or built; in blocks of heads where results in q's dtype need accumulators."""
+    plan = cached(key, build)
+    if plan.narrow(q.dtype, q.shape[2] // kv_heads, backward):
+        block = head_block(q, kv_heads, min(plan.period, q.shape[1]))
+        if block < q.shape[2]:
+            return cached((*key, block), lambda: plan.in_head_blocks(block))
+    return plan
 
 
 @contextmanager
