@@ -114,12 +114,9 @@ def make_plan(
         blocks = torch.arange(len(cuts.starts))
         itself = torch.cat([pattern.blocks(n, some, some).diagonal() for some in blocks.split(AT_ONCE)])
         diagonal = torch.where(itself, blocks, -1)
-    if way == "views":
-        layers = [partial(layer, seen) for seen in layers_of(pattern, n)]
-        return tile(layers, cuts, cuts, diagonal, heads, kv_heads, lower_right=lower_right)
-    seen = partial(layer, partial(pattern.blocks, n))
-    alone = way == "rows"
-    return copied(seen, cuts, cuts, diagonal, heads, kv_heads, alone=alone, lower_right=lower_right)
+    layers = layers_of(pattern, n) if way == "views" else [partial(pattern.blocks, n)]
+    layers = [partial(layer, seen) for seen in layers]
+    return tile(layers, cuts, cuts, diagonal, heads, kv_heads, way=way, lower_right=lower_right)
 
 
 def layers_of(pattern: BlockSparse, n: int) -> list[Callable[[Tensor, Tensor], Tensor]]:
@@ -283,10 +280,11 @@ STRIP, WIDE = 64, 192
 
 def tile(
     layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
-    *, lower_right: bool = False,
+    *, way: str = "views", lower_right: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of disjoint ``layers`` of seen blocks: regular calls first.
 
+    ``way``: "views", or "batched" and "rows", which copy all keys of a block of queries together; see ``WAYS``.
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
     ``lower_right``: causal calls may have more keys than queries.
 
@@ -301,7 +299,7 @@ def tile(
     gathered: list[Call] = []
     for seen in layers:
         for rows, level in chains(queries):
-            found, left = _calls(seen, rows, level, queries, keys)
+            found, left = _calls(seen, rows, level, queries, keys, way)
             entries += found
             gathered += left
     squares = _squares(queries, keys, diagonal)
@@ -309,27 +307,9 @@ def tile(
         entries, squares = _join_squares(entries, squares)
     calls = _strided_calls([part for entry in entries for part in _split_queries(entry)])
     calls = [part for call in calls for part in _split_keys(call)]
-    calls += _strided_calls(squares, causal=True)
+    for call in _strided_calls(squares, causal=True):
+        calls += _nodes(call) if way == "rows" else [call]
     return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
-
-
-def copied(
-    seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
-    *, alone: bool = False, lower_right: bool = False,
-) -> Plan:  # fmt: skip
-    """As ``tile``, with all keys of a block of queries copied together; ``alone``: a call for each such block."""
-    gathered: list[Call] = []
-    for rows, _ in chains(queries):
-        ((_, node, first, stop),) = nodes(seen, rows, (0,))
-        size = int(queries.lengths[rows.start])
-        gathered += _gathered_calls(node, first, stop, queries.starts[rows.start] + node * size, size, keys, alone)
-    squares = _strided_calls(_squares(queries, keys, diagonal), causal=True)
-    if alone:
-        squares = [
-            _call(c.q.rows, c.k.rows, 1, (c.q.first + i * c.q.node_step, 0), (c.k.first + i * c.k.node_step, 0), True)
-            for c in squares for i in range(c.nodes)
-        ]  # fmt: skip
-    return _plan(squares, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
 
 
 def _plan(calls: list[Call], gathered: list[Call], n: int, heads: int, kv_heads: int, lower_right: bool) -> Plan:
@@ -406,9 +386,12 @@ def _join_squares(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entr
     return rest, joined + list(alone.values())
 
 
-def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[list[Entry], list[Call]]:
+def _calls(
+    seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, way: str
+) -> tuple[list[Entry], list[Call]]:
     """The calls of one range of blocks of one length, at the levels of its tree that make them cheapest."""
-    size, used = int(queries.lengths[rows.start]), cheapest(seen, rows, levels, queries, keys)
+    size, views = int(queries.lengths[rows.start]), way == "views"
+    used = cheapest(seen, rows, levels, queries, keys) if views else (0,)
     entries, gathered = [], []
     for level, node, first, stop in nodes(seen, rows, used):
         length = size << level
@@ -417,8 +400,8 @@ def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> 
         count = keys.starts[stop - 1] + keys.lengths[stop - 1] - begin
         apart = torch.zeros(len(node), dtype=torch.bool)
         if level == 0:
-            apart = better_copied(node, count, len(rows), size)
-            gathered += _gathered_calls(node[apart], first[apart], stop[apart], at[apart], size, keys)
+            apart = better_copied(node, count, len(rows), size) if views else ~apart
+            gathered += _gathered_calls(node[apart], first[apart], stop[apart], at[apart], size, keys, way == "rows")
         entries += [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
     return entries, gathered
 
@@ -426,6 +409,13 @@ def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> 
 def _call(rows: int, keys: int, nodes: int, query: tuple[int, int], key: tuple[int, int], causal: bool = False) -> Call:
     """``nodes`` calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first, step) of the nodes' rows."""
     return Call(View(rows, query[0], node_step=query[1]), View(keys, key[0], node_step=key[1]), nodes, causal=causal)
+
+
+def _nodes(call: Call) -> Iterator[Call]:
+    """Each node as a call of its own."""
+    for i in range(call.nodes):
+        views = (replace(v, first=v.first + i * v.node_step, node_step=0) for v in (call.q, call.k))
+        yield Call(*views, causal=call.causal)
 
 
 def _strided_calls(entries: list[Entry], causal: bool = False) -> list[Call]:
