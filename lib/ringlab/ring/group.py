@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import kernels
 from ..checks import check_choice, check_int, short_repr
 from ..engine import Execution
-from ..engine.autograd import IN_GRAPHS, local_attention, outside_graphs, positive_scale, without_autocast
+from ..engine.autograd import IN_GRAPHS, is_followed, local_attention, positive_scale, without_autocast
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
 from .comm import AllToAll, Post, Steps, Wait, drive, simulate
@@ -264,7 +264,7 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     compiling, simulated = torch.compiler.is_compiling(), isinstance(group, Simulated)
     options = {"causal": causal, "scale": scale, "backend": backend, "execution": execution}
     if compiling and (simulated or not IN_GRAPHS):
-        return outside_graphs(attend)(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+        return torch.compiler.disable(attend)(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
     group = Group.of(group)
     shape, where = (*q.shape[1:3], k.shape[2]), (group.size, group.process_group)
@@ -275,7 +275,9 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
         call = _call(*about)  # held until the operator has found it
         name = call.name
     if group.size > 1 and simulated:
-        return _Simulation.apply(q, k, v, scale, call, group)
+        if is_followed(q, k, v):
+            return _Simulation.apply(q, k, v, scale, call, group)
+        return call.forward(group, q, k, v, scale, False)[:2]
     if group.size > 1:
         return ranks_forward(q, k, v, scale, group.process_group.group_name, name)[:2]
     if not simulated or call.problem.layout.grid is None:

@@ -144,18 +144,7 @@ def _on_received(branch, problem: Problem, start: int, asking: range, keys: rang
         for run in progressions([(head, first) for head, first, _ in members]):
             (head, head_step), (q_first, q_shift) = first_and_step(run)
             queries = View(q_count, q_first, branch.rate, 0, head, head_step, q_shift)
-            yield Call(queries, _rows_at(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
-
-
-def _rows_at(index: Tensor) -> View:
-    """The rows ``index`` (keys, heads) of a message: a strided view where they are evenly spaced, else gathered."""
-    (count, heads), first = index.shape, int(index[0, 0])
-    step = int(index[1, 0]) - first if count > 1 else 1
-    shift = int(index[0, 1]) - first if heads > 1 else 1
-    spaced = first + step * torch.arange(count)[:, None] + shift * torch.arange(heads)
-    if step > 0 and shift > 0 and torch.equal(index, spaced):  # a view cannot have a negative stride
-        return View(count, first, step, head_step=0, shift=shift)
-    return View(count, head_step=0, index=index[None])
+            yield Call(queries, View.of(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
 
 
 @dataclass
