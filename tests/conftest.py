@@ -1,5 +1,7 @@
 """How `make test` shares out the tests among processes, which are no trouble to each other's measurements."""
 
+import sys
+
 import pytest
 
 # A fixture of many seconds serves the whole file.
@@ -50,3 +52,12 @@ def library_hashed_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "code_hash", once)
         yield
+
+
+@pytest.fixture
+def frequent_switches():
+    """Threads change places between almost any two bytecodes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)

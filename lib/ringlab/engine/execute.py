@@ -16,7 +16,7 @@ for a tile of positions and heads at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -490,17 +490,14 @@ def _accumulators(results, ranges, start: int, stop: int, narrow: bool, pool, lo
         yield [(result, WHOLE) for result in results]
         return
     parts = [t[:, start:stop, inside.start : inside.stop] for t, inside in zip(results, ranges)]
-    with ExitStack() as stack:
-        tiles = []  # the only name of a tile: a pool must see that none outlives this scope
-        for part in parts:
-            if pool is None:
-                tiles.append(torch.empty(part.shape, dtype=torch.float32, device=part.device))
-            else:
-                tiles.append(stack.enter_context(pool.borrow(part.shape, torch.float32, part.device)))
-            if load is None:
-                tiles[-1].zero_()
-            elif load:
-                tiles[-1].copy_(part)
-        yield [(tiles[i], (start, inside.start)) for i, inside in enumerate(ranges)]
-        for i, part in enumerate(parts):
-            part.copy_(tiles[i])
+    make = torch.empty if pool is None else pool.lend
+    tiles = []  # the only name of a tile: a pool must see that none outlives this scope
+    for part in parts:
+        tiles.append(make(part.shape, dtype=torch.float32, device=part.device))
+        if load is None:
+            tiles[-1].zero_()
+        elif load:
+            tiles[-1].copy_(part)
+    yield [(tiles[i], (start, inside.start)) for i, inside in enumerate(ranges)]
+    for i, part in enumerate(parts):
+        part.copy_(tiles[i])
