@@ -12,7 +12,6 @@ from math import lcm
 
 from torch import Tensor
 
-from .. import cache as caches
 from ..patterns import Branch, Pattern
 from .execute import Call, Plan, View, head_block
 
@@ -30,7 +29,7 @@ def plan_for(
     where = () if chunk is None else (chunk.start, chunk.stop)
 
     def plan(*block):
-        key = caches.key("plan", pattern, n, heads, kv_heads, *block, *where)
+        key = "plan", pattern, n, heads, kv_heads, *block, *where
         return cached(key, lambda: make_plan(pattern, n, heads, kv_heads, *(block or (None,)), chunk))
 
     found = plan()

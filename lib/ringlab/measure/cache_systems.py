@@ -61,11 +61,11 @@ class PlanBuild(Uncosted):
         shape = self.pattern, self.point.seq_len, self.point.heads, self.point.kv_heads
         if isinstance(self.pattern, patterns.BlockSparse):
             shape = *shape, self.point.causal, self.way
-            key, build = caches.key("tiling", *shape), lambda: blocks.make_plan(*shape)
+            key, build = ("tiling", *shape), lambda: blocks.make_plan(*shape)
         elif self.gather:
-            key, build = caches.key("gather", *shape, self.device), lambda: gather.gather_indices(*shape, self.device)
+            key, build = ("gather", *shape, self.device), lambda: gather.gather_indices(*shape, self.device)
         else:
-            key, build = caches.key("plan", *shape), lambda: make_plan(*shape)
+            key, build = ("plan", *shape), lambda: make_plan(*shape)
         return Steps(self.cache.get(key, build), self.point)
 
     def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
@@ -166,7 +166,7 @@ class CacheWorkload(Uncosted):
 
     def run(self, inputs) -> Output:
         kept = caches.PatternCache(self.max_bytes)
-        found = [kept.get(caches.key("tiling", *shape), lambda shape=shape: blocks.make_plan(*shape))
+        found = [kept.get(("tiling", *shape), lambda shape=shape: blocks.make_plan(*shape))
                  for shape in ((p, n, 1, 1, self.point.causal, self.way) for p, n in self.lookups)]  # fmt: skip
         stats = kept.stats()
         counted = {"cache_hits": stats.hits, "cache_misses": stats.misses, "cache_evictions": stats.evictions,

@@ -14,7 +14,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .. import cache as caches
 from ..engine import Execution, dilated, execute
 from ..engine.dilated import first_and_step, progressions
 from ..engine.execute import Call, Plan, View, head_block
@@ -203,16 +202,16 @@ class Rank:
     @cached_property
     def plan(self) -> RankPlan:
         """Which rows the rank receives and sends."""
-        key = caches.key("exchange", self.problem, self.rank)
+        key = "exchange", self.problem, self.rank
         return self.cached(key, lambda: plan_rank(self.problem, self.rank))
 
     def calls(self, source: int | None, step: int | None = None) -> Plan:
         """The calls on the shard of a rank, or on the rows received (None); ``step``: for so many heads at a time."""
         given = *self._plan_key(), source
-        plan = self.cached(caches.key(*given), lambda: self._plan(source))
+        plan = self.cached(given, lambda: self._plan(source))
         if step is None or step >= self.problem.heads:
             return plan
-        return self.cached(caches.key(*given, step), lambda: plan.in_head_blocks(step))
+        return self.cached((*given, step), lambda: plan.in_head_blocks(step))
 
     def _plan_key(self) -> tuple:
         return "calls", self.problem, self.rank

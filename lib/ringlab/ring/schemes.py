@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import cache as caches
 from .. import patterns
 from ..block_patterns import BlockSparse
 from ..engine import blocks as block_engine
@@ -73,7 +72,7 @@ def _packed(rank: Rank, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _hops(rank: Rank) -> list[int]:
-    return rank.cached(caches.key("hops", rank.problem), rank.problem.hops)
+    return rank.cached(("hops", rank.problem), rank.problem.hops)
 
 
 def _shard(rank: Rank, source: int, k: Tensor, dtype=None, zero: bool = False) -> tuple[Tensor, Tensor]:
