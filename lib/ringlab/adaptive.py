@@ -1,6 +1,4 @@
-"""Which blocks of keys a block of queries chooses by content, and the weights that logits give them.
-
-Block sparsity that follows the content and trains: each block of queries chooses its top-k blocks of keys.
+"""Block-sparse attention whose blocks are chosen by content: each block of queries sees its top-k blocks of keys.
 
 A scorer gives every (query block, key block) a logit z. S, the ``top_k`` visible blocks of a row of blocks with the
 largest z, is chosen per batch entry and head; then ``out = softmax(scale * q k^T + log M) v`` with M = 0 off S and on S
@@ -16,7 +14,7 @@ the block itself the mask is exact. Logits of block i may then use blocks 0 .. i
 the mean q of block i-1, and a block's logit for itself is 0.
 
 Across ranks shards are contiguous, equal and of whole blocks. Every rank gets the means of all blocks, chooses for its
-own rows, and receives what these chose.
+own rows, and receives the blocks that it chose.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import check_tensors
+from .block_patterns import block_count
 from .checks import FLOATS, LARGEST, check_backend, check_bool, check_float_dtype, check_int, is_real, short_repr
 from .engine import topk
 from .engine.autograd import without_autocast
@@ -58,10 +57,7 @@ class Adaptive:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        n = check_int("the sequence length", n, most=LARGEST)
-        if self.block_size > n:
-            raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
-        count = -(-n // self.block_size)
+        count = block_count(n, self.block_size)
         if self.top_k > count:
             raise ValueError(f"top_k {self.top_k} exceeds the {count} blocks of n = {n}")
         return count
@@ -88,13 +84,7 @@ class Adaptive:
 
 @torch.no_grad()
 def best_blocks(
-    q: Tensor,
-    k: Tensor,
-    pattern: Adaptive,
-    scale: float | None = None,
-    causal: bool = False,
-    ranks: Group | None = None,
-    first: int = 0,
+    q, k, pattern: Adaptive, scale: float | None = None, causal=False, ranks: Group | None = None
 ) -> Tensor:
     """The blocks that ``adaptive_attention`` chooses without z, as indices (batch, heads, blocks, top_k).
 
@@ -105,6 +95,7 @@ def best_blocks(
     [0, 1, 2, 3]
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    *_, first = rows_of_blocks(q, pattern, ranks)
     with without_autocast(q):
         z = logits(q, k, pattern.block_size, ranks, lambda *means: block_logits(*means, scale, causal))
         return choose(z, pattern.top_k, causal, first)
@@ -133,10 +124,10 @@ def block_logits(q: Tensor, k: Tensor, scale: float, causal: bool = False) -> Te
 
 def rows_of_blocks(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int, int]:
     """The numbers of all blocks, of the rows of blocks here, and of those before them; ValueError for a bad fit."""
+    n = q.shape[1] if ranks is None else topk_exchange.sequence_length(ranks, q.shape[1], pattern.block_size)
+    count = pattern.count(n)
     if ranks is None:
-        count = pattern.count(q.shape[1])
         return count, count, 0
-    count = pattern.count(topk_exchange.sequence_length(ranks, q.shape[1], pattern.block_size))
     return count, count // ranks.size * len(ranks.here), count // ranks.size * ranks.here[0]
 
 
@@ -215,11 +206,11 @@ def adaptive_attention(
         raise ValueError(f"scale must be a finite number, got {short_repr(scale)}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     backend = check_backend(backend)
-    (b, _, heads, _), (count, rows, first), log_m = q.shape, rows_of_blocks(q, pattern, ranks), None
+    count, rows, first = rows_of_blocks(q, pattern, ranks)
     if z is None:
-        picks = best_blocks(q, k, pattern, scale, causal, ranks, first)
+        picks, log_m = best_blocks(q, k, pattern, scale, causal, ranks), None
     else:
-        wanted = (b, heads, rows, count)
+        wanted = (q.shape[0], q.shape[2], rows, count)
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
             got = f"{tuple(z.shape)}, {z.dtype} on {z.device}" if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}")
@@ -227,9 +218,9 @@ def adaptive_attention(
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
         log_m = log_multiplicity(z, picks, causal, first).to(accumulation_dtype(q.dtype))
     if ranks is None:
-        out, lse = topk.attend(q, k, v, log_m, picks, pattern.block_size, causal, float(scale), backend)
+        out, lse = topk.attend(q, k, v, log_m, picks, pattern.block_size, causal, scale, backend)
     else:
-        out, lse = topk_exchange.attend(ranks, q, k, v, log_m, picks, pattern, causal, float(scale), backend)
+        out, lse = topk_exchange.attend(ranks, q, k, v, log_m, picks, pattern, causal, scale, backend)
     return (out, lse) if return_lse else out
 
 
@@ -274,23 +265,21 @@ class AdaptiveBlockSparse(nn.Module):
         """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b, n, h_kv, d); a rank's rows."""
         check_tensors(q, k, k)
         check_bool("causal", causal)
-        weights = self.q_score, self.k_score
+        if q.shape[3] != len(self.q_score):
+            raise ValueError(f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}")
+        ranks, weights = Group.sharing(self.group), (self.q_score, self.k_score)
+        rows_of_blocks(q, self.pattern, ranks)  # raises where the pattern does not fit
 
         def score(*means: Tensor) -> Tensor:
             scored = (m @ w.to(m.dtype) for m, w in zip(means, weights))  # (b, h, blocks, d)
             return block_logits(*scored, q.shape[3] ** -0.5, causal)
 
         with without_autocast(q):
-            return logits(q, k, self.pattern.block_size, Group.sharing(self.group), score)
+            return logits(q, k, self.pattern.block_size, ranks, score)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        check_tensors(q, k, v)
-        if q.shape[3] != len(self.q_score):
-            raise ValueError(f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}")
-        rows_of_blocks(q, self.pattern, Group.sharing(self.group))
-        z = self.logits(q, k, is_causal)
-        options = {"causal": is_causal, "backend": self.backend, "group": self.group}
-        return adaptive_attention(q, k, v, self.pattern, z, **options)
+        z, options = self.logits(q, k, is_causal), {"backend": self.backend, "group": self.group}
+        return adaptive_attention(q, k, v, self.pattern, z, causal=is_causal, **options)
 
     def extra_repr(self) -> str:
         return f"head_dim={len(self.q_score)}, {self.pattern}"

@@ -115,20 +115,7 @@ def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, 
 
 
 def sampled_errors(
-    q,
-    k,
-    v,
-    pattern: Pattern,
-    *,
-    out,
-    lse,
-    causal=False,
-    scale=None,
-    dout=None,
-    grads=None,
-    samples=32,
-    seed=0,
-    start=None,
+    q, k, v, pattern, *, out, lse, causal=False, scale=None, dout=None, grads=None, samples=32, seed=0, start=None
 ) -> dict[str, float]:
     """Errors of a result at full size, exact on sampled rows: out, lse and dq by query, dk and dv by key.
 
@@ -145,8 +132,7 @@ def sampled_errors(
     anywhere = int(torch.randint(n - stretch + 1, (1,), generator=generator))
     start = anywhere if start is None else min(start, n - stretch)
     cols = start + torch.randperm(stretch, generator=generator)[:samples].sort().values.to(q.device)  # (c,)
-    got: dict[str, list] = {"out": [], "lse": [], "dq": []}
-    want: dict[str, list] = {"out": [], "lse": [], "dq": []}
+    pairs: dict[str, list] = {"out": [], "lse": [], "dq": []}  # of the result and the reference, by head
     d_k, d_v = (torch.zeros(b, len(cols), kv_heads, d, dtype=torch.float64, device=q.device) for _ in range(2))
     for i in range(b):
         for h in range(heads):
@@ -155,27 +141,21 @@ def sampled_errors(
             g_h = None if dout is None else dout[i, :, h].double()  # (n, d)
             head = (pattern, h, heads, kv_heads, causal, scale)
             o_r, l_r, dq_r = _query_rows(q_h, k_h, v_h, rows, g_h, head)
-            for name, mine, ref in (
-                ("out", out[i, rows, h], o_r),
-                ("lse", None if lse is None else lse[i, h, rows], l_r),
-                ("dq", None if grads is None else grads[0][i, rows, h], dq_r),
-            ):
-                if mine is not None:
-                    got[name].append(mine.double())
-                    want[name].append(ref)
+            pairs["out"].append((out[i, rows, h], o_r))
+            if lse is not None:
+                pairs["lse"].append((lse[i, h, rows], l_r))
             if grads is not None:
+                pairs["dq"].append((grads[0][i, rows, h], dq_r))
                 dk_c, dv_c = _key_columns(q_h, k_h, v_h, cols, g_h, head)
                 d_k[i, :, kv] += dk_c
                 d_v[i, :, kv] += dv_c
-    found = {}
-    for name in got:
-        if got[name]:
-            floor = 1.0 if name != "dq" else gradient_floor(q, k, dout, scale) * (len(rows) / n) ** 0.5
-            found[name] = error(torch.cat(got[name]), torch.cat(want[name]), floor)
+    results = {name: [torch.cat(parts) for parts in zip(*both)] for name, both in pairs.items() if both}
+    found = {name: error(*results[name], 1.0) for name in ("out", "lse") if name in results}
     if grads is not None:
-        floor = gradient_floor(q, k, dout, scale) * (len(cols) / n) ** 0.5
-        found["dk"] = error(grads[1][:, cols], d_k, floor)
-        found["dv"] = error(grads[2][:, cols], d_v, floor)
+        zero = gradient_floor(q, k, dout, scale)
+        found["dq"] = error(*results["dq"], zero * (len(rows) / n) ** 0.5)
+        zero *= (len(cols) / n) ** 0.5
+        found |= {"dk": error(grads[1][:, cols], d_k, zero), "dv": error(grads[2][:, cols], d_v, zero)}
     return found
 
 
