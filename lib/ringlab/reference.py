@@ -33,7 +33,7 @@ def attention(q, k, v, pattern: Pattern, *, causal: bool = False, scale: float |
         bias = _log_multiplicity(pattern, every, every, n, h, heads, kv_heads, causal)  # (n, n)
         kv = h // (heads // kv_heads)
         q_h, k_h, v_h = q[:, :, h].double(), k[:, :, kv].double(), v[:, :, kv].double()  # (b, n, d)
-        scores = scale * q_h @ k_h.mT + bias  # (b, n, n)
+        scores = _scores(q_h, k_h, bias, scale)  # (b, n, n)
         dead = (bias == -torch.inf).all(-1)  # (n,)
         lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(-1)  # (b, n)
         prob = (scores - lse[..., None]).exp()  # dead rows: exp(-inf) = 0
@@ -166,13 +166,19 @@ def _log_multiplicity(pattern, queries, keys, n, head, heads, kv_heads, causal) 
     return m.double().log()
 
 
+def _scores(q, k, bias, scale: float) -> Tensor:
+    """``scale * q k^T + log M``, and -inf where M is 0 whatever q and k hold."""
+    return torch.where(bias == -torch.inf, bias, scale * q @ k.mT + bias)
+
+
 def _query_rows(q, k, v, rows, dout, head):
     """Exact out (s, d), lse (s,), dq (s, d) of one head at query positions ``rows``; q, k, v are (n, d) float64."""
     pattern, h, heads, kv_heads, causal, scale = head
     n = len(k)
     start, stop = pattern.reach(int(rows.min()), int(rows.max()), n)
     keys, k, v = torch.arange(start, stop, device=k.device), k[start:stop], v[start:stop]
-    scores = scale * q[rows] @ k.T + _log_multiplicity(pattern, rows, keys, n, h, heads, kv_heads, causal)  # (s, keys)
+    bias = _log_multiplicity(pattern, rows, keys, n, h, heads, kv_heads, causal)  # (s, keys)
+    scores = _scores(q[rows], k, bias, scale)
     lse = scores.logsumexp(-1)  # (s,); -inf for a dead row
     prob = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp()  # (s, keys)
     out = prob @ v
@@ -199,7 +205,7 @@ def _key_columns(q, k, v, cols, dout, head, block: int = 1024):
         rows, bias = rows[sees], bias[sees]
         out, lse, _ = _query_rows(q, k, v, rows, None, head)
         g = dout[rows]  # (rows, d)
-        prob = (scale * q[rows] @ k[cols].T + bias - lse[:, None]).exp()  # (rows, s)
+        prob = (_scores(q[rows], k[cols], bias, scale) - lse[:, None]).exp()  # (rows, s)
         delta = (g * out).sum(-1, keepdim=True)  # (rows, 1)
         dv += prob.T @ g
         dk += scale * (prob * (g @ v[cols].T - delta)).T @ q[rows]

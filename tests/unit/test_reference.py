@@ -1,6 +1,9 @@
+import functools
+
 import pytest
 import torch
 from ringlab import Dense, Dilated, attention, reference
+from ringlab.blocks import sliding_window
 from torch.nn import functional as F
 
 
@@ -94,3 +97,18 @@ def test_an_error_of_many_parts_is_that_of_the_whole(monkeypatch):
     assert reference.error(x[:, :, :26], ref, 1.0) == float("inf"), "of another shape, though its parts are alike"
     x[1, 2, 49, 3] = torch.nan
     assert reference.error(x, ref, 1.0) == float("inf")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("pattern", [Dense(), Dilated([16, 32], [1, 2]), sliding_window(1, block_size=8)])
+def test_a_key_that_is_not_finite_changes_only_the_queries_that_see_it(pattern, value):
+    q, k, v = tensors()
+    wrong = k.clone()
+    wrong[:, 20] = value
+    for attend in (reference.attention, functools.partial(attention, return_lse=True)):
+        (out, _), (want, _) = (attend(q, keys, v, pattern, causal=True) for keys in (wrong, k))
+        for head in range(4):
+            m = pattern.multiplicity(torch.arange(40), torch.tensor([20]), n=40, head=head, heads=4)
+            hidden = (m[:, 0] == 0) | (torch.arange(40) < 20)
+            assert reference.error(out[:, hidden, head], want[:, hidden, head], 1.0) <= 1e-12
+            assert reference.error(out[:, ~hidden, head], want[:, ~hidden, head], 1.0) > 0.1
