@@ -164,7 +164,8 @@ def test_all_but_reports_need_torch_alone(tmp_path):
     """With every package of the report's blocked, points are measured and listed."""
     code = f"""
 import sys
-blocked = set("xformers numpy pandas matplotlib seaborn papermill nbconvert nbformat nbclient IPython yaml".split()) | {{"triton"}}
+blocked = set("numpy pandas matplotlib seaborn papermill nbconvert nbformat nbclient IPython yaml".split())
+blocked |= {{"xformers", "triton"}}
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in blocked:
