@@ -5,14 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import Case, adaptive_reference, chosen, drawn, logits_of_means, means
-from ringlab import (
-    Adaptive,
-    AdaptiveBlockSparse,
-    adaptive_attention,
-    attention,
-    patterns,
-    reference,
-)
+from ringlab import Adaptive, AdaptiveBlockSparse, Dense, adaptive_attention, attention, reference
 
 SIZE, TOP_K = 8, 3
 ONE = Case(Adaptive(SIZE, TOP_K), 101, heads=2, kv_heads=2, weighted=True)  # a last block of 5 rows
@@ -41,7 +34,7 @@ def test_small_and_large_scales_of_half_precision(dtype):
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_blocks_of_equal_weight_are_dense_attention(causal):
     q, k, v, *_ = tensors(THREE)
-    want, lse = attention(q, k, v, patterns.Dense(), causal=causal, return_lse=True)
+    want, lse = attention(q, k, v, Dense(), causal=causal, return_lse=True)
     for z in (None, torch.full((3, 4, 13, 13), 2.5)):
         got = adaptive_attention(q, k, v, Adaptive(SIZE, 13), z, causal=causal, return_lse=True)
         assert reference.error(got[0], want, 1.0) <= 1e-12 and reference.error(got[1], lse, 1.0) <= 1e-12
@@ -191,36 +184,3 @@ def test_differentiable_once():
         (grad,) = torch.autograd.grad((out * dout).sum(), wrt, create_graph=True)
         with pytest.raises(NotImplementedError, match="differentiable once"):
             grad.sum().backward(retain_graph=True)
-
-
-Q = torch.zeros(1, 20, 2, 8)
-
-
-@pytest.mark.parametrize(
-    "make, kind, why",
-    [
-        (lambda: Adaptive(8, 0), ValueError, "top_k must be a positive integer up to 2..40, got 0"),
-        (lambda: Adaptive(0, 1), ValueError, "block_size must be a positive integer up to 2..40, got 0"),
-        (lambda: Adaptive(8.0, 1), ValueError, "block_size must be a positive integer up to 2..40, got 8.0"),
-        (lambda: AdaptiveBlockSparse(0), ValueError, "head_dim must be a positive integer up to 2..40, got 0"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 4)), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
-        (lambda: AdaptiveBlockSparse(8, 8, 4)(Q, Q, Q), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(21, 1)), ValueError, "block_size 21 exceeds the sequence length"),
-        (lambda: AdaptiveBlockSparse(4, 8, 2)(Q, Q, Q), ValueError, "the scorer is for head_dim 4, got 8"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), torch.zeros(1, 2, 3, 2)), ValueError,
-         r"z must be \(batch, heads, blocks, blocks\) = \(1, 2, 3, 3\), floats on cpu; got \(1, 2, 3, 2\)"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), Q.long()), ValueError, "torch.int64 on cpu"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), scale=float("nan")), ValueError, "a finite number"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), backend="fast"), ValueError, "unknown backend 'fast'"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), backend=None), ValueError, "a name or a tuple of names"),
-        (lambda: adaptive_attention(Q, Q, Q, patterns.Dense()), TypeError, "must be a ringlab.Adaptive, got Dense"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), causal=1), TypeError, "causal must be True or False"),
-        (lambda: adaptive_attention(Q, Q, Q[:, :8], Adaptive(8, 2)), ValueError, "k and v must have one shape"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), group=object()), TypeError, "must be a ProcessGroup"),
-        (lambda: AdaptiveBlockSparse(8, group=object()), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(make, kind, why):
-    with pytest.raises(kind, match=why) as failure:
-        make()
-    assert "\n" not in str(failure.value)

@@ -112,31 +112,6 @@ def test_a_hundred_steps_with_checkpointing_and_pool_are_those_without(one_threa
         assert max(abs(a - b) / b for a, b in zip(tiled, losses)) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        (dict(dropout=0.1), TypeError, "cannot honour 'dropout': attention dropout is not supported"),
-        (dict(batch_first=True), TypeError, "cannot honour 'batch_first': unknown argument"),
-        (dict(num_kv_heads=3), ValueError, "num_heads must divide embed_dim and num_kv_heads num_heads, got 16, 4, 3"),
-        (dict(num_kv_heads=0), ValueError, "num_kv_heads must be a positive integer"),
-        (dict(scheme="ring"), ValueError, "are for several ranks"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments, error, message):
-    with pytest.raises(error, match=message) as caught:
-        MultiheadAttention(16, 4, Dense(), **arguments)
-    assert "\n" not in str(caught.value)
-
-
-def test_bad_inputs_are_one_line():
-    layer = MultiheadAttention(16, 4, Dense(), dropout=0.0)
-    with pytest.raises(TypeError, match="cannot honour 'attn_mask': masks are not arguments"):
-        layer(torch.randn(1, 8, 16), attn_mask=None)
-    for wrong in (torch.randn(8, 16), torch.randn(1, 8, 12)):
-        with pytest.raises(ValueError, match=r"x must be \(batch, seq, 16\), got shape"):
-            layer(wrong)
-
-
 def test_every_scheme_has_the_same_layer():
     torch.manual_seed(0)
     x, dout = torch.randn(1, 48, 16, dtype=torch.float64, requires_grad=True), torch.randn(1, 48, 16).double()

@@ -150,10 +150,7 @@ def test_fake_tensors_are_not_stored():
     assert type(store.get("rows", lambda: torch.arange(3))) is torch.Tensor
 
 
-def test_bounds_are_checked_and_copied_and_the_global_cache_has_its_own():
-    for bound in ({"max_bytes": -1}, {"max_entries": -1}):
-        with pytest.raises(ValueError, match="must be >= 0"):
-            PatternCache(**bound)
+def test_bounds_are_copied_and_the_global_cache_has_its_own():
     store = PatternCache(100, 7)
     store.get("a", filler(8))
     for made in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):

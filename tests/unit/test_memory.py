@@ -142,7 +142,7 @@ def test_out_of_memory_first_gives_up_what_is_idle(kind, says, monkeypatch):
     assert held.numel() == 1024 and pool.stats().held_bytes == 4096
 
 
-def test_clear_copies_and_bad_arguments():
+def test_clear_and_copies():
     pool = small_pool()
     t = pool.lend((128,))
     pool.clear()
@@ -152,11 +152,6 @@ def test_clear_copies_and_bad_arguments():
     pool.lend((25,))
     for made in (copy.deepcopy(pool), pickle.loads(pickle.dumps(pool))):
         assert (made.max_bytes, made.threshold_bytes, made.waste, made.stats()) == (100, 7, 1.5, PoolStats())
-    for options in ({"max_bytes": -1}, {"threshold_bytes": -1}, {"waste": 0.5}, {"waste": float("nan")}):
-        with pytest.raises(ValueError, match="memory pool: .* got"):
-            MemoryPool(**options)
-    with pytest.raises(ValueError, match=r"got \(2, -3\)"):
-        small_pool().lend((2, -3))
 
 
 # --- pool: nothing that is referred to is lent again
