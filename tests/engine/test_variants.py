@@ -71,15 +71,6 @@ def test_every_system_is_one_function(name, ring_size, causal):
             assert reference.error(got, exact_grad, reference.gradient_floor(q, k, dout)) <= 5e-6
 
 
-def test_gradient_checkpointing_changes_nothing():
-    q = torch.randn(1, 64, 4, 8, requires_grad=True)
-    grads = []
-    for use in (False, True):
-        module = ringlab.ImprovedDilatedAttention([16, 32], [1, 2], use_gradient_checkpointing=use)
-        grads.append(torch.autograd.grad(module(q, q, q).square().sum(), q)[0])
-    assert torch.equal(*grads)
-
-
 def test_dtype_policy_and_callers_dtype():
     flash = RingDilatedAttentionV2Flash([16], [2], device="cpu")
     assert flash.dtype == torch.float32  # the hardware's policy reaches the subclass
@@ -87,8 +78,6 @@ def test_dtype_policy_and_callers_dtype():
     q = torch.randn(1, 32, 2, 8)
     assert flash(*[q.half()] * 3).dtype == torch.float16  # caller's dtype in, caller's dtype out
     assert RingDilatedAttentionV2Collective([16], [2]).dtype is None
-    with pytest.raises(ValueError, match="pass dtype=torch.float64"):
-        flash(*[q.double()] * 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,8 +94,6 @@ def test_modules_follow_half_and_to_as_those_with_weights_do(name):
     assert getattr(ringlab, name)([16], [2], dtype=torch.float16).cpu().device is None  # nothing to move
     low = module.to_empty(device="cpu").to(torch.bfloat16)(*[q] * 3)
     assert low.dtype == torch.float32 and torch.equal(low, low.bfloat16().float())  # computed in bf16
-    with pytest.raises(ValueError, match="dtype must be float64, .*, got torch.int32"):
-        module.type(torch.int32)
 
 
 def test_modules_are_copied_and_pickled_with_a_pool_of_their_own():

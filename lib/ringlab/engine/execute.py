@@ -150,14 +150,14 @@ class Plan:
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join partial results out (b, n, h, d), lse (b, h, n) into one; max-shifted, exact for lse -inf, differentiable.
+    """Join partial results out (b, n, h, d), lse (b, h, n) into one; max-shifted, exact for lse -inf.
 
     >>> out, lse = merge([torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)], [torch.zeros(1, 1, 1)] * 2)
     >>> out.flatten().tolist(), round(float(lse), 4)
     ([0.5, 0.5], 0.6931)
     """
     stacked = torch.stack(lses)  # (p, b, h, n)
-    top = stacked.detach().amax(0)  # (b, h, n)
+    top = stacked.amax(0)  # (b, h, n)
     shift = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     weights = (stacked - shift).exp()  # (p, b, h, n)
     total = weights.sum(0)  # (b, h, n)
