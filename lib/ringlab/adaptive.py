@@ -20,7 +20,7 @@ own rows, and receives the blocks that it chose.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +74,6 @@ class Adaptive:
             return n * min(n, self.top_k * size)
         lengths = [size] * (count - 1) + [n - (count - 1) * size]
         return sum(m * (m + 1) // 2 + m * size * min(i, self.top_k - 1) for i, m in enumerate(lengths))
-
-    def to_dict(self) -> dict:
-        return {"kind": "adaptive"} | asdict(self)
 
     def __str__(self) -> str:
         return f"blocks of {self.block_size}: the best {self.top_k} by content"
