@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .checks import is_real, short_repr
 from .tracking import not_counted, storages
@@ -53,7 +54,7 @@ class PatternCache:
     wait for one build. If a build fails, its caller gets the error and the next thread tries. A build may use the cache
     for other keys. A value larger than ``max_bytes`` is returned but not stored.
 
-    The bytes of a value are those of all storages under its tensors (in sequences, mappings, dataclasses and objects),
+    The bytes of a value are those of all storages under its tensors (in sequences, dicts, dataclasses and objects),
     each counted once. Values are built outside inference mode, so that training can use them, and must not require
     grad. A copied or unpickled cache is empty and has the same bounds.
 
@@ -158,23 +159,16 @@ def _entry(value: Any) -> _Entry:
 
 
 def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors in a value, in sequences, mappings, dataclasses and objects."""
-    if id(value) in seen or isinstance(value, type | types.ModuleType | types.FunctionType):
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-        parts = ()
-    elif isinstance(value, dict):
-        parts = [*value.keys(), *value.values()]
-    elif isinstance(value, tuple | list | set | frozenset):
-        parts = value
-    elif dataclasses.is_dataclass(value):  # also with slots
-        parts = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    else:
-        parts = vars(value).values() if hasattr(value, "__dict__") else ()
-    for part in parts:
-        yield from _tensors(part, seen)
+    """The tensors in a value, in sequences, dicts, dataclasses and objects."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif id(leaf) not in seen and not isinstance(leaf, type | types.ModuleType | types.FunctionType):
+            seen.add(id(leaf))
+            if dataclasses.is_dataclass(leaf):  # also with slots
+                yield from _tensors([getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)], seen)
+            else:
+                yield from _tensors(list(getattr(leaf, "__dict__", {}).values()), seen)
 
 
 GLOBAL = PatternCache()
