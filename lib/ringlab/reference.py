@@ -32,13 +32,9 @@ def attention(q, k, v, pattern: Pattern, *, causal: bool = False, scale: float |
     for h in range(heads):
         bias = _log_multiplicity(pattern, every, every, n, h, heads, kv_heads, causal)  # (n, n)
         kv = h // (heads // kv_heads)
-        q_h, k_h, v_h = q[:, :, h].double(), k[:, :, kv].double(), v[:, :, kv].double()  # (b, n, d)
-        scores = _scores(q_h, k_h, bias, scale)  # (b, n, n)
-        dead = (bias == -torch.inf).all(-1)  # (n,)
-        lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(-1)  # (b, n)
-        prob = (scores - lse[..., None]).exp()  # dead rows: exp(-inf) = 0
-        outs.append(prob @ v_h)  # (b, n, d)
-        lses.append(lse.masked_fill(dead, -torch.inf))
+        prob, lse = _softmax(q[:, :, h].double(), k[:, :, kv].double(), bias, scale)  # (b, n, n), (b, n)
+        outs.append(prob @ v[:, :, kv].double())  # (b, n, d)
+        lses.append(lse)
     return torch.stack(outs, 2), torch.stack(lses, 1)
 
 
@@ -171,18 +167,22 @@ def _scores(q, k, bias, scale: float) -> Tensor:
     return torch.where(bias == -torch.inf, bias, scale * q @ k.mT + bias)
 
 
+def _softmax(q, k, bias, scale: float) -> tuple[Tensor, Tensor]:
+    """The probabilities (..., q, k) and their lse (..., q); 0 and -inf for a query that sees nothing."""
+    dead = (bias == -torch.inf).all(-1)  # (q,)
+    scores = _scores(q, k, bias, scale)
+    lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(-1)  # finite, and so are its gradients
+    return (scores - lse[..., None]).exp(), lse.masked_fill(dead, -torch.inf)
+
+
 def _query_rows(q, k, v, rows, dout, head):
     """Exact out (s, d), lse (s,), dq (s, d) of one head at query positions ``rows``; q, k, v are (n, d) float64."""
     pattern, h, heads, kv_heads, causal, scale = head
     n = len(k)
     start, stop = pattern.reach(int(rows.min()), int(rows.max()), n)
     keys, k, v = torch.arange(start, stop, device=k.device), k[start:stop], v[start:stop]
-    bias = _log_multiplicity(pattern, rows, keys, n, h, heads, kv_heads, causal)  # (s, keys)
-    scores = _scores(q[rows], k, bias, scale)
-    lse = scores.logsumexp(-1)  # (s,); -inf for a dead row
-    prob = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp()  # (s, keys)
-    out = prob @ v
-    dq = None
+    prob, lse = _softmax(q[rows], k, _log_multiplicity(pattern, rows, keys, n, h, heads, kv_heads, causal), scale)
+    out, dq = prob @ v, None
     if dout is not None:
         g = dout[rows]  # (s, d)
         dq = scale * (prob * (g @ v.T - (g * out).sum(-1, keepdim=True))) @ k
