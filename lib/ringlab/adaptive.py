@@ -39,10 +39,10 @@ from .ring.group import Group
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Each block of ``block_size`` queries sees ``top_k`` blocks of keys, whichever the content asks for.
+    """Each block of ``block_size`` queries sees the ``top_k`` blocks of keys with the largest logits.
 
     Raises ValueError for numbers that are not positive; and, once n is known, for blocks longer than the sequence or
-    more of them than there are.
+    a ``top_k`` above their number.
 
     >>> Adaptive(64, 4).pairs(1024, causal=True), Adaptive(64, 16).pairs(1000) == 1000**2
     (205312, True)
@@ -120,7 +120,10 @@ def block_logits(q: Tensor, k: Tensor, scale: float, causal: bool = False) -> Te
 
 
 def rows_of_blocks(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int, int]:
-    """The numbers of all blocks, of the rows of blocks here, and of those before them; ValueError for a bad fit."""
+    """How many blocks there are, how many blocks of queries are here, and how many come before these.
+
+    Raises ValueError where the pattern does not fit the sequence, or the shards are not of whole blocks.
+    """
     n = q.shape[1] if ranks is None else topk_exchange.sequence_length(ranks, q.shape[1], pattern.block_size)
     count = pattern.count(n)
     if ranks is None:
@@ -177,7 +180,7 @@ def adaptive_attention(
     group=None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention to the blocks that z chooses and weighs, or that the means of q and k choose: see this module.
+    """Attention to the blocks that z chooses and weighs, or that the means of q and k choose, as this module says.
 
     q is (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); z (batch, heads, blocks, blocks), of
     queries by keys, may have another float dtype; causal reads it on and below its diagonal alone. Returns out and,
@@ -249,7 +252,7 @@ class AdaptiveBlockSparse(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        Group.sharing(group)  # raises what is wrong with it now, not at the first call
+        Group.sharing(group)  # raises for a wrong group now, not at the first call
         check_int("head_dim", head_dim, most=LARGEST)
         backend = check_backend(backend)
         if dtype is not None:

@@ -129,7 +129,7 @@ class Random(Part):
     seed: int = 0
 
     def seen(self, rows, cols, count):
-        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
+        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, self.count)
         found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
         return found[:, cols.flatten().cpu()].to(rows.device)
 
@@ -138,9 +138,10 @@ class Random(Part):
 
 
 @lru_cache(maxsize=8)
-def _drawn(some: int, of: int, seed: int) -> Tensor:
+def _drawn(number: int, blocks: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(of, generator=generator)[:some] for _ in range(of)])  # (of, some)
+    rows = [torch.randperm(blocks, generator=generator)[:number] for _ in range(blocks)]
+    return torch.stack(rows)  # (blocks, number)
 
 
 @dataclass(frozen=True)
@@ -277,12 +278,12 @@ class BlockSparse:
             found[max(0, start) : min(count, stop) + 1] = True
         return found.nonzero().flatten()
 
-    def _in_turn(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _chunks(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield blocks of queries (r,), the blocks of keys near them (c,), and which they see, bool (r, c)."""
         count = self.count(n)
         for start in range(0, count, AT_ONCE):
-            some = range(start, min(count, start + AT_ONCE))
-            rows, cols = torch.arange(some.start, some.stop), self.near(some, n)
+            chunk = range(start, min(count, start + AT_ONCE))
+            rows, cols = torch.arange(chunk.start, chunk.stop), self.near(chunk, n)
             yield rows, cols, self.blocks(n, rows, cols)
 
     def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
@@ -301,7 +302,7 @@ class BlockSparse:
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
         """The fewest keys that a query sees, of those queries that see any."""
-        counts = torch.cat([seen.sum(1) for *_, seen in self._in_turn(n)])
+        counts = torch.cat([seen.sum(1) for *_, seen in self._chunks(n)])
         return min(n, self.block_size * int(counts[counts > 0].min())) if counts.any() else 1
 
     def pairs(self, n: int, causal: bool = False) -> int:
@@ -315,7 +316,7 @@ class BlockSparse:
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
         total, missing = 0, self.block_size - int(lengths[-1])
-        for rows, cols, seen in self._in_turn(n):
+        for rows, cols, seen in self._chunks(n):
             mine = lengths[rows]
             if causal:
                 itself = (seen & (cols == rows[:, None])).any(1)

@@ -51,7 +51,7 @@ class PublishedAttention(nn.Module):
     the last call followed.
 
     Raises TypeError for an argument that this system does not have, ValueError for bad values, NotImplementedError for
-    several ring members in a system of one device.
+    several ranks in a system of one device.
 
     >>> DilatedAttention([4, 8], [1, 2]).to(torch.bfloat16).dtype
     torch.bfloat16
@@ -185,8 +185,8 @@ class PublishedAttention(nn.Module):
         return [(name, runs, why, name == chosen) for name, runs, why, _ in rows]
 
     def extra_repr(self) -> str:
-        said = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
-        return said if self.auto is None else f"{said}, {self.auto}"
+        text = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
+        return text if self.auto is None else f"{text}, {self.auto}"
 
 
 class DilatedAttention(PublishedAttention):

@@ -134,7 +134,7 @@ class MemoryPool:
     def lend(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """An uninitialised contiguous tensor, to keep as long as one likes.
+        """An uninitialised contiguous tensor, to keep for as long as it is needed.
 
         Raises TypeError for a dtype or a shape that is none, ValueError for a negative size or an unknown device.
         """

@@ -110,5 +110,5 @@ class MultiheadAttention(nn.Module):
         return self.auto and self.auto.advice
 
     def extra_repr(self) -> str:
-        said = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
-        return said if self.auto is None else f"{said}, {self.auto}"
+        text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
+        return text if self.auto is None else f"{text}, {self.auto}"
