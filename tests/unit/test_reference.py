@@ -57,9 +57,7 @@ def test_sampled_errors_find_what_the_full_oracle_finds(pattern, causal):
     assert set(found) == {"out", "lse", "dq", "dk", "dv"} and max(found.values()) < 5e-6
     broken = dict(common, out=1.01 * out, lse=lse + 0.01, grads=[1.01 * g for g in grads])
     found = reference.sampled_errors(q, k, v, pattern, **broken)
-    assert found["out"] == pytest.approx(0.01, rel=0.01) and found["dk"] == pytest.approx(0.01, rel=0.01)
-    assert found["dq"] == pytest.approx(0.01, rel=0.01) and found["dv"] == pytest.approx(0.01, rel=0.01)
-    assert found["lse"] > 1e-3
+    assert found.pop("lse") > 1e-3 and found == pytest.approx(dict.fromkeys(found, 0.01), rel=0.01)
     zero = dict(common, out=torch.zeros_like(out), grads=[torch.zeros_like(g) for g in grads])
     assert min(reference.sampled_errors(q, k, v, pattern, **zero)[n] for n in ("out", "dq", "dk", "dv")) > 0.5
 
@@ -67,9 +65,8 @@ def test_sampled_errors_find_what_the_full_oracle_finds(pattern, causal):
 def test_error_is_infinite_for_the_wrong_infinities():
     good = torch.tensor([1.0, -torch.inf])
     assert reference.error(good, good, 1.0) == 0
-    assert reference.error(torch.tensor([1.0, 0.0]), good, 1.0) == torch.inf
-    assert reference.error(torch.tensor([1.0, torch.inf]), good, 1.0) == torch.inf
-    assert reference.error(torch.tensor([torch.nan, -torch.inf]), good, 1.0) == torch.inf
+    for wrong in ([1.0, 0.0], [1.0, torch.inf], [torch.nan, -torch.inf]):
+        assert reference.error(torch.tensor(wrong), good, 1.0) == torch.inf
 
 
 def test_tolerance():
@@ -87,7 +84,7 @@ def test_an_error_of_many_parts_is_that_of_the_whole(monkeypatch):
     x = ref + 1e-3 * torch.randn_like(ref)
     whole = reference.error(x, ref, 1.0)
     monkeypatch.setattr(reference, "PART", 100)
-    assert len(reference._parts(x)) == 13 and reference.error(x, ref, 1.0) == pytest.approx(whole, rel=1e-12)
+    assert reference.error(x, ref, 1.0) == pytest.approx(whole, rel=1e-12)
     assert reference.error(x[:, :, :26], ref, 1.0) == float("inf"), "of another shape, though its parts are alike"
     x[1, 2, 49, 3] = torch.nan
     assert reference.error(x, ref, 1.0) == float("inf")
