@@ -67,15 +67,6 @@ def test_over_ranks_gradients_sum_to_those_of_one_device_and_micro_batches_to_th
     assert apart(summed, whole) <= 1e-12
 
 
-@pytest.fixture
-def one_thread():
-    """Steps this small are faster without help, above all where other processes want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def train(steps: int, tracker=None, **options):
     """Losses of ``steps`` steps of a layer, and the live bytes after each where a tracker counts them."""
     torch.manual_seed(0)
@@ -97,17 +88,17 @@ def train(steps: int, tracker=None, **options):
 @pytest.mark.parametrize(
     "group, pattern, dtype", [(None, PATTERN, torch.float64), (Simulated(2), Dense(), torch.bfloat16)]
 )
-def test_a_hundred_steps_with_checkpointing_and_pool_are_those_without(one_thread, group, pattern, dtype):
+def test_fifty_steps_with_checkpointing_and_pool_are_those_without(group, pattern, dtype):
     """Bit for bit, and with tiles to rounding; what is alive after a step does not grow."""
     pool, gather = MemoryPool(threshold_bytes=0), group is None  # that path and half precision borrow
     made = {"group": group, "pattern": pattern, "dtype": dtype}
-    losses, _ = train(100, **made, execution=Execution(gather=gather))
+    losses, _ = train(50, **made, execution=Execution(gather=gather))
     with LiveStorageTracker() as tracker:
         checkpointed = {"execution": Execution(gather=gather, pool=pool), "use_gradient_checkpointing": True}
-        same, live = train(100, tracker, **made, **checkpointed)
-    assert same == losses and sum(losses[-20:]) < sum(losses[:20])
+        same, live = train(50, tracker, **made, **checkpointed)
+    assert same == losses and sum(losses[-10:]) < sum(losses[:10])
     assert len(set(live[2:])) == 1, "live memory after a step"
-    assert pool.stats().reuses > 100
+    assert pool.stats().reuses > 50
     if dtype == torch.float64:
-        tiled, _ = train(100, **made, execution=Execution(tile=20), use_gradient_checkpointing=True)
+        tiled, _ = train(50, **made, execution=Execution(tile=20), use_gradient_checkpointing=True)
         assert max(abs(a - b) / b for a, b in zip(tiled, losses)) <= 1e-12
