@@ -147,7 +147,7 @@ class MemoryPool:
         if any(size < 0 for size in shape):
             raise ValueError(f"sizes of a tensor must be >= 0, got {tuple(shape)}")
         device, nbytes = check_device(device), math.prod(shape) * dtype.itemsize
-        place = self._place(device, nbytes)
+        place = self._place(device, nbytes) if COUNTED else None
         with self._lock:
             buffer = self._take_idle(nbytes, place) if place else None
             self._counts.update(("borrows", "reuses" if buffer else "allocations" if place else "bypassed"))
@@ -180,10 +180,8 @@ class MemoryPool:
 
     def _place(self, device: torch.device, nbytes: int) -> tuple | None:
         """The device and stream that a buffer is bound to; None if torch.empty serves the request."""
-        if not COUNTED or not nbytes or nbytes < self.threshold_bytes:
-            return None
-        if any(map(torch._C._get_dispatch_mode, _TRACERS)):  # the tensor will have no data, or belong to a graph
-            return None
+        if not nbytes or nbytes < self.threshold_bytes or any(map(torch._C._get_dispatch_mode, _TRACERS)):
+            return None  # a tensor made under a tracer has no data, or belongs to a graph
         if device.type == "cpu":
             return ("cpu", 0, 0)
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():  # a graph keeps its own memory
