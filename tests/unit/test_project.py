@@ -267,6 +267,13 @@ def test_imports_go_down_only_and_the_engine_and_measuring_import_torch_and_the_
     assert {top_name(path) for path in modules()} <= {*LAYER, "__init__"}
 
 
+def test_library_imports_with_torch_alone():
+    names = sorted(f"ringlab.{name}" for name in TORCH_ALONE & {top_name(path) for path in modules()})
+    absent = [*PROBED, "numpy", "pandas", "yaml"]  # None in sys.modules: the import fails
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import {', '.join(names)}"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env={**os.environ, "PYTHONPATH": str(LIB)}, check=True)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the tree
 
