@@ -100,19 +100,22 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> N
             raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
         if t.layout != torch.strided or t.is_nested:
             raise ValueError(f"{name} must be a plain tensor, got a {'nested' if t.is_nested else t.layout} one")
-        if t.dim() != 4:
-            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got shape {tuple(t.shape)}")
+        shape = t.shape
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got shape {tuple(shape)}")
         if t.dtype not in FLOATS:
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
-        if 0 in (t.shape[:1] + t.shape[2:] if shards else t.shape):
-            raise ValueError(f"{name} is empty: shape {tuple(t.shape)}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape: {shapes}")
-    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
-        raise ValueError(f"q, k and v must agree in batch, seq and head_dim: {shapes}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"query heads must be a multiple of K/V heads: {q.shape[2]} and {k.shape[2]}")
+        if 0 in shape and not (shards and 0 not in (*shape[:1], *shape[2:])):
+            raise ValueError(f"{name} is empty: shape {tuple(shape)}")
+    (b, n, heads, d), (b_k, n_k, kv_heads, d_k) = q.shape, k.shape
+    if k.shape != v.shape or (b, n, d) != (b_k, n_k, d_k):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        what = (
+            "k and v must have one shape" if k.shape != v.shape else "q, k and v must agree in batch, seq and head_dim"
+        )
+        raise ValueError(f"{what}: {shapes}")
+    if heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:

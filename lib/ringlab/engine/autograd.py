@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from .. import kernels
@@ -26,7 +26,18 @@ def local_attention(q, k, v, pattern: Pattern, *, causal: bool, scale: float, ba
         flip, positive = positive_scale(scale)
         return triton.attend(flip(q), k, v, pattern, causal, positive)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return outside_graphs(_Attention.apply)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
+    call = _Attention.apply if is_followed(q, k, v) else forward
+    return outside_graphs(call)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
+
+
+_in_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def is_followed(*tensors: Tensor | None) -> bool:
+    """Whether autograd or a transform of torch.func must see the call; a plain function is faster."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    return _in_transform() or getattr(forward_ad, "_current_level", 0) >= 0  # -1 outside of forward-mode derivatives
 
 
 def outside_graphs(call):
@@ -113,6 +124,11 @@ def _gather_index(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
 class NoVmap(torch.autograd.Function):
     """Refuses torch's transforms other than one reverse-mode derivative."""
 
+    @classmethod
+    def apply(cls, *args):
+        """As torch's, which outside of transforms spends longer than a small call on looking for default arguments."""
+        return super().apply(*args) if _in_transform() else super(torch.autograd.Function, cls).apply(*args)
+
     @staticmethod
     def vmap(info, in_dims, *args):
         raise NotImplementedError("attention does not support torch.func.vmap or batched gradients; use the batch axis")
@@ -134,32 +150,35 @@ class NoDoubleBackward(NoVmap):
         raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
 
-class _Attention(NoVmap):
-    forward = staticmethod(forward)
+def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Function]:
+    """The autograd function of ``out, lse = forward(*tensors, *rest)`` for ``count`` tensors.
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.rest = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output)
+    ``backward(dout, dlse, *tensors, out, lse, *rest)`` gives the gradients of the first tensors; dlse may be None.
+    """
 
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        if dout is None and dlse is None:
-            return (None,) * 8
-        q, k, v, out, lse = ctx.saved_tensors  # once: checkpointing recomputes them when they are read
-        dout = torch.zeros_like(out) if dout is None else dout
-        return *_Gradients.apply(dout, dlse, q, k, v, out, lse, *ctx.rest), None, None, None, None, None
+    class Gradients(NoDoubleBackward):
+        pass
+
+    class Attention(NoVmap):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.rest = inputs[count:]
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*inputs[:count], *output)
+
+        @staticmethod
+        def backward(ctx, dout, dlse):
+            grads, tensors = (), ctx.saved_tensors  # once: checkpointing recomputes them when they are read
+            if dout is not None or dlse is not None:
+                dout = torch.zeros_like(tensors[-2]) if dout is None else dout
+                grads = Gradients.apply(dout, dlse, *tensors, *ctx.rest)
+            return *grads, *[None] * (count + len(ctx.rest) - len(grads))
+
+    Attention.forward, Gradients.forward = staticmethod(forward), staticmethod(backward)
+    return Attention
 
 
-class _Gradients(NoDoubleBackward):
-    forward = staticmethod(backward)
-
-
-# Function.apply binds its arguments to the signature of forward, to fill in defaults. There are none, and looking the
-# signature up takes longer than a small call: an empty one is there at once.
-_ANY = inspect.Signature([inspect.Parameter("tensors_and_options", inspect.Parameter.VAR_POSITIONAL)])
-forward.__signature__ = backward.__signature__ = _ANY
+_Attention = differentiable_once(forward, backward, 3)
 
 
 def positive_scale(scale: float):

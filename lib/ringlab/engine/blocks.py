@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from ..block_patterns import AT_ONCE, BlockSparse, Random
 from ..kernels.base import Kernel, supports_lower_right_causal
 from . import execute, torch_sparse
-from .dilated import first_and_step
-from .execute import Call, Plan, View, head_block
+from .dilated import even_runs, first_and_step
+from .execute import Call, Plan, View, in_head_blocks
 
 WAYS = {
     "auto": "the way that is expected to be fastest here",
@@ -55,7 +55,7 @@ def forward(q, k, v, pattern: BlockSparse, causal: bool, scale: float, kernel: K
     if way == "bsr":
         return torch_sparse.bsr_forward(q, k, v, _bsr_index(pattern, n, causal, q, execution), causal, scale)
     if way == "flex":
-        torch_sparse.require(q, pattern.block_size)
+        torch_sparse.refuse(way, torch_sparse.refusal(q.device, q.dtype, q.shape[3], pattern.block_size))
         key = "flex", pattern, n, causal, q.device
         mask = execution.cached(key, lambda: torch_sparse.flex_prepare(pattern, n, causal, q.device))
         out, lse = torch_sparse.flex_forward(q, k, v, mask, scale, with_lse=True)
@@ -90,17 +90,7 @@ def plan_for(
         way = choose(pattern, q.device)[0]
     (_, n, heads, _), kv_heads = q.shape, k.shape[2]
     shape = pattern, n, heads, kv_heads, causal, way, supports_lower_right_causal(kernel)
-    return in_blocks(lambda: make_plan(*shape), ("tiling", *shape), q, kv_heads, backward, execution.cached)
-
-
-def in_blocks(build: Callable[[], Plan], key: tuple, q: Tensor, kv_heads: int, backward: bool, cached) -> Plan:
-    """The plan that ``build`` makes, in blocks of heads where results are accumulated in fp32."""
-    found = cached(key, build)
-    heads = q.shape[2]
-    if not found.narrow(q.dtype, heads // kv_heads, backward):
-        return found
-    block = head_block(q, kv_heads, q.shape[1])
-    return cached((*key, block), lambda: found.in_head_blocks(block)) if block < heads else found
+    return in_head_blocks(("blocks", *shape), lambda: make_plan(*shape), q, kv_heads, backward, execution.cached)
 
 
 def make_plan(
@@ -123,12 +113,9 @@ def make_plan(
         blocks = torch.arange(len(cuts.starts))
         itself = torch.cat([pattern.blocks(n, some, some).diagonal() for some in blocks.split(AT_ONCE)])
         diagonal = torch.where(itself, blocks, -1)
-    if way == "views":
-        layers = [partial(layer, seen) for seen in layers_of(pattern, n)]
-        return tile(layers, cuts, cuts, diagonal, heads, kv_heads, lower_right=lower_right)
-    seen = partial(layer, partial(pattern.blocks, n))
-    alone = way == "rows"
-    return copied(seen, cuts, cuts, diagonal, heads, kv_heads, alone=alone, lower_right=lower_right)
+    layers = layers_of(pattern, n) if way == "views" else [partial(pattern.blocks, n)]
+    layers = [partial(layer, seen) for seen in layers]
+    return tile(layers, cuts, cuts, diagonal, heads, kv_heads, way=way, lower_right=lower_right)
 
 
 def layers_of(pattern: BlockSparse, n: int) -> list[Callable[[Tensor, Tensor], Tensor]]:
@@ -186,7 +173,7 @@ def layer(seen: Tensor) -> Layer:
 
 
 def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
-    """Stretches of equally long blocks and the levels of a tree over them: 2^level blocks are one node at most."""
+    """Ranges of blocks of one length, and the levels of the tree over each: a node has at most 2^level blocks."""
     lengths = queries.lengths.tolist()
     start = 0
     for stop in range(1, len(lengths) + 1):
@@ -196,7 +183,7 @@ def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
 
 
 def cheapest(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[int, ...]:
-    """Those levels of the tree over ``rows`` whose nodes make the calls cheapest; 0, the blocks, is one of them."""
+    """The levels of the tree over ``rows`` that make the calls cheapest. Level 0, single blocks, is always used."""
     size = int(queries.lengths[rows.start])
     used: tuple[int, ...] = (0,)
     middle = (len(rows) // 2 - SAMPLE // 2) >> levels << levels  # of many blocks some are enough to tell
@@ -215,21 +202,21 @@ def cheapest(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -
 
 
 def nodes(seen: Layer, rows: range, levels: tuple[int, ...]) -> list[tuple[int, Tensor, Tensor, Tensor]]:
-    """(level, node, first block of keys, one behind the last) of the stretches that nodes take, the largest first.
+    """(level, node, first key block, end) of each run of key blocks that a node takes, the largest nodes first.
 
-    ``rows`` are looked at some at a time, so that time and memory follow what is near them.
+    ``rows`` are taken some at a time: time and memory then grow with what is near them, not with the square of all.
     """
     found: dict[int, list] = {level: [] for level in sorted(levels, reverse=True)}
     for start in range(0, len(rows), SAMPLE):
         some, cols = seen(rows[start : start + SAMPLE])
         for level, taken in _taken(_common(some, max(levels)), levels):
-            node, first, stop = _stretches(taken, cols)
+            node, first, stop = _runs(taken, cols)
             found[level].append((node + (start >> level), first, stop))
     return [(level, *map(torch.cat, zip(*parts))) for level, parts in found.items()]
 
 
 def _common(seen: Tensor, levels: int) -> list[Tensor]:
-    """What all blocks of a node see, bool (nodes, c), by level of the tree."""
+    """The key blocks that all query blocks of a node see, bool (nodes, c), for each level of the tree."""
     common = [seen]
     for _ in range(levels):
         below = common[-1][: len(common[-1]) // 2 * 2]
@@ -238,7 +225,7 @@ def _common(seen: Tensor, levels: int) -> list[Tensor]:
 
 
 def _taken(common: list[Tensor], levels: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-    """(level, keys that each of its nodes takes), the largest nodes first."""
+    """(level, key blocks that each of its nodes takes), the largest nodes first."""
     covered = torch.zeros_like(common[0])
     for level in sorted(levels, reverse=True):
         shared = common[level]
@@ -249,8 +236,8 @@ def _taken(common: list[Tensor], levels: tuple[int, ...]) -> Iterator[tuple[int,
         yield level, mine
 
 
-def _stretches(taken: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(node, first block of keys, one behind the last) of each stretch of neighbouring blocks, by node."""
+def _runs(taken: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(node, first key block, end) of each run of neighbouring key blocks, by node."""
     edge = torch.zeros(len(taken), 1, dtype=torch.int8)
     change = torch.cat([edge, taken.to(torch.int8), edge], 1).diff(dim=1)  # 1 where one begins, -1 behind its end
     node, first = (change == 1).nonzero().unbind(1)
@@ -258,7 +245,7 @@ def _stretches(taken: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _weight(count: Tensor, rows: int) -> Tensor:
-    """What the pairs of calls of ``rows`` queries by ``count`` (calls,) keys cost."""
+    """What a pair costs in calls of ``rows`` queries by ``count`` (calls,) keys; see ``COST``."""
     row = sum(rows >= least for least in QUERIES) - 1
     return COST[row][torch.bucketize(count, torch.tensor(KEYS), right=True) - 1]
 
@@ -266,7 +253,7 @@ def _weight(count: Tensor, rows: int) -> Tensor:
 def _cost(levels: Iterable[tuple[int, Tensor]], cols: Tensor, size: int, keys: Cuts) -> float:
     total = 0.0
     for level, taken in levels:
-        _, first, stop = _stretches(taken, cols)
+        _, first, stop = _runs(taken, cols)
         count = keys.starts[stop - 1] + keys.lengths[stop - 1] - keys.starts[first]
         length = size << level
         total += length * float((count * _weight(count, length) + JOIN).sum())
@@ -274,7 +261,7 @@ def _cost(levels: Iterable[tuple[int, Tensor]], cols: Tensor, size: int, keys: C
 
 
 def better_copied(node: Tensor, count: Tensor, nodes: int, size: int) -> Tensor:
-    """Which stretches belong to nodes whose keys are cheaper copied together than read stretch by stretch."""
+    """Which runs belong to nodes whose keys are cheaper to copy together than to read run by run."""
     in_place = torch.zeros(nodes).index_add_(0, node, count * _weight(count, size) + JOIN)
     together = torch.zeros(nodes, dtype=torch.long).index_add_(0, node, count)
     return (together * _weight(together, size) * COPY + JOIN < in_place)[node]
@@ -282,19 +269,21 @@ def better_copied(node: Tensor, count: Tensor, nodes: int, size: int) -> Tensor:
 
 Entry = tuple[int, int, int, int]  # one dense call: rows, keys, the first query, the first key
 
-# Fewer queries than SHORT take their keys LONG at a time, while these are in the cache; and those of few keys are in
-# nodes of LONG queries or more, as far as halving goes.
+# Calls of fewer than SHORT queries take LONG keys at a time, which then stay in the CPU's cache. Calls of few keys are
+# split into parts of LONG queries or more.
 LONG, SHORT = 1024, 768
-# torch's CPU kernel takes fewer queries than WIDE 32 at a time, so that each of STRIP costs no more than one of 128.
+# torch's CPU kernel takes 32 queries at a time where there are fewer than WIDE: a call of STRIP queries then costs no
+# more per query than one of 128.
 STRIP, WIDE = 64, 192
 
 
 def tile(
     layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
-    *, lower_right: bool = False,
+    *, way: str = "views", lower_right: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of disjoint ``layers`` of seen blocks: regular calls first.
 
+    ``way``: "views", or "batched" and "rows", which copy all keys of a block of queries together; see ``WAYS``.
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
     ``lower_right``: causal calls may have more keys than queries.
 
@@ -309,35 +298,17 @@ def tile(
     gathered: list[Call] = []
     for seen in layers:
         for rows, level in chains(queries):
-            found, left = _calls(seen, rows, level, queries, keys)
+            found, left = _calls(seen, rows, level, queries, keys, way)
             entries += found
             gathered += left
     squares = _squares(queries, keys, diagonal)
     if lower_right:
-        entries, squares = _joined(entries, squares)
-    calls = _strided_calls([part for entry in entries for part in _halved(entry)])
-    calls = [part for call in calls for part in _in_cache(call)]
-    calls += _strided_calls(squares, causal=True)
+        entries, squares = _join_squares(entries, squares)
+    calls = _strided_calls([part for entry in entries for part in _split_queries(entry)])
+    calls = [part for call in calls for part in _split_keys(call)]
+    for call in _strided_calls(squares, causal=True):
+        calls += _nodes(call) if way == "rows" else [call]
     return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
-
-
-def copied(
-    seen: Layer, queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
-    *, alone: bool = False, lower_right: bool = False,
-) -> Plan:  # fmt: skip
-    """As ``tile``, with all keys of a block of queries copied together; ``alone``: a call for each such block."""
-    gathered: list[Call] = []
-    for rows, _ in chains(queries):
-        ((_, node, first, stop),) = nodes(seen, rows, (0,))
-        size = int(queries.lengths[rows.start])
-        gathered += _gathered_calls(node, first, stop, queries.starts[rows.start] + node * size, size, keys, alone)
-    squares = _strided_calls(_squares(queries, keys, diagonal), causal=True)
-    if alone:
-        squares = [
-            _call(c.q.rows, c.k.rows, 1, (c.q.first + i * c.q.node_step, 0), (c.k.first + i * c.k.node_step, 0), True)
-            for c in squares for i in range(c.nodes)
-        ]  # fmt: skip
-    return _plan(squares, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
 
 
 def _plan(calls: list[Call], gathered: list[Call], n: int, heads: int, kv_heads: int, lower_right: bool) -> Plan:
@@ -393,7 +364,7 @@ def _in_strips(call: Call, lower_right: bool) -> Iterator[Call]:
 
 
 def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
-    """The causal calls."""
+    """The causal calls, on the blocks of the diagonal."""
     if diagonal is None:
         return []
     mine = (diagonal >= 0).nonzero().flatten()
@@ -401,8 +372,8 @@ def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
     return [(length, length, q, k) for length, q, k in entries]
 
 
-def _joined(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """(calls, causal calls) with short calls that end where a square of the same queries begins joined to it."""
+def _join_squares(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """(calls, causal calls): a short call that ends where a causal one of the same queries begins is joined to it."""
     alone = {(length, q, k): (length, length, q, k) for length, _, q, k in squares}
     rest, joined = [], []
     for entry in entries:
@@ -414,9 +385,12 @@ def _joined(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entry], li
     return rest, joined + list(alone.values())
 
 
-def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[list[Entry], list[Call]]:
-    """The calls of one chain, at those levels of its tree that make it cheapest."""
-    size, used = int(queries.lengths[rows.start]), cheapest(seen, rows, levels, queries, keys)
+def _calls(
+    seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, way: str
+) -> tuple[list[Entry], list[Call]]:
+    """The calls of one range of blocks of one length, at the levels of its tree that make them cheapest."""
+    size, views = int(queries.lengths[rows.start]), way == "views"
+    used = cheapest(seen, rows, levels, queries, keys) if views else (0,)
     entries, gathered = [], []
     for level, node, first, stop in nodes(seen, rows, used):
         length = size << level
@@ -425,8 +399,8 @@ def _calls(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> 
         count = keys.starts[stop - 1] + keys.lengths[stop - 1] - begin
         apart = torch.zeros(len(node), dtype=torch.bool)
         if level == 0:
-            apart = better_copied(node, count, len(rows), size)
-            gathered += _gathered_calls(node[apart], first[apart], stop[apart], at[apart], size, keys)
+            apart = better_copied(node, count, len(rows), size) if views else ~apart
+            gathered += _gathered_calls(node[apart], first[apart], stop[apart], at[apart], size, keys, way == "rows")
         entries += [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
     return entries, gathered
 
@@ -436,12 +410,19 @@ def _call(rows: int, keys: int, nodes: int, query: tuple[int, int], key: tuple[i
     return Call(View(rows, query[0], node_step=query[1]), View(keys, key[0], node_step=key[1]), nodes, causal=causal)
 
 
+def _nodes(call: Call) -> Iterator[Call]:
+    """Each node as a call of its own."""
+    for i in range(call.nodes):
+        views = (replace(v, first=v.first + i * v.node_step, node_step=0) for v in (call.q, call.k))
+        yield Call(*views, causal=call.causal)
+
+
 def _strided_calls(entries: list[Entry], causal: bool = False) -> list[Call]:
-    return [_in_a_row(_call(*shape, causal)) for shape in _progressions(entries)]
+    return [_join_neighbours(_call(*shape, causal)) for shape in _progressions(entries)]
 
 
-def _in_a_row(call: Call) -> Call:
-    """The same with neighbouring nodes of few queries by the same keys as one, up to LONG queries."""
+def _join_neighbours(call: Call) -> Call:
+    """The same call, with neighbouring nodes that see the same keys joined up to LONG queries."""
     rows = call.q.rows
     if call.causal or call.nodes == 1 or call.k.node_step or call.q.node_step != rows or rows >= SHORT:
         return call
@@ -449,10 +430,10 @@ def _in_a_row(call: Call) -> Call:
     return replace(call, q=replace(call.q, rows=rows * joined, node_step=rows * joined), nodes=call.nodes // joined)
 
 
-def _halved(entry: Entry) -> Iterator[Entry]:
-    """A call of many queries by few keys, halved down to LONG: a thread then writes pages of its own, near each other.
+def _split_queries(entry: Entry) -> Iterator[Entry]:
+    """Halve a call of many queries by few keys down to LONG queries: each thread then writes neighbouring pages.
 
-    >>> [*_halved((4096, 512, 0, 0))][1:3], len([*_halved((3001, 512, 0, 0))])
+    >>> [*_split_queries((4096, 512, 0, 0))][1:3], len([*_split_queries((3001, 512, 0, 0))])
     ([(1024, 512, 1024, 0), (1024, 512, 2048, 0)], 1)
     """
     rows, keys, q, k = entry
@@ -463,8 +444,8 @@ def _halved(entry: Entry) -> Iterator[Entry]:
         yield rows // pieces, keys, q + at, k
 
 
-def _in_cache(call: Call) -> Iterator[Call]:
-    """Few queries by many keys: LONG keys at a time, as nodes that share their queries if the call has one node."""
+def _split_keys(call: Call) -> Iterator[Call]:
+    """Split a call of few queries by many keys into LONG keys at a time; parts of one node share its queries."""
     if call.q.rows >= SHORT or call.k.rows < 2 * LONG:
         yield call
         return
@@ -480,7 +461,7 @@ def _in_cache(call: Call) -> Iterator[Call]:
 
 
 def _gathered_calls(node, first, stop, at, size: int, keys: Cuts, alone: bool = False) -> list[Call]:
-    """Nodes with equally many keys in one call; or each by itself."""
+    """Calls on copied keys: nodes with equally many keys together, or each ``alone``."""
     alike: dict[int, list] = {}
     ends = keys.starts + keys.lengths
     mine: dict[int, list] = {}
@@ -514,17 +495,5 @@ def _progressions(entries: list[Entry]) -> Iterator[tuple]:
         for q, k in members:
             groups.setdefault(("apart", k - q) if apart[k - q] >= same[k] else ("same", k), []).append((q, k))
         for group in groups.values():
-            for run in _evenly(sorted(group)):
+            for run in even_runs(sorted(group)):
                 yield rows, count, len(run), *first_and_step(run)
-
-
-def _evenly(members: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    run = members[:1]
-    for item in members[1:]:
-        if len(run) == 1 or item[0] - run[-1][0] == run[1][0] - run[0][0]:
-            run.append(item)
-        else:
-            yield run
-            run = [item]
-    if run:
-        yield run

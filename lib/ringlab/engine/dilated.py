@@ -13,7 +13,7 @@ from math import lcm
 from torch import Tensor
 
 from ..patterns import Branch, Pattern
-from .execute import Call, Plan, View, head_block
+from .execute import Call, Plan, View, in_head_blocks
 
 
 def plan_for(
@@ -25,24 +25,12 @@ def plan_for(
     ``cached(key, build)`` remembers it.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
-    n = q.shape[1] if n is None else n
-    where = () if chunk is None else (chunk.start, chunk.stop)
-
-    def plan(*block):
-        key = "plan", pattern, n, heads, kv_heads, *block, *where
-        return cached(key, lambda: make_plan(pattern, n, heads, kv_heads, *(block or (None,)), chunk))
-
-    found = plan()
-    if not found.narrow(q.dtype, heads // kv_heads, backward):
-        return found
-    block = head_block(q, kv_heads, min(found.period, q.shape[1]))
-    return plan(block) if block < heads else found
+    given = pattern, q.shape[1] if n is None else n, heads, kv_heads, chunk
+    return in_head_blocks(("plan", *given), lambda: make_plan(*given), q, kv_heads, backward, cached)
 
 
-def make_plan(
-    pattern: Pattern, n: int, heads: int, kv_heads: int, block: int | None = None, chunk: range | None = None
-) -> Plan:
-    """Plan ``pattern`` over ``n`` positions, with calls that stay inside blocks of ``block`` heads (default: all).
+def make_plan(pattern: Pattern, n: int, heads: int, kv_heads: int, chunk: range | None = None) -> Plan:
+    """Plan ``pattern`` over ``n`` positions.
 
     ``chunk``: only these positions are there, as rows 0, 1, ...; of a segment that its ends cut, the part inside runs.
 
@@ -52,15 +40,11 @@ def make_plan(
     """
     branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: b.rate)  # a branch that writes all goes first
     first_branch = {h: b for b in reversed(branches) for h in b.heads}
-    block, chunk = heads if block is None else block, range(n) if chunk is None else chunk
-    blocks = []
-    for start in range(0, heads, block):
-        inside = range(start, min(start + block, heads))
-        calls = tuple(c for b in branches for c in _branch_calls(b, chunk, heads // kv_heads, inside, first_branch))
-        blocks.append((inside, calls, calls))
+    chunk = range(n) if chunk is None else chunk
+    calls = tuple(c for b in branches for c in _branch_calls(b, chunk, heads // kv_heads, first_branch))
     covered = all(h in first_branch and first_branch[h].rate == 1 for h in range(heads))
     return Plan(
-        tuple(blocks),
+        ((range(heads), calls, calls),),
         uncovered=() if covered else ((0, len(chunk)),),
         merges=sum(len(b.heads) for b in branches) > len(first_branch),
         same_rows=True,
@@ -69,15 +53,13 @@ def make_plan(
     )
 
 
-def _branch_calls(
-    b: Branch, chunk: range, group: int, inside: range, first_branch: dict[int, Branch]
-) -> Iterator[Call]:
+def _branch_calls(b: Branch, chunk: range, group: int, first_branch: dict[int, Branch]) -> Iterator[Call]:
     for start, count, length in _pieces(chunk, b.length):
         alike: dict[tuple, list] = {}  # heads that select equally many rows and agree on who writes first
         for head, offset in zip(b.heads, b.offsets):
             offset = (offset - start % b.length) % b.rate
             rows = -(-(length - offset) // b.rate)
-            if head in inside and rows > 0:
+            if rows > 0:
                 member = head, start - chunk.start + offset, head // group
                 alike.setdefault((rows, first_branch[head] is b), []).append(member)
         for (rows, first), members in alike.items():
@@ -107,19 +89,22 @@ def progressions(members: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     nth = {}  # how many earlier heads have the same offset
     for head, offset, *_ in members:
         nth[head] = seen[offset] = seen.get(offset, -1) + 1
-    found = []
-    for order in (lambda x: x[0], lambda x: (x[1], x[0]), lambda x: (nth[x[0]], x[1])):
-        runs: list[list] = []
-        for item in sorted(members, key=order):
-            run = runs[-1] if runs else [item]
-            steps = [a - b for a, b in zip(item, run[-1])]
-            alike = len(run) == 1 or steps == [a - b for a, b in zip(run[1], run[0])]
-            if runs and alike and min(steps) >= 0:  # a view cannot have a negative stride
-                run.append(item)
-            else:
-                runs.append([item])
-        found.append(runs)
-    return min(found, key=len)
+    orders = (lambda x: x[0], lambda x: (x[1], x[0]), lambda x: (nth[x[0]], x[1]))
+    return min(([*even_runs(sorted(members, key=order))] for order in orders), key=len)
+
+
+def even_runs(items: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Split a list into arithmetic progressions; none goes down, since a view cannot have a negative stride."""
+    run: list[tuple[int, ...]] = []
+    for item in items:
+        steps = [a - b for a, b in zip(item, run[-1])] if run else []
+        if not run or min(steps) >= 0 and (len(run) == 1 or steps == [a - b for a, b in zip(run[1], run[0])]):
+            run.append(item)
+        else:
+            yield run
+            run = [item]
+    if run:
+        yield run
 
 
 def first_and_step(run: list[tuple[int, ...]]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ for a tile of positions and heads at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -43,6 +43,21 @@ class View:
     head_step: int = 1
     shift: int = 0
     index: Tensor | None = None
+
+    @staticmethod
+    def of(index: Tensor) -> View:
+        """Rows ``index`` (rows, heads), all of one head of the tensor: strided where they can be, else gathered."""
+        (rows, heads), first = index.shape, int(index[0, 0])
+        step, shift = (int(t[min(1, len(t) - 1)]) - first for t in (index[:, 0], index[0]))
+        regular = first + step * torch.arange(rows)[:, None] + shift * torch.arange(heads)
+        # Gradients are added to the rows: no row may come twice.
+        if min(step, shift) >= 0 and index.equal(regular) and len(index.unique()) == index.numel():
+            return View(rows, first, step, head_step=0, shift=shift)
+        return View(rows, head_step=0, index=index[None])
+
+    def reads_all(self, t: Tensor) -> bool:
+        """Whether one node with as many heads as t (b, n, heads, d) reads t as it is."""
+        return self == View(t.shape[1], node_step=self.node_step)
 
     def from_head(self, start: int, stop: int) -> View:
         """The same rows for heads start .. stop - 1 of the call."""
@@ -205,7 +220,8 @@ def forward(
             out, lse = kernel.forward(*views, causal and whole.causal, scale)  # (b', m, h, d), (b', h, m)
             out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(b, n, heads)
         else:
-            out = empty_like(q, results)
+            make = torch.empty if results is None else results.lend
+            out = make(q.shape, dtype=q.dtype, device=q.device)
             lse = torch.empty(b, n, heads, dtype=accumulation_dtype(q.dtype), device=q.device)
             for start, stop in plan.uncovered:
                 out[:, start:stop] = 0.0
@@ -245,8 +261,9 @@ def _call_forward(call: Call, nodes: range, q, k, v, lse, out, limit: int, alone
                 merge_(out_, lse_, o, l)
             del o, l  # before the next piece is computed
         if call.q.index is not None:
-            for target, copy in zip(((lse, WHOLE), out), mine[1:]):
-                _scatter(target, call.q, call.heads, some, copy[0])
+            for target, (copy, *_) in zip(((lse, WHOLE), out), mine[1:]):
+                t, index = _indexed(*target, call.q, call.heads, some)
+                t[:, index] = copy
 
 
 def backward(
@@ -324,7 +341,8 @@ def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, 
             del dq, found, grad  # before the next piece is computed
         for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
             if view.index is not None:
-                _scatter_add(target, view, call.heads, some, copy)
+                t, index = _indexed(*target, view, call.heads, some)
+                t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
 
 
 def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
@@ -354,6 +372,8 @@ def _whole_call(plan: Plan, which: int, q, k, v, *more):
     if call is None:
         return None, None
     rows, nodes = call.q, range(call.nodes)
+    if call.nodes == 1 and call.k.reads_all(k):
+        return call, [q, k, v, *(t if t.dim() == 4 else t.transpose(1, 2) for t in more)]
     # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes fold into no larger batch.
     if call.nodes > 1 and call.k.node_step == 0 and (b > 1 or not on_cpu):
         rows, nodes = replace(rows, rows=n), range(1)
@@ -429,16 +449,6 @@ def _zeros_if_gathered(view: View, heads: int, nodes: range, targets) -> list[tu
     return [(torch.zeros(s, dtype=t.dtype, device=t.device), WHOLE, dense) for s, (t, _) in zip(shapes, targets)]
 
 
-def _scatter(target, view: View, heads: int, nodes: range, copy: Tensor) -> None:
-    t, index = _indexed(*target, view, heads, nodes)
-    t[:, index] = copy
-
-
-def _scatter_add(target, view: View, heads: int, nodes: range, copy: Tensor) -> None:
-    t, index = _indexed(*target, view, heads, nodes)
-    t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
-
-
 def _indexed(t: Tensor, origin: tuple[int, int], view: View, heads: int, nodes: range) -> tuple[Tensor, Tensor]:
     """A view of t (b, n, heads, d) and the flat index of gathered rows into its dimension 1."""
     index, first = view.index[nodes.start : nodes.stop], view.head - origin[1]
@@ -448,12 +458,6 @@ def _indexed(t: Tensor, origin: tuple[int, int], view: View, heads: int, nodes: 
     if view.index.dim() == 3:
         return t[:, :, first], index
     return t[:, :, first : first + (heads - 1) * view.head_step + 1 : view.head_step], index
-
-
-def empty_like(t: Tensor, results: MemoryPool | None) -> Tensor:
-    """An output like t, contiguous and uninitialised, lent by the pool if there is one."""
-    make = torch.empty if results is None else results.lend
-    return make(t.shape, dtype=t.dtype, device=t.device)
 
 
 # Bytes of a kernel's result at most (or one head per thread): on a CPU small enough for the allocator to reuse it, on
@@ -478,6 +482,16 @@ def head_block(q: Tensor, kv_heads: int, period: int) -> int:
     group = heads // kv_heads
     budget = q.numel() * q.element_size() // 8
     return min(heads, group * max(1, budget // (4 * b * period * d * group)))
+
+
+def in_head_blocks(key: tuple, build: Callable[[], Plan], q: Tensor, kv_heads: int, backward: bool, cached) -> Plan:
+    """The plan of a key, from the cache or built; in blocks of heads where results in q's dtype need accumulators."""
+    plan = cached(key, build)
+    if plan.narrow(q.dtype, q.shape[2] // kv_heads, backward):
+        block = head_block(q, kv_heads, min(plan.period, q.shape[1]))
+        if block < q.shape[2]:
+            return cached((*key, block), lambda: plan.in_head_blocks(block))
+    return plan
 
 
 @contextmanager

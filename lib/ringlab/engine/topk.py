@@ -23,55 +23,33 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..kernels.base import Kernel, accumulation_dtype
-from .autograd import NoDoubleBackward, NoVmap, fold_lse_gradient, outside_graphs, positive_scale, without_autocast
+from .autograd import (
+    differentiable_once,
+    fold_lse_gradient,
+    is_followed,
+    outside_graphs,
+    positive_scale,
+    without_autocast,
+)
 from .execute import head_block, merge_, piece_limit
 
 
 def attend(q, k, v, log_m: Tensor | None, picks: Tensor, size: int, causal: bool, scale: float, backend):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v and log_m."""
-    # How many calls there are is data.
-    return outside_graphs(_Attention.apply)(q, k, v, log_m, picks, size, causal, scale, backend)
+    call = _Attention.apply if is_followed(q, k, v, log_m) else forward
+    return outside_graphs(call)(q, k, v, log_m, picks, size, causal, scale, backend)  # how many calls there are is data
 
 
-class _Attention(NoVmap):
-    @staticmethod
-    def forward(q, k, v, log_m, picks, size, causal, scale, backend):
-        needs_backward = any(t is not None and t.requires_grad for t in (q, k, v, log_m))
-        return forward(q, k, v, log_m, picks, size, causal, scale, backend, needs_backward)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.size, ctx.causal, ctx.scale, ctx.backend = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        if dout is None and dlse is None:
-            return (None,) * 9
-        q, k, v, log_m, picks, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        rest = ctx.size, ctx.causal, ctx.scale, ctx.backend
-        return *_Gradients.apply(dout, dlse, q, k, v, out, lse, log_m, picks, *rest), None, None, None, None, None
-
-
-class _Gradients(NoDoubleBackward):
-    """dq, dk, dv, dlog_m."""
-
-    @staticmethod
-    def forward(*args):
-        return backward(*args)
-
-
-def forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, backend, needs_backward: bool, first=0):
-    """out (b, n, h, d) and lse (b, h, n)."""
+def forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, backend, first=0, needs_backward=False):
+    """out (b, n, h, d) and lse (b, h, n); ``needs_backward``: also where no tensor requires a gradient."""
+    needs_backward |= any(t is not None and t.requires_grad for t in (q, k, v, log_m))
     flip, positive = positive_scale(scale)
     kernel = _kernel(q, log_m, causal, needs_backward, backend)
     with without_autocast(q):
         return _forward(flip(q), k, v, log_m, picks, size, causal, positive, kernel, first)
 
 
-def backward(dout, dlse, q, k, v, out, lse, log_m, picks, size, causal, scale, backend, first=0, unrounded=False):
+def backward(dout, dlse, q, k, v, log_m, picks, out, lse, size, causal, scale, backend, first=0, unrounded=False):
     """dq, dk, dv and dlog_m or None; ``unrounded``: dk and dv in fp32 or wider, for others to add to."""
     flip, positive = positive_scale(scale)
     d, tensors = q.shape[3], (dout, flip(q), k, v, out, lse)
@@ -82,6 +60,9 @@ def backward(dout, dlse, q, k, v, out, lse, log_m, picks, size, causal, scale, b
         *grads, dlog_m = _backward(*tensors, log_m, picks, size, causal, positive, kernel, first, unrounded)
     dq, dk, dv = (g[..., :d] for g in grads)
     return flip(dq), dk, dv, dlog_m
+
+
+_Attention = differentiable_once(forward, backward, 5)
 
 
 def _kernel(q: Tensor, log_m: Tensor | None, causal: bool, backward: bool, backend) -> Kernel:

@@ -52,21 +52,19 @@ class Index:
         blocks = len(self.starts) - 1
         return F.pad(t, (0, 0, 0, blocks * self.size - self.n)).reshape(blocks, self.size, -1)
 
-    def times(self, values: Tensor, t: Tensor) -> Tensor:
-        """The BSR tensor of ``values`` (seen, size, size) times the blocks t (blocks, size, d), as (n, d)."""
-        return self._product(self.starts, self.cols, values, t)
+    def times(self, values: Tensor, t: Tensor, transposed: bool = False) -> Tensor:
+        """The BSR tensor of ``values`` (seen, size, size), or its transpose, times the blocks t (blocks, size, d).
 
-    def transposed_times(self, values: Tensor, t: Tensor) -> Tensor:
-        """The same with the transposed BSR tensor: its blocks in another order, each transposed."""
-        turned = values.mT.index_select(0, self.order)  # (seen, size, size), contiguous
-        return self._product(self.starts_by_column, self.rows[self.order], turned, t)
-
-    def _product(self, starts: Tensor, cols: Tensor, values: Tensor, t: Tensor) -> Tensor:
+        Returns (n, d).
+        """
         _spend_warning()
+        starts, cols = self.starts, self.cols
+        if transposed:  # its blocks in another order, each transposed
+            starts, cols = self.starts_by_column, self.rows[self.order]
+            values = values.mT.index_select(0, self.order)  # (seen, size, size), contiguous
         dense = t.flatten(0, 1)  # (blocks * size, d)
-        size = (len(dense), len(dense))
-        matrix = torch.sparse_bsr_tensor(starts, cols, values, size, check_invariants=False)
-        return (matrix @ dense)[: self.n]
+        size = len(dense), len(dense)
+        return (torch.sparse_bsr_tensor(starts, cols, values, size, check_invariants=False) @ dense)[: self.n]
 
 
 @cache
@@ -97,7 +95,7 @@ def bsr_forward(q, k, v, index: Index, causal: bool, scale: float) -> tuple[Tens
 
     ``index`` was prepared with the same ``causal``.
     """
-    _refuse(q.dtype)
+    refuse("bsr", wants_dtype(q.dtype, BSR_DTYPES))
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1])
     for i, h, kv in _heads(q, k):
@@ -113,7 +111,7 @@ def bsr_forward(q, k, v, index: Index, causal: bool, scale: float) -> tuple[Tens
 
 def bsr_backward(dout, q, k, v, out, lse, index: Index, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dq (b, n, h, d), dk, dv (b, n, h_kv, d) with the final out and lse (b, h, n)."""
-    _refuse(q.dtype)
+    refuse("bsr", wants_dtype(q.dtype, BSR_DTYPES))
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     for i, h, kv in _heads(q, k):
         q_, k_, v_, dout_ = (index.cut(t) for t in (q[i, :, h], k[i, :, kv], v[i, :, kv], dout[i, :, h]))
@@ -121,7 +119,7 @@ def bsr_backward(dout, q, k, v, out, lse, index: Index, causal: bool, scale: flo
         probs = _scores(q_, k_, index, causal, scale)  # (seen, size, size)
         # Rows behind the last get finite ones, and add nothing: their dout, q and delta are 0.
         probs.sub_(index.cut(lse[i, h, :, None])[index.rows]).exp_()
-        dv[i, :, kv] += index.transposed_times(probs, dout_)
+        dv[i, :, kv] += index.times(probs, dout_, transposed=True)
         # In blocks of one a row may see one key alone, with gradient 0: sum as delta does, so that it is, unrounded.
         at_q, at_k = dout_[index.rows], v_[index.cols]  # (seen, size, d)
         grads = torch.bmm(at_q, at_k.mT) if index.size > 1 else (at_q * at_k).sum(-1, keepdim=True)
@@ -129,14 +127,14 @@ def bsr_backward(dout, q, k, v, out, lse, index: Index, causal: bool, scale: flo
         grads.sub_(index.cut(delta)[index.rows]).mul_(probs).mul_(scale)
         del probs  # before the next copy is made
         dq[i, :, h] = index.times(grads, k_)
-        dk[i, :, kv] += index.transposed_times(grads, q_)
+        dk[i, :, kv] += index.times(grads, q_, transposed=True)
     return dq, dk, dv
 
 
-def _refuse(dtype: torch.dtype) -> None:
-    why = wants_dtype(dtype, BSR_DTYPES)
+def refuse(way: str, why: str | None) -> None:
+    """Raise NotImplementedError if there is a reason."""
     if why:
-        raise NotImplementedError(f"blocks='bsr' {why}")
+        raise NotImplementedError(f"blocks={way!r} {why}")
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -200,13 +198,6 @@ def refusal(
     if head_dim < 16:
         return f"needs a head_dim of 16 at least on a GPU, got {head_dim}"
     return None if has_triton() else "needs Triton and compute capability 7.0 on a GPU"
-
-
-def require(q: Tensor, block_size: int) -> None:
-    """Raise NotImplementedError with what ``refusal`` says of q (b, n, h, d), if anything."""
-    why = refusal(q.device, q.dtype, q.shape[3], block_size)
-    if why:
-        raise NotImplementedError(f"blocks='flex' {why}")
 
 
 def flex_prepare(

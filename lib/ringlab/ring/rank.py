@@ -145,9 +145,9 @@ def _on_received(branch, problem: Problem, start: int, asking: range, sides, row
         indices = {head: rows for head, _, rows in members}
         for run in progressions([(head, first) for head, first, _ in members]):
             (head, head_step), (q_first, q_shift) = first_and_step(run)
-            index = torch.stack([indices[h] for h, _ in run], 1)[None]  # (1, keys, heads)
+            keys = View.of(torch.stack([indices[h] for h, _ in run], 1))  # of (keys, heads)
             queries = View(q_count, q_first, branch.rate, 0, head, head_step, q_shift)
-            yield Call(queries, View(index.shape[1], head_step=0, index=index), heads=len(run))
+            yield Call(queries, keys, heads=len(run))
 
 
 class _Table:

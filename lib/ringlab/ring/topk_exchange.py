@@ -204,15 +204,15 @@ def _forward(group, rank, q, k, v, log_m, picks, size, causal, scale, backend, n
     rows = send.new_empty(sum(move.received), *send.shape[1:])
     yield Wait((yield Post(AllToAll(send, move.sent, rows, move.received))))
     first, keys = rank * picks.shape[2], move.keys(k, v, rows)
-    rest = log_m, move.local(picks), size, causal, scale, backend, needs_backward, first
+    rest = log_m, move.local(picks), size, causal, scale, backend, first, needs_backward
     return *topk.forward(q, *keys, *rest), rows, move
 
 
 def _backward(group, rank, move, rows, dout, dlse, q, k, v, out, lse, log_m, picks, size, causal, scale, backend):
     """dq, dk, dv, dlog_m of one rank; dk and dv are not yet rounded."""
     first, keys = rank * picks.shape[2], move.keys(k, v, rows)
-    rest = log_m, move.local(picks), size, causal, scale, backend, first, True
-    dq, *d_keys, dlog_m = topk.backward(dout, dlse, q, *keys, out, lse, *rest)
+    tensors = q, *keys, log_m, move.local(picks), out, lse
+    dq, *d_keys, dlog_m = topk.backward(dout, dlse, *tensors, size, causal, scale, backend, first, True)
     slots, heads = move.came
     d_rows = torch.stack([t.unflatten(1, (-1, size))[:, slots, :, heads] for t in d_keys], 1)  # (R, 2, b, size, d)
     home = d_rows.new_empty(sum(move.sent), *d_rows.shape[1:])
