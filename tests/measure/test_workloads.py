@@ -1,6 +1,5 @@
 """Systems that measure a cache, a pool, and blocks chosen by content: their checks hold, and fail for what is wrong."""
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -42,10 +41,9 @@ def test_lookups_are_those_of_a_plain_cache(options, kept):
 class Same(memory.MemoryPool):
     """Lends one buffer to all."""
 
-    @contextlib.contextmanager
-    def borrow(self, shape, dtype=torch.float32, device="cpu"):
+    def lend(self, shape, dtype=torch.float32, device="cpu"):
         self.buffer = getattr(self, "buffer", torch.empty(shape, dtype=dtype, device=device))
-        yield self.buffer
+        return self.buffer
 
 
 @pytest.mark.parametrize("threads", [1, 2])

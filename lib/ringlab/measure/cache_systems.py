@@ -9,7 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -62,11 +61,11 @@ class PlanBuild(Uncosted):
         shape = self.pattern, self.point.seq_len, self.point.heads, self.point.kv_heads
         if isinstance(self.pattern, patterns.BlockSparse):
             shape = *shape, self.point.causal, self.way
-            key, build = caches.key("tiling", *shape), lambda: blocks.make_plan(*shape)
+            key, build = ("tiling", *shape), lambda: blocks.make_plan(*shape)
         elif self.gather:
-            key, build = caches.key("gather", *shape, self.device), lambda: gather.gather_indices(*shape, self.device)
+            key, build = ("gather", *shape, self.device), lambda: gather.gather_indices(*shape, self.device)
         else:
-            key, build = caches.key("plan", *shape), lambda: make_plan(*shape)
+            key, build = ("plan", *shape), lambda: make_plan(*shape)
         return Steps(self.cache.get(key, build), self.point)
 
     def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
@@ -167,7 +166,7 @@ class CacheWorkload(Uncosted):
 
     def run(self, inputs) -> Output:
         kept = caches.PatternCache(self.max_bytes)
-        found = [kept.get(caches.key("tiling", *shape), lambda shape=shape: blocks.make_plan(*shape))
+        found = [kept.get(("tiling", *shape), lambda shape=shape: blocks.make_plan(*shape))
                  for shape in ((p, n, 1, 1, self.point.causal, self.way) for p, n in self.lookups)]  # fmt: skip
         stats = kept.stats()
         counted = {"cache_hits": stats.hits, "cache_misses": stats.misses, "cache_evictions": stats.evictions,
@@ -242,17 +241,14 @@ class PoolWorkload(Uncosted):
         self.workers = ThreadPoolExecutor(max(2, self.threads), initializer=torch.set_num_threads, initargs=(each,))
 
     def scratch(self):
-        """A context that gives uninitialised scratch (size,)."""
-        if self.pool is not None:
-            return self.pool.borrow((self.size,), self.dtype, self.device)
-        return nullcontext(torch.empty(self.size, dtype=self.dtype, device=self.device))
+        """Uninitialised scratch (size,)."""
+        make = torch.empty if self.pool is None else self.pool.lend
+        return make((self.size,), dtype=self.dtype, device=self.device)
 
     def run(self, inputs) -> Output:
         def work(mark: int) -> Tensor:
             for _ in range(BORROWS):
-                with self.scratch() as scratch:
-                    read = scratch.fill_(mark)[-1:].clone()
-                    del scratch
+                read = self.scratch().fill_(mark)[-1:].clone()
             return read
 
         marks = range(1, self.threads + 1)
@@ -265,12 +261,10 @@ class PoolWorkload(Uncosted):
         meet = threading.Barrier(max(2, self.threads), timeout=60)
 
         def hold(mark: int) -> bool:
-            with self.scratch() as scratch:
-                scratch.fill_(mark)
-                meet.wait()  # now all have written
-                kept = bool((scratch == mark).all())
-                meet.wait()
-                del scratch
+            scratch = self.scratch().fill_(mark)
+            meet.wait()  # now all have written
+            kept = bool((scratch == mark).all())
+            meet.wait()
             return kept
 
         kept = list(self.workers.map(hold, range(1, meet.parties + 1)))
