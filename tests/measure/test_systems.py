@@ -97,11 +97,12 @@ def test_a_point_that_makes_no_sense_is_refused_in_one_line(changes, said):
 def test_a_plan_is_checked_against_the_pattern_and_cleared_when_cold(options, changes):
     system = build(TINY.but(system="plan_build", options=options, **changes), "cpu")
     first, second = (system.run(system.inputs()) for _ in range(2))
-    assert (first.steps is second.steps) == options["warm"]
-    assert system.check([], second) == ({"out": 0.0}, {"out": 0.0})
+    assert (first.plans is second.plans) == options["warm"]
+    errors, tolerance = system.check([], second)
+    assert errors.keys() == {"out", "lse"} and all(errors[k] <= tolerance[k] for k in errors), (errors, tolerance)
     other = build(TINY.but(system="plan_build", options=options, pattern=patterns.Dilated([8, 32], [1, 2])), "cpu")
     if not changes:
-        assert system.check([], other.run([]))[0]["out"] > 0
+        assert system.check([], other.run([]))[0]["out"] > 0.01
 
 
 def test_a_pools_threshold_is_an_option():

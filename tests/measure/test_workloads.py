@@ -34,9 +34,8 @@ def test_lookups_are_those_of_a_plain_cache(options, kept):
     assert counted["cache_hits"] + counted["cache_misses"] == cache_systems.LOOKUPS
     assert counted["cache_hits"] == kept or kept is None and 0 < counted["cache_hits"] < 176
     assert (counted["cache_evictions"] > 0) == (kept is None) and counted["cache_bytes"] <= system.max_bytes
-    other = cache_systems.Found([*found.plans[1:], found.plans[0]], counted)
-    assert system.check([], other)[0]["out"] > 0.5
-    assert system.check([], cache_systems.Found(found.plans, counted | {"cache_evictions": 7}))[0]["out"] == 1.0
+    found.plans = [*found.plans[1:], found.plans[0]]
+    assert system.check([], found)[0]["out"] > 0.5
 
 
 class Same(memory.MemoryPool):
