@@ -230,8 +230,7 @@ def test_only_what_crashed_is_tried_again(measured, tmp_path):
     assert made.started == [f"broken:{name}" for name, (status, _) in VERDICTS.items() if status == "crashed"]
 
 
-def test_processes_of_a_gpus_group_start_side_by_side(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "EARLY", ("cpu",))
+def test_processes_of_a_group_start_side_by_side(tmp_path):
     points = [TINY, TINY.but(system="nothing"), CAUSAL]
     results = measure([Group("both", points, timed=False)], tmp_path, workers=(made := MadeUp()))
     assert [command for command, _ in made.asked] == ["start"] * 3 + ["prepare"] * 3
@@ -439,10 +438,6 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
 def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, capsys):
     class Crowded(session.CpuContention):
         cores, high = 1.5, True
-
-        @classmethod
-        def now(cls, threads):
-            return cls(threads)
 
     class Quiet(Crowded):
         high = False

@@ -99,7 +99,7 @@ def site(tmp_path, monkeypatch):
 def prepared(system: str, options=(), **more) -> dict:
     """What a worker answers that is asked to build, run and check the peer's point."""
     point = Point(system, small(system), seq_len=64, heads=4, head_dim=8, options=options, **more)
-    return {"status": "ok"} | Worker(point, "cpu").answer("prepare", tolerance={})
+    return {"status": "ok"} | Worker({"point": point.to_dict(), "device": "cpu"}).answer("prepare", tolerance={})
 
 
 def small(system: str):
