@@ -94,7 +94,7 @@ def implementations(profile: hardware.Profile, device: str, rehearsal: bool) -> 
         points += [ours.but(options=FULL | {"gather": True, "pool": False}), *named]
     if device == "cuda" and own_dtype(profile) != "float32":  # fp32 is refused by most GPU kernels
         points += [p.but(dtype=own_dtype(profile)) for p in named]
-    return Group("implementations", tuple(dict.fromkeys(points)))
+    return Group("implementations", dict.fromkeys(points))
 
 
 def long_length(profile: hardware.Profile, device: str) -> int:
@@ -132,7 +132,7 @@ def reuse(profile: hardware.Profile, device: str) -> Group:
         off = Point("ringlab", POOLED, batch=16, seq_len=n, heads=1, dtype=half_dtype(profile, device))
         points += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
         points += [dense(off), again(off)]
-    return Group("cache and pool", tuple(points))
+    return Group("cache and pool", points)
 
 
 def engine(profile: hardware.Profile, device: str) -> list[Group]:
@@ -148,7 +148,7 @@ def engine(profile: hardware.Profile, device: str) -> list[Group]:
     return [
         Group("engine forward", (*forward, ladder.but(system="copying"), dense(long), *rate)),
         Group("engine backward", (*backward, *rate)),
-        Group("memory", tuple(dict.fromkeys(held)), timed=False),
+        Group("memory", dict.fromkeys(held), timed=False),
     ]
 
 
@@ -177,7 +177,7 @@ def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool
     points += [second.but(system=HILBERT), dense(second)]
     points += [second.but(world_size=p, options=TWIN) for p in (1, 2)]
     simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
-    return [Group("throughput", tuple(points)), Group("simulated", (simulated,), timed=False)]
+    return [Group("throughput", points), Group("simulated", (simulated,), timed=False)]
 
 
 def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
@@ -196,7 +196,7 @@ def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal:
     several = [p for n in ns for p in schemes(n, 2)]
     several += [p.but(causal=True) for p in several[-3:]]
     several += [again(several[-1]), *schemes(4096, 4)]
-    return [Group("one device", tuple(one)), Group("schemes", tuple(several))]
+    return [Group("one device", one), Group("schemes", several)]
 
 
 def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
@@ -206,7 +206,7 @@ def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = 
     points = [first.but(seq_len=n) for n in ns]
     points += [first.but(seq_len=n, world_size=p) for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))]
     long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
-    groups = [Group("hybrid", (*points, again(points[0]))), Group("long", tuple(long), timed=False)]
+    groups = [Group("hybrid", (*points, again(points[0]))), Group("long", long, timed=False)]
     return groups[:1] if rehearsal else groups
 
 
@@ -259,23 +259,26 @@ def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool =
     """
     dtype = own_dtype(profile) if device == "cuda" else "float32"
     ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
+    # torch's sparse tensors exist in float32 only, so others are measured in float32 too.
+    table = [*(ours.but(system=system) for system in (ORIGINAL, OPTIMIZED)), ours, again(ours), dense(ours)]
+    table.append(ours.but(system=TORCH_SPARSE, dtype="float32"))
+    table += [p.but(dtype="float32") for p in table[1:3] if p.dtype != "float32"]
     chosen = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
-    kinds = Group(BLOCK_PATTERNS, (*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen))
-    groups = [sparse_table(ours), journey(ours), window_lengths(ours, profile, device, rehearsal), kinds]
+    kinds = [*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen]
+    windows = window_lengths(ours, profile, device, rehearsal)
+    groups = [Group(SPARSE_TABLE, table), journey(ours), windows, Group(BLOCK_PATTERNS, kinds)]
     if rehearsal:
         return groups
     # A CPU takes one of the eight heads, which are alike; all would take minutes.
     far = ours.but(pattern=FAR, heads=1, kv_heads=1) if device == "cpu" else ours.but(pattern=FAR)
-    extreme = Group(EXTREME_LENGTHS, tuple(far.but(seq_len=n) for n in EXTREME_TOKENS), interleave=False)
-    return [*groups, efficiency(ours, profile, device), extreme, session_reuse()]
-
-
-def sparse_table(ours: Point) -> Group:
-    """The document's rows; torch's sparse tensors exist in float32 only, so others are measured in float32 too."""
-    published = [ours.but(system=system) for system in (ORIGINAL, OPTIMIZED)]
-    points = [*published, ours, again(ours), dense(ours), ours.but(system=TORCH_SPARSE, dtype="float32")]
-    points += [p.but(dtype="float32") for p in (published[1], ours) if p.dtype != "float32"]
-    return Group(SPARSE_TABLE, tuple(points))
+    extreme = Group(EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False)
+    lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
+    caches = [{"max_mb": mb, "blocks": "batched"} for mb in CACHES_MB] + [{"max_mb": CACHES_MB[-1], "blocks": "views"}]
+    pools = [
+        {"size_mb": mb, "threads": n, "pool": pool} for mb in SCRATCH_MB for n in THREADS for pool in (False, True)
+    ]
+    reused = [point.but(options=how) for point, ways in ((lookup, caches), (scratch, pools)) for how in ways]
+    return [*groups, efficiency(ours, profile, device), extreme, Group(SESSION_REUSE, reused)]
 
 
 def journey(call: Point) -> Group:
@@ -298,7 +301,7 @@ def efficiency(ours: Point, profile: hardware.Profile, device: str) -> Group:
     points += [long.but(options=FRESH)] if device == "cpu" else []
     points += [dense(long), *([dense(long).but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute
     points.append(long.but(system="flex"))  # compiling it takes as long as all else
-    return Group(EFFICIENCY, tuple(points), rounds=6, sample_s=1.0 if device == "cpu" else 0.0)
+    return Group(EFFICIENCY, points, rounds=6, sample_s=1.0 if device == "cpu" else 0.0)
 
 
 def window_lengths(ours: Point, profile: hardware.Profile, device: str, rehearsal: bool) -> Group:
@@ -310,19 +313,7 @@ def window_lengths(ours: Point, profile: hardware.Profile, device: str, rehearsa
     if longest > SHORTEST:
         far = longest // 2 if device == "cpu" else longest
         points += [ours.but(seq_len=far, system=system) for system in (ORIGINAL, OPTIMIZED)]
-    return Group(WINDOW_LENGTHS, tuple(points))
-
-
-def session_reuse() -> Group:
-    """Lookups of many patterns by the size of the cache, and scratch from a pool and without it."""
-    lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
-    caches = [{"max_mb": mb, "blocks": "batched"} for mb in CACHES_MB] + [{"max_mb": CACHES_MB[-1], "blocks": "views"}]
-    pools = [
-        {"size_mb": mb, "threads": threads, "pool": pool}
-        for mb in SCRATCH_MB for threads in THREADS for pool in (False, True)
-    ]  # fmt: skip
-    points = [point.but(options=how) for point, ways in ((lookup, caches), (scratch, pools)) for how in ways]
-    return Group(SESSION_REUSE, tuple(points))
+    return Group(WINDOW_LENGTHS, points)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -363,14 +354,19 @@ def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
                   dtype=half_dtype(profile, device))  # fmt: skip
     longer = [n for n in RUNG_LONGER if _fits(first.but(seq_len=n), profile.memory_bytes)]
     groups = [rungs(first.but(head_dim=d, **how), name) for d in RUNG_HEAD_DIMS for name, how in RUNG_PASSES.items()]
-    groups += [rungs_by_length(first.but(seq_len=n)) for n in (RUNG_TOKENS // 4, *longer)]
+    for n in (RUNG_TOKENS // 4, *longer):
+        point = first.but(seq_len=n)
+        points = [*_ways(point, "default", "lists", "fused"), point.but(system="copying")]
+        points += [dense(point)] if n <= RUNG_TOKENS else []  # in less than a tenth of a second
+        turns = n < max(RUNG_LONGER)  # at that length the copying form needs the whole memory
+        groups.append(Group(f"{RUNGS_BY_LENGTH}, {n:,} tokens", points, interleave=turns))
     for name in ("forward", "forward and backward"):  # FlexAttention comes last, for the forward only
         point = first.but(pattern=RUNG_MASK, **RUNG_PASSES[name])
         flex = [point.but(system="flex")] if name == "forward" else []
         groups.append(Group(f"{RUNGS_ON_BLOCKS}, {name}", (*_ways(point, "default", "lists"), dense(point), *flex)))
     training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
     trained = _ways(training, "default", "lists", "fused")
-    return [*groups, Group(RUNGS_IN_MEMORY, tuple(trained), interleave=False)]
+    return [*groups, Group(RUNGS_IN_MEMORY, trained, interleave=False)]
 
 
 def rungs(point: Point, name: str) -> Group:
@@ -379,18 +375,7 @@ def rungs(point: Point, name: str) -> Group:
     points += [point.but(system="contiguous_segments", options={"backend": peer}) for peer in RUNG_PEERS]
     if (point.head_dim, name) == (RUNG_HEAD_DIMS[0], "forward"):
         points += [dense(point), again(point)]
-    return Group(f"{RUNGS}, head_dim {point.head_dim}, {name}", tuple(points))
-
-
-def rungs_by_length(point: Point) -> Group:
-    """Every way but eager merges, and the copying form; dense attention if it takes less than a tenth of a second.
-
-    At a million tokens the copying form needs the whole memory, so that points do not take turns.
-    """
-    points = [*_ways(point, "default", "lists", "fused"), point.but(system="copying")]
-    points += [dense(point)] if point.seq_len <= RUNG_TOKENS else []
-    turns = point.seq_len < max(RUNG_LONGER)
-    return Group(f"{RUNGS_BY_LENGTH}, {point.seq_len:,} tokens", tuple(points), interleave=turns)
+    return Group(f"{RUNGS}, head_dim {point.head_dim}, {name}", points)
 
 
 def _ways(point: Point, *names: str) -> list[Point]:
@@ -452,7 +437,11 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
         points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
     for name, pattern in LANDSCAPE_PEERS.items():
         points += _peer(name, pattern, window.dtype, [n for n in ns if pattern(n) != Dense() or n <= dense_to])
-    return [Group(LANDSCAPE, tuple(dict.fromkeys(points))), landscape_checks(points, ns[0])]
+    checked = [p for p in points if p.seq_len == ns[0] and p.system != "flex" and p == p.first]
+    checked = [p.but(passes="fwd+bwd") for p in checked if p.system not in LANDSCAPE_PEERS or p.options]
+    checked += [p.but(causal=True) for p in checked if p.system in LANDSCAPE_PEERS]
+    checks = Group(LANDSCAPE_CHECKS, dict.fromkeys(checked), timed=False)
+    return [Group(LANDSCAPE, dict.fromkeys(points)), checks]
 
 
 def _peer(name: str, pattern: Callable, dtype: str, ns: list[int]) -> list[Point]:
@@ -462,14 +451,6 @@ def _peer(name: str, pattern: Callable, dtype: str, ns: list[int]) -> list[Point
         return [Point(name, pattern(ns[0]), seq_len=ns[0], dtype=dtype)]
     theirs = [Point(name, pattern(n), seq_len=n, dtype=dtype, options={"version": version}) for n in ns]
     return theirs + [p.but(system="ringlab", options={}) for p in theirs if p.pattern["kind"] == "dilated"]
-
-
-def landscape_checks(points: list[Point], seq_len: int) -> Group:
-    """Forward and backward of each system at one length, other packages causal too; FlexAttention has no backward."""
-    there = [p for p in points if p.seq_len == seq_len and p.system != "flex" and not dict(p.options).get("twin")]
-    there = [p.but(passes="fwd+bwd") for p in there if p.system not in LANDSCAPE_PEERS or p.options]
-    causal = [p.but(causal=True) for p in there if p.system in LANDSCAPE_PEERS]
-    return Group(LANDSCAPE_CHECKS, tuple(dict.fromkeys([*there, *causal])), timed=False)
 
 
 RING_SUITES: dict[str, Callable[..., list[Group]]] = {
