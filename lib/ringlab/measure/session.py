@@ -162,7 +162,10 @@ CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, with
 
 
 class Session:
-    """The arguments of ``run``, and what all groups of a run share. ``workers`` starts the processes of a point."""
+    """The state that all groups of a run share. ``workers`` starts the processes of a point.
+
+    ``memory_bytes``: how much a worker on the CPU may grow, by default what is available. Other arguments as ``run``.
+    """
 
     def __init__(
         self,
@@ -450,16 +453,14 @@ def run(
     timeout_s: float = TIMEOUT_S,
     progress: bool = False,
     force: bool = False,
-    memory_bytes: int | None = None,
     minutes: float | None = None,
 ) -> list[Result]:
     """Measure the points of ``groups`` that have no rows in ``folder`` yet, and return the results of all of them.
 
     ``profile``: a hardware profile or its name, whose rates bound GPU times. ``device``: "cuda" or "cpu", by default
     the profile's kind, and "cpu" for a rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point on
-    stderr. ``force``: measure again what is there. ``memory_bytes``: how much a worker on the CPU may grow, by default
-    what is available. ``minutes``: after this time no further group is begun (the first always is), and the next run
-    goes on there.
+    stderr. ``force``: measure again what is there. ``minutes``: after this time no further group is begun (the first
+    always is), and the next run goes on there.
 
     A point is done if a result exists for the same point, group, engine, method, torch, device, machine and threads,
     and, if the group is interleaved, the same points in it. The next run repeats a point whose worker was killed from
@@ -467,11 +468,8 @@ def run(
     Raises Interrupted on Ctrl-C (all rows so far are kept), Busy if another run uses the folder, OSError if the folder
     cannot be written, and ValueError for invalid arguments.
     """
-    session = Session(
-        folder, profile=profile, device=device, rehearsal=rehearsal, timeout_s=timeout_s, progress=progress,
-        memory_bytes=memory_bytes,
-    )  # fmt: skip
-    return session.run(groups, force, minutes)
+    how = {"profile": profile, "device": device, "rehearsal": rehearsal, "timeout_s": timeout_s, "progress": progress}
+    return Session(folder, **how).run(groups, force, minutes)
 
 
 def _checked(groups, minutes: float | None) -> list[Group]:
