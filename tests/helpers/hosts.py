@@ -1,5 +1,11 @@
-"""Workers for tests of sessions: real ones that measure the CPU's rates once, and made-up ones without a process."""
+"""Sessions in tests: systems that misbehave, real workers that measure the CPU's rates once, made-up ones."""
 
+import os
+from contextlib import contextmanager
+
+import pytest
+from ringlab.measure import provenance, timing
+from ringlab.measure.session import Session
 from ringlab.measure.workers import Workers
 
 RATES: dict[tuple, dict] = {}
@@ -15,6 +21,22 @@ class OneProbe(Workers):
         if names not in RATES:
             RATES[names] = super().ask(command, timeout_s, **arguments)
         return dict(RATES[names])
+
+
+def measure(groups, folder, force=False, minutes=None, workers=OneProbe, **how):
+    return Session(folder, **{"profile": "cpu", "workers": workers} | how).run(groups, force, minutes)
+
+
+@contextmanager
+def importable(folder, source: str, threads: int):
+    """Sessions of so many threads, whose workers can import ``source`` as the module "broken"."""
+    (folder / "broken.py").write_text(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provenance, "threads", lambda: threads)
+        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+        yield folder
 
 
 COST = {"pairs": 1, "distinct_pairs": 1, "flops": 1, "folded_flops": 1, "floor_bytes": 8}

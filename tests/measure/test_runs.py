@@ -14,17 +14,16 @@ from statistics import median
 
 import pytest
 import torch
-from hosts import MadeUp, OneProbe
+from hosts import MadeUp, OneProbe, importable, measure
 from ringlab import patterns
-from ringlab.measure import STATUSES, Busy, Group, Point, load, ratio, run, select, sgemm, workers
+from ringlab.measure import STATUSES, Busy, Group, Point, load, provenance, ratio, run, select, session, sgemm, store
+from ringlab.measure.workers import Died
 from ringlab.ring import processes
 from started import alive, gone, rows_of
 
-from ringlab.measure import session, provenance, store, timing  # isort: skip
-
 BROKEN = """
 import os, signal, time
-import torch
+import torch, torch.distributed as dist
 from dataclasses import replace
 from pathlib import Path
 from ringlab import attention
@@ -67,10 +66,11 @@ def turns(p, d):
     return system(forward, p, d)
 
 def slow(p, d):
-    (HERE / f"pid-{p.id}").write_text(str(os.getpid()))
+    rank, how = (dist.get_rank(), {"group": dist.group.WORLD, "scheme": "plan"}) if p.world_size > 1 else (0, {})
+    (HERE / f"pid-{p.id}-{rank}").write_text(str(os.getpid()))
     def forward(q, k, v):
         time.sleep(0.1)
-        return right(q, k, v)
+        return attention(q, k, v, PATTERN, **how), None
     return system(forward, p, d)
 """
 
@@ -82,17 +82,8 @@ TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
 def broken(tmp_path_factory):
     """The folder of a module of systems that misbehave, importable in workers."""
     folder = tmp_path_factory.mktemp("systems")
-    (folder / "broken.py").write_text(BROKEN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
-        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    with importable(folder, BROKEN, threads=1):  # tiny work: a second thread only waits
         yield folder
-
-
-def measure(groups, folder, force=False, minutes=None, workers=OneProbe, **how):
-    return session.Session(folder, **{"profile": "cpu", "workers": workers} | how).run(groups, force, minutes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,8 +107,7 @@ VERDICTS = {
     "too_small": ("suspect", "smaller than its own tensors"),
 }
 CAUSAL = TINY.but(causal=True)
-BUILD = TINY.but(system="plan_build", options={"warm": False})  # its check allows no error at all, only its own
-TABLE = Group("table", [BUILD, TINY, *(TINY.but(system=f"broken:{name}") for name in VERDICTS), CAUSAL, sgemm(64)])
+TABLE = Group("table", [TINY, *(TINY.but(system=f"broken:{name}") for name in VERDICTS), CAUSAL, sgemm(64)])
 ALONE = Group("alone", [TINY, CAUSAL], interleave=False)
 WRONG_GRADIENT = TINY.but(system="broken:bad_grad", passes="fwd+bwd")
 CHECKED = Group("checked", [TINY.but(passes="fwd+bwd"), WRONG_GRADIENT], timed=False)
@@ -255,19 +245,24 @@ def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(tmp_path, 
         begun(0)
 
 
-STOPS = (signal.SIGINT, signal.SIGKILL)
-SLOW = [[TINY.but(system="broken:slow", options={"x": x}) for x in some] for some in (range(3), range(3, 6))]
+SLOW = TINY.but(system="broken:slow")
+# how each run is stopped, its points, and its threads
+STOPPED = [
+    (signal.SIGINT, [SLOW.but(options={"x": x}) for x in range(3)], 1),
+    (signal.SIGKILL, [SLOW.but(options={"x": x}) for x in range(3, 6)], 1),
+    (signal.SIGINT, [SLOW.but(world_size=2, seq_len=128)], 2),
+]
 # a process for each run, forked after the imports, which take longer than all else; prints their ids, then their ends
 RUN_SLOW = """
 import json, os, signal, sys
 from ringlab.measure import Group, Interrupted, Point, provenance, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-provenance.threads = lambda: 1
 children = []
-for points, folder in json.loads(sys.argv[1]):
+for points, folder, threads in json.loads(sys.argv[1]):
     children.append(os.fork())
     if not children[-1]:
         os.dup2(os.open(folder + "/said", os.O_CREAT | os.O_WRONLY), 2)
+        provenance.threads = lambda: threads
         try:
             run([Group("slow", list(map(Point.from_dict, points)))], folder, profile="cpu", progress=True)
         except Interrupted as stop:
@@ -278,36 +273,36 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child i
 
 
 def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken):
-    """By Ctrl-C and by SIGKILL."""
-    folders = [tmp_path / stop.name for stop in STOPS]
+    """By Ctrl-C, by SIGKILL, and by Ctrl-C on two ranks."""
+    folders = [tmp_path / str(number) for number in range(len(STOPPED))]
     for folder in folders:
         folder.mkdir()
-    asked = json.dumps([([p.to_dict() for p in points], str(folder)) for points, folder in zip(SLOW, folders)])
-    process = subprocess.Popen([sys.executable, "-c", RUN_SLOW, asked], stdout=subprocess.PIPE, text=True)
-    runs = json.loads(process.stdout.readline())
-    deadline = time.monotonic() + 120
-    workers, waiting = [], list(zip(runs, STOPS, SLOW, folders))
+    asked = [([p.to_dict() for p in points], str(f), threads) for f, (_, points, threads) in zip(folders, STOPPED)]
+    command = [sys.executable, "-c", RUN_SLOW, json.dumps(asked)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline, workers = time.monotonic() + 120, []
+    waiting = list(zip(json.loads(process.stdout.readline()), STOPPED, folders))
     while waiting and time.monotonic() < deadline:
         for each in waiting[:]:
-            run_id, stop, points, folder = each
+            run_id, (stop, points, _), folder = each
             path = folder / store.NAME
             if path.exists() and path.read_text().count('"sample"') >= 10:
-                mine = [int((broken / f"pid-{p.id}").read_text()) for p in points]
-                assert len(set(mine)) == 3 and all(map(alive, mine))
+                mine = {int(file.read_text()) for p in points for file in broken.glob(f"pid-{p.id}-*")}
+                assert len(mine) == sum(p.world_size for p in points) and all(map(alive, mine))
                 os.kill(run_id, stop)
                 workers += mine
                 waiting.remove(each)
         time.sleep(0.02)
-    assert json.loads(process.communicate(timeout=60)[0]) == [1, -signal.SIGKILL]
-    for stop, folder in zip(STOPS, folders):
+    assert json.loads(process.communicate(timeout=60)[0]) == [1, -signal.SIGKILL, 1]
+    for (stop, points, _), folder in zip(STOPPED, folders):
         said = (folder / "said").read_text().splitlines()
         if stop == signal.SIGINT:
             assert said[-1] == "interrupted: 0 points and the finished samples of others are kept; run again to go on"
-        assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left)")
+        assert said[0].startswith(f"slow: {len(points)} point") and said[0].endswith(" left)")
         assert not [line for line in said if "Traceback" in line]
     assert gone(workers, 60.0), "workers end with their session"
 
-    for points, folder in zip(SLOW, folders):
+    for (_, points, _), folder in zip(STOPPED[:2], folders):
         before = rows_of(folder, "sample")
         results = measure([Group("slow", points)], folder)
         after = rows_of(folder, "sample")
@@ -367,7 +362,7 @@ def test_a_server_of_processes_that_is_killed_is_started_again(when, tmp_path, m
 def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
     def reply(system, command, arguments):
         if command == "probe":
-            raise workers.Died("crashed", "a bad day")
+            raise Died("crashed", "a bad day")
         return {}
 
     group, long = Group("g", [TINY], rounds=23), Group("long", [TINY], sample_s=2.0)
@@ -378,23 +373,20 @@ def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
     assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
 
 
-def test_progress_is_a_line_a_group_and_a_point(tmp_path, capsys):
+def test_progress_is_a_line_a_group_and_a_point_and_at_times_what_is_at_work(tmp_path, capsys):
+    def lines(group, **how):
+        measure([group], tmp_path, **how)
+        return capsys.readouterr().err.splitlines()
+
     group = Group("g", [TINY.but(system="broken:refuses"), TINY.but(system="broken:raises")])
-    measure([group], tmp_path, progress=True)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("g: 2 points, taking turns (") and len(lines) == 3
-    assert lines[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in lines[1]
-    assert lines[2].endswith("raised") or "left" not in lines[2]
-    measure([group], tmp_path)
-    assert capsys.readouterr().err == ""
-
-
-def test_progress_in_a_pipe_says_at_times_what_is_at_work(tmp_path, capsys):
+    said = lines(group, progress=True)
+    assert said[0].startswith("g: 2 points, taking turns (") and len(said) == 3
+    assert said[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in said[1]
+    assert lines(group) == []
     clock = itertools.count(0, 11)
-    measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True, workers=MadeUp(), clock=lambda: next(clock))
-    lines = capsys.readouterr().err.splitlines()
-    assert any(line.startswith("g: prepare ringlab") and line.endswith(" left)") for line in lines)
-    assert any(line.startswith("g: round ") and " of 6 (" in line and line.endswith(" left)") for line in lines)
+    said = lines(Group("g", [TINY, CAUSAL]), progress=True, workers=MadeUp(), clock=lambda: next(clock))
+    for start, inside in (("g: prepare ringlab", ""), ("g: round ", " of 6 (")):
+        assert any(line.startswith(start) and inside in line and line.endswith(" left)") for line in said)
 
 
 def test_others_are_the_busy_time_that_is_not_ours(tmp_path, monkeypatch):
