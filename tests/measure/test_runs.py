@@ -220,11 +220,12 @@ def test_only_what_crashed_is_tried_again(measured, tmp_path):
     assert made.started == [f"broken:{name}" for name, (status, _) in VERDICTS.items() if status == "crashed"]
 
 
-def test_processes_of_a_group_start_side_by_side(tmp_path):
+def test_processes_of_a_group_start_side_by_side_and_may_build_their_systems_at_once(tmp_path):
     points = [TINY, TINY.but(system="nothing"), CAUSAL]
     results = measure([Group("both", points, timed=False)], tmp_path, workers=(made := MadeUp()))
     assert [command for command, _ in made.asked] == ["start"] * 3 + ["prepare"] * 3
-    results = measure([Group("real", points, timed=False)], tmp_path)
+    early = lambda settings, ranks=1: OneProbe(settings | {"early": True}, ranks)  # noqa: E731
+    results = measure([Group("real", points, timed=False)], tmp_path, workers=early)
     assert [r.status for r in results] == ["ok", "unsupported", "ok"] and results[0].errors["out"] <= 5e-6
     assert [r.reason[:24] for r in results] == ["", "unknown system 'nothing'", ""]
 

@@ -306,8 +306,9 @@ class Session:
         return last
 
     def _start(self, group: Group, member: Member) -> None:
-        """Start a point's processes, which build the system while those of other points start too."""
-        settings = self.settings | {"point": member.point.to_dict()}
+        """Start a point's processes; on a GPU, where it takes seconds, those of a group build their systems at once."""
+        early = self.device == "cuda" and member.point.world_size == 1
+        settings = self.settings | {"point": member.point.to_dict(), "early": early}
         if group.ranks > 1:
             settings |= {"threads": max(1, self.threads // group.ranks), "timeout_s": self.timeout_s}
             oversubscribed = member.point.world_size > self.threads  # its ranks have no core each: no time is taken

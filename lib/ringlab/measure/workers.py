@@ -243,7 +243,7 @@ def serve(channel: Connection, settings: dict) -> None:
     torch.set_num_threads(settings["threads"])
     limit_memory(settings.get("memory_bytes"))
     worker = (RankWorker if "rank" in settings else Worker)(settings) if "point" in settings else None
-    if worker is not None and "rank" not in settings:  # while others start too; if this fails, so does ``prepare``
+    if settings.get("early"):  # if this fails, so does ``prepare``
         worker.answer("start")
     while True:
         command, arguments = pickle.loads(channel.recv_bytes())
