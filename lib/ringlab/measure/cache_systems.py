@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import block_patterns, kernels, memory
+from .. import block_patterns, memory
 from .. import cache as caches
 from ..block_patterns import BlockSparse
 from ..cost import Cost
@@ -22,7 +22,7 @@ from ..engine import blocks, execute, gather
 from ..engine.dilated import make_plan
 from ..engine.execute import Call, Plan
 from .points import Point
-from .systems import Output, Refused, System, only
+from .systems import Output, Refused, System, chosen, only
 
 
 class Uncosted(System):
@@ -84,7 +84,7 @@ class PlanBuild(Uncosted):
 
     def _attention(self, plan) -> dict[str, Tensor]:
         p, (q, k, v) = self.point, self.tensors()
-        kernel = kernels.choose(self.device, self.dtype, p.head_dim, causal=p.causal, backward=False).kernel
+        kernel = chosen(p, self.device).kernel
         return dict(zip(("out", "lse"), self.attend(q, k, v, plan, p.causal, p.head_dim**-0.5, kernel, pool=None)))
 
     def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:

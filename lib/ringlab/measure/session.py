@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from uuid import uuid4
 
 import torch
@@ -105,13 +106,11 @@ class Progress:
     def result(self, result: Result, share: float) -> None:
         """A point is done; ``share``: what was left of it."""
         self.count, self.done = self.count + 1, self.done + share
-        if result.median is not None:
-            found = f"{result.median * 1e3:.4g} ms" + (" unstable" if result.unstable else "")
-        else:
-            found = "checked" if result.status == "ok" else ""
-        if result.status != "ok":
-            found = f"{found} {result.status}: {result.reason}".strip()
-        self._line(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {found}")
+        found = [] if result.median is None else [f"{result.median * 1e3:.4g} ms"]
+        found += ["unstable"] if result.unstable else []
+        found += [f"{result.status}: {result.reason}"] if result.status != "ok" else []
+        said = " ".join(found) or "checked"
+        self._line(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {said}")
 
     def clear(self) -> None:
         if self.terminal:
@@ -219,12 +218,9 @@ class Session:
                 for number, (group, points) in enumerate(todo):
                     if number and self.clock() >= until:
                         self.progress.clear()
-                        left, names = (
-                            sum(len(points) for _, points in todo[number:]),
-                            [g.name for g, _ in todo[number:]],
-                        )
-                        warn(f"{minutes:g} minutes are over: {left} points are left, of {'; '.join(names)}; "
-                             "run again to go on")  # fmt: skip
+                        rest = todo[number:]
+                        left, names = sum(len(points) for _, points in rest), "; ".join(g.name for g, _ in rest)
+                        warn(f"{minutes:g} minutes are over: {left} points are left, of {names}; run again to go on")
                         break
                     anew = force or group.name in {name for name, _ in disturbed}
                     earlier = None if anew else unfinished(self.folder, group, self.here, self.rehearsal)
@@ -398,12 +394,21 @@ class Session:
         if others.high:
             warn(f"{group.name}: others used {others.cores:g} cores meanwhile, so that these times are too long")
         gemm = [m for m in members if m.point.system == "sgemm" and m.samples and m.alive]
-        rate = gemm[0].row["cost"]["flops"] / summary(list(gemm[0].samples.values())).median if gemm else None
+        rate = gemm[0].row["cost"]["flops"] / median(gemm[0].samples.values()) if gemm else None
         for member in members:
             row = {k: v for k, v in member.row.items() if k not in ("estimate", "seconds")}
             if member.alive:
                 row |= self._judged(member, rate, others.high)
-            self._store(group, run, member, row, origin)
+            rounds = sorted(member.samples) if row.get("median") is not None else []
+            result = Result(
+                point=member.point, group=group.name, run=run, rehearsal=self.rehearsal,
+                composition=group.composition(member.point), interleaved=group.interleave,
+                seconds=tuple(member.samples[number] for number in rounds), rounds=tuple(rounds),
+                provenance=origin | {"seed": member.point.id}, **row,
+            )  # fmt: skip
+            self.store.append(**result_row(result, member.spent))
+            self.results.append(result)
+            self.progress.result(result, 1 - member.done)
 
     def _judged(self, member: Member, rate: float | None, crowded: bool) -> dict:
         cost, doubts, row = Cost(**member.row["cost"]), [], {}
@@ -422,19 +427,6 @@ class Session:
             if below:
                 doubts.append(f"{found.median * 1e3:.3g} ms is below its bound of {bound * 1e3:.3g} ms")
         return row | ({"status": "suspect", "reason": "; ".join(doubts)} if doubts else {})
-
-    def _store(self, group: Group, run: str, member: Member, row: dict, origin: dict) -> None:
-        timed = row.get("median") is not None
-        rounds = sorted(member.samples) if timed else []
-        result = Result(
-            point=member.point, group=group.name, run=run, rehearsal=self.rehearsal,
-            composition=group.composition(member.point), interleaved=group.interleave,
-            seconds=tuple(member.samples[number] for number in rounds), rounds=tuple(rounds),
-            provenance=origin | {"seed": member.point.id}, **row,
-        )  # fmt: skip
-        self.store.append(**result_row(result, member.spent))
-        self.results.append(result)
-        self.progress.result(result, 1 - member.done)
 
     def _append(self, run: str, **row) -> None:
         self.store.append(run=run, rehearsal=self.rehearsal, **row)

@@ -64,9 +64,7 @@ POOLED = Dilated([512, 4096], [1, 8])  # few products; of 16 such sequences one 
 def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """Document 000, about three minutes on two CPU cores; a rehearsal has the first two groups.
 
-    ``implementations``: its table, by dtype, switch and kernel. ``lengths``: from which n on the pattern is faster.
-    ``passes``: causal, and training. ``cache and pool``. ``engine forward`` and ``engine backward``: beside a matrix
-    product, torch's own kernel and the copying form. ``memory``: of half precision. Dense SDPA is timed at each n.
+    Dense SDPA is timed at each shape that occurs.
     """
     groups = [implementations(profile, device, rehearsal), lengths(profile, device)]
     return groups if rehearsal else [*groups, passes(profile, device), reuse(profile, device), *engine(profile, device)]
@@ -252,10 +250,9 @@ def a_tenth(block_size: int, times: int = 1) -> BlockSparse:
 def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """Document 002, about three minutes on two CPU cores; a rehearsal leaves the long groups out.
 
-    ``block sparse table``: its table and dense attention. ``journey``: building the calls, cold and warm, and each way
-    of execution. ``efficiency``: time beside dense time x density and FlexAttention. ``window lengths``: from which n
-    on the pattern is faster. ``extreme lengths``: those of its headlines, each alone. ``block patterns``: each kind,
-    and blocks chosen by content. ``reuse``: the cache by its bytes, and the pool by size and threads.
+    ``block sparse table``: its table and dense attention. ``block patterns``: each kind, and blocks chosen by content.
+    ``extreme lengths``: those of its headlines, each alone. ``reuse``: the cache by its bytes, and the pool by size and
+    threads.
     """
     dtype = own_dtype(profile) if device == "cuda" else "float32"
     ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)

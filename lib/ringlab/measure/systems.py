@@ -255,20 +255,19 @@ def ringlab(point: Point, device) -> System:
         if not options.get("pool"):
             raise Refused(f"pool_threshold_mb={threshold_mb} needs pool=True")
         options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
-    pattern, causal = patterns.from_dict(point.pattern), point.causal
     with refusing():
-        execution = Execution(**options)
-    # Refused before any input is made.
-    kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=causal,
-                   backward=point.passes == "fwd+bwd", backend=backend)  # fmt: skip
-
-    def forward(q, k, v):
-        return attention(q, k, v, pattern, causal=causal, backend=backend, execution=execution, return_lse=True,
-                         **across)  # fmt: skip
-
-    system = System(point, device, forward)
+        how = {"causal": point.causal, "backend": backend, "execution": Execution(**options), "return_lse": True}
+    chosen(point, device, backend)  # refused before any input is made
+    pattern = patterns.from_dict(point.pattern)
+    system = System(point, device, lambda q, k, v: attention(q, k, v, pattern, **how, **across))
     system.scheme = across.get("scheme", "auto") if point.world_size > 1 else None
     return system
+
+
+def chosen(point: Point, device, backend: str = "auto") -> kernels.Choice:
+    """The kernel for a point; raises NotImplementedError if there is none."""
+    dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
+    return kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward, backend=backend)
 
 
 def group_of(point: Point, simulated: int | None):
@@ -297,9 +296,7 @@ def dense_sdpa(point: Point, device) -> System:
 def copying(point: Point, device) -> System:
     """The published way of the same function: copies each branch, runs the same kernel, scatters, then mixes."""
     only(point)
-    pattern = patterns.from_dict(point.pattern)
-    dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
-    kernel = kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward).kernel
+    pattern, kernel = patterns.from_dict(point.pattern), chosen(point, device).kernel
     return System(point, device, lambda q, k, v: (copying_attention(q, k, v, pattern, point.causal, kernel), None))
 
 
@@ -316,8 +313,7 @@ class ContiguousSegments(System):
         if self.backend is not None:
             if self.backend not in TORCHS:
                 raise Refused(f"unknown kernel of torch's {self.backend!r}; known: {', '.join(TORCHS)}")
-            kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=point.causal,
-                           backward=point.passes == "fwd+bwd", backend=self.backend)  # fmt: skip
+            chosen(point, device, self.backend)
         pattern = patterns.from_dict(point.pattern)
         dilated = isinstance(pattern, patterns.Dilated)
         self.rows = pattern.segment_lengths[0] // pattern.dilation_rates[0] if dilated else point.seq_len
