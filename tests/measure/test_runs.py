@@ -16,7 +16,7 @@ import pytest
 import torch
 from hosts import MadeUp, OneProbe, importable, measure
 from ringlab import patterns
-from ringlab.measure import STATUSES, Busy, Group, Point, load, provenance, ratio, run, select, session, sgemm, store
+from ringlab.measure import Busy, Group, Point, load, provenance, ratio, run, session, sgemm, store
 from ringlab.measure.workers import Died
 from ringlab.ring import processes
 from started import alive, gone, rows_of
@@ -106,11 +106,11 @@ VERDICTS = {
     "too_fast": ("suspect", "is below its bound of"),
     "too_small": ("suspect", "smaller than its own tensors"),
 }
-CAUSAL = TINY.but(causal=True)
-TABLE = Group("table", [TINY, *(TINY.but(system=f"broken:{name}") for name in VERDICTS), CAUSAL, sgemm(64)])
+CAUSAL, TRAINED, GEMM = TINY.but(causal=True), TINY.but(passes="fwd+bwd"), sgemm(64)
+TABLE = Group("table", [TINY, *(TINY.but(system=f"broken:{name}") for name in VERDICTS), CAUSAL, GEMM])
 ALONE = Group("alone", [TINY, CAUSAL], interleave=False)
-WRONG_GRADIENT = TINY.but(system="broken:bad_grad", passes="fwd+bwd")
-CHECKED = Group("checked", [TINY.but(passes="fwd+bwd"), WRONG_GRADIENT], timed=False)
+WRONG_GRADIENT = TRAINED.but(system="broken:bad_grad")
+CHECKED = Group("checked", [TRAINED, WRONG_GRADIENT], timed=False)
 
 
 @pytest.fixture(scope="module")
@@ -119,53 +119,50 @@ def measured(tmp_path_factory):
     return folder, measure([TABLE, ALONE, CHECKED], folder, memory_bytes=1 << 30)
 
 
-def found(measured, group: str, **fields):
-    (result,) = select(measured[1], group, **fields)
-    return result
+def found(measured, group: str, *points):
+    """The results of these points of a group."""
+    results = {r.point: r for r in measured[1] if r.group == group}
+    return [results[point] for point in points]
 
 
 @pytest.mark.parametrize("system", VERDICTS)
 def test_what_cannot_be_quoted_says_why(measured, system):
     status, said = VERDICTS[system]
-    row = found(measured, "table", system=f"broken:{system}")
+    (row,) = found(measured, "table", TINY.but(system=f"broken:{system}"))
     assert row.status == status and said in row.reason and "\n" not in row.reason
     assert (row.median is not None) == (status == "suspect"), "no time without a passed check"
     assert row.final == (status != "crashed"), "a fault is tried again, a refusal is not"
 
 
 def test_a_right_system_is_checked_then_timed(measured):
-    row = found(measured, "table", system="ringlab", causal=False)
+    row, gemm = found(measured, "table", TINY, GEMM)
     assert row.status == "ok" and 0 < row.errors["out"] <= row.tolerance["out"] == 5e-6
     assert len(row.seconds) >= 10 and row.median == median(row.seconds) and row.warmups >= 2
     assert row.q1 <= row.median <= row.q3 and row.ci[0] <= row.median <= row.ci[1]
     assert row.memory["tracked_peak_bytes"] >= row.memory["floor_bytes"] == 4 * 64 * 2 * 8 * 4
-    gemm = found(measured, "table", system="sgemm")
     rate = gemm.cost["flops"] / gemm.median
     assert row.share == pytest.approx(row.cost["flops"] / row.median / rate) and gemm.share == pytest.approx(1.0)
-    assert {r.status for r in measured[1]} <= set(STATUSES)
 
 
 def test_points_of_a_table_take_turns_in_processes_of_their_own(measured):
     folder, _ = measured
-    a, b, c = (found(measured, "table", **x) for x in ({"system": "ringlab", "causal": False}, {"causal": True},
-                                                       {"system": "sgemm"}))  # fmt: skip
-    run_id, ids = a.run, [r.point.id for r in (a, b, c)]
-    taken = [(r["round"], r["point"]) for r in rows_of(folder, "sample") if r["run"] == run_id and r["point"] in ids]
+    a, b, c = found(measured, "table", TINY, CAUSAL, GEMM)
+    ids = [r.point.id for r in (a, b, c)]
+    taken = [(r["round"], r["point"]) for r in rows_of(folder, "sample") if r["run"] == a.run and r["point"] in ids]
     assert [number for number, _ in taken[:30]] == [number for number in range(10) for _ in ids]
     firsts = {point for i, (_, point) in enumerate(taken[:30]) if i % 3 == 0}
     assert firsts == set(ids), "each is first in some round"
     assert a.run == b.run and ratio(a, b).paired and ratio(a, b).rounds == len(a.seconds)
-    apart = select(measured[1], "alone")
+    apart = found(measured, "alone", TINY, CAUSAL)
     order = [r["point"] for r in rows_of(folder, "sample") if r["run"] == apart[0].run]
     assert order == sorted(order, key=order.index) and not ratio(*apart).paired
 
 
 def test_a_group_may_be_checked_without_being_timed(measured):
-    row = found(measured, "checked", system="ringlab")
+    row, wrong = found(measured, "checked", TRAINED, WRONG_GRADIENT)
     assert row.status == "ok" and row.median is None and row.seconds == ()
     assert set(row.errors) == {"out", "lse", "dq", "dk", "dv"}
     assert row.memory["floor_bytes"] == 8 * 64 * 2 * 8 * 4
-    wrong = found(measured, "checked", system=WRONG_GRADIENT.system)
     assert wrong.status == "incorrect" and wrong.reason.startswith("dq is off by"), "even if the output is right"
 
 
@@ -188,9 +185,9 @@ def test_rows_say_where_they_come_from_and_not_on_which_host(measured):
 
 
 def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, capsys):
-    folder, results = measured
+    folder, _ = measured
     rows = (folder / store.NAME).read_text().splitlines(keepends=True)
-    kept, lost = select(results, "alone")
+    kept, lost = found(measured, "alone", TINY, CAUSAL)
     of_run = [row for row in rows if kept.run in row]
     text = "".join(of_run)[:-25]  # the second result lost its end
     (tmp_path / store.NAME).write_text(text)

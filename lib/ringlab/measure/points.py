@@ -12,8 +12,6 @@ import torch
 from .. import patterns
 from ..cost import PASSES
 
-STATUSES = ("ok", "incorrect", "oom", "unsupported", "timeout", "crashed", "suspect")
-
 
 def digest(value, length: int = 16) -> str:
     """The first hex digits of the sha256 of a JSON value in canonical form.
@@ -162,6 +160,7 @@ class Group:
 class Result:
     """The result of one point after a run; times in seconds, memory in bytes.
 
+    ``status``: "ok", "incorrect", "oom", "unsupported", "timeout", "crashed", or "suspect" for what cannot be true.
     ``seconds`` has one time per sample and ``rounds`` their numbers (by default 0, 1, ...); results of one ``run`` and
     an interleaved group are paired by round. ``final`` is false if trying again may help. ``share``: useful FLOPs per
     second as a fraction of the rate of the group's sgemm. ``ranks``, in a group with points on several: ``threads`` of
@@ -207,22 +206,3 @@ class Result:
 
     def option(self, name: str, default=None):
         return dict(self.point.options).get(name, default)
-
-
-def select(results, group: str | None = None, **fields) -> list[Result]:
-    """Results of ``group`` whose point has these fields; ``options`` is matched key by key.
-
-    >>> r = Result(sgemm(), "g", "ok")
-    >>> select([r], "g", system="sgemm") == [r], select([r], options={"pool": True})
-    (True, [])
-    """
-    wanted = dict(fields.pop("options", {}))
-    if unknown := fields.keys() - Point.__dataclass_fields__.keys():
-        raise TypeError(f"a point has no {', '.join(sorted(unknown))}; it has: {', '.join(Point.__dataclass_fields__)}")
-    return [
-        r
-        for r in results
-        if (group is None or r.group == group)
-        and all(getattr(r.point, k) == v for k, v in fields.items())
-        and all(r.option(k) == v for k, v in wanted.items())
-    ]

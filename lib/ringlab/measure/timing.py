@@ -83,6 +83,8 @@ def rounds_for(seconds: list[float], interleaved: bool) -> list[int]:
 
     >>> rounds_for([0.001, 0.2, 2.5], True), rounds_for([0.001, 0.01], True), rounds_for([0.001, 2.5], False)
     ([10, 10, 3], [30, 30], [30, 3])
+    >>> rounds_for([], True)
+    []
     """
     counts = [samples_for(s) for s in seconds]
     common = max(SAMPLES, min(counts, default=0)) if interleaved else MAX_SAMPLES
