@@ -2,60 +2,12 @@
 
 import pytest
 import torch
-from hosts import importable, measure
+from hosts import measure, misbehaving
 from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem, contiguous
 from ringlab.ring.volume import sent_bytes
 from started import rows_of
-
-BROKEN = '''
-import os, signal, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from ringlab import attention
-from ringlab.measure.systems import System, ringlab
-
-HERE = Path(__file__).parent
-
-def system(p, d, work, scheme=None):
-    made = System(p, d, None)
-    def forward(q, k, v):
-        return work(q, k, v, lambda: attention(q, k, v, made.pattern, group=dist.group.WORLD, scheme="plan"))
-    made.forward, made.scheme = forward, scheme
-    return made
-
-def second(value):
-    """What ``value`` makes of it on rank 1 alone."""
-    return lambda q, k, v, out: (value(out()) if dist.get_rank() == 1 else out(), None)
-
-def wrong(p, d): return system(p, d, second(lambda out: out * 1.001))
-def bad_grad(p, d):
-    return system(p, d, lambda q, k, v, out: (out() + 0.1 * dist.get_rank() * (v - v.detach()), None))
-def longer(p, d): return system(p, d, second(lambda out: torch.cat([out, out], 1)))
-def other_bytes(p, d): return system(p, d, lambda q, k, v, out: (out(), None), scheme="ring")
-def raises(p, d): return system(p, d, second(lambda out: 1 / 0))
-def refuses(p, d): raise NotImplementedError("needs another machine")
-def sleeps(p, d): return system(p, d, second(lambda out: time.sleep(1000)))
-
-def lags(p, d):
-    def work(q, k, v, out):
-        time.sleep(0.05 * dist.get_rank())
-        return out(), None
-    return system(p, d, work)
-
-def killed(p, d):
-    """Dies in its sixth call, once."""
-    calls, flag = [], HERE / "died"
-    def work(q, k, v, out):
-        calls.append(0)
-        if dist.get_rank() == 1 and len(calls) == 6 and not flag.exists():
-            flag.write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.06)
-        return out(), None
-    return system(p, d, work)
-'''
 
 PATTERN = Dilated([16, 128], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=128, heads=2, head_dim=8, world_size=2)
@@ -75,11 +27,11 @@ POINTS = [
     TINY, TINY.but(world_size=1), BOTH, TINY.but(options={"scheme": "ring"}), PUBLISHED,
     TINY.but(pattern=Dense(), options={"scheme": "ring", "layout": "zigzag"}),
     TINY.but(world_size=1, options={"simulated": 4}), PUBLISHED.but(world_size=1, options={"simulated": 4}),
-    TINY.but(system="broken:lags"), *BAD.values(),
+    TINY.but(system="broken:slow"), *BAD.values(),
 ]  # fmt: skip
 
 
-KILLED = TINY.but(system="broken:killed")
+KILLED = TINY.but(system="broken:dies_once")
 THREE = TINY.but(world_size=3, seq_len=129)  # and two cores
 GROUPS = [Group("ranks", POINTS, interleave=False), Group("killed", [KILLED, TINY]), Group("wide", [THREE, TINY])]
 
@@ -87,7 +39,7 @@ GROUPS = [Group("ranks", POINTS, interleave=False), Group("killed", [KILLED, TIN
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    with importable(folder, BROKEN, threads=2):
+    with misbehaving(folder, threads=2):
         yield folder, measure(GROUPS, folder)
 
 
@@ -125,7 +77,7 @@ def test_bytes_are_the_plans_and_memory_is_a_ranks(measured):
 
 
 def test_time_is_the_slowest_ranks(measured):
-    assert min(found(measured, TINY.but(system="broken:lags")).seconds) >= 0.05
+    assert min(found(measured, TINY.but(system="broken:slow")).seconds) >= 0.1
 
 
 @pytest.mark.parametrize("system", VERDICTS)

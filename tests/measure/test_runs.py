@@ -14,65 +14,12 @@ from statistics import median
 
 import pytest
 import torch
-from hosts import MadeUp, OneProbe, importable, measure
+from hosts import MadeUp, OneProbe, measure, misbehaving
 from ringlab import patterns
 from ringlab.measure import Busy, Group, Point, load, provenance, ratio, run, session, sgemm, store
 from ringlab.measure.workers import Died
 from ringlab.ring import processes
 from started import alive, gone, rows_of
-
-BROKEN = """
-import os, signal, time
-import torch, torch.distributed as dist
-from dataclasses import replace
-from pathlib import Path
-from ringlab import attention
-from ringlab.measure.systems import Refused, System
-
-HERE = Path(__file__).parent
-
-def right(q, k, v):
-    return attention(q, k, v, PATTERN), None
-
-def system(forward, point, device, **cost):
-    global PATTERN
-    made = System(point, device, forward)
-    PATTERN = made.pattern
-    made.cost = replace(made.cost, **cost)
-    return made
-
-def zeros(p, d): return system(lambda q, k, v: (torch.zeros_like(q), None), p, d)
-def nans(p, d): return system(lambda q, k, v: (q * float("nan"), None), p, d)
-def wide(p, d): return system(lambda q, k, v: (right(q, k, v)[0].double(), None), p, d)
-def short(p, d): return system(lambda q, k, v: (right(q, k, v)[0][:, :-1], None), p, d)
-def bad_grad(p, d): return system(lambda q, k, v: (right(q, k, v)[0] + 0.1 * (q - q.detach()), None), p, d)
-def raises(p, d): return system(lambda q, k, v: 1 / 0, p, d)
-def refuses(p, d): raise NotImplementedError("needs another machine")
-def declines(p, d): raise Refused("not this pattern")
-def buggy(p, d): return system(lambda q, k, v: int("x"), p, d)
-def starves(p, d): return system(lambda q, k, v: (torch.ones(1 << 31, dtype=torch.uint8), None), p, d)
-def exhausted(p, d): raise MemoryError
-def too_fast(p, d): return system(right, p, d, folded_flops=10**18)
-def too_small(p, d): return system(right, p, d, floor_bytes=10**9)
-def sleeps(p, d): return system(lambda q, k, v: time.sleep(1000), p, d)
-def aborts(p, d): return system(lambda q, k, v: os.abort(), p, d)
-def killed(p, d): return system(lambda q, k, v: os.kill(os.getpid(), signal.SIGKILL), p, d)
-
-def turns(p, d):
-    calls = []
-    def forward(q, k, v):
-        calls.append(0)
-        return (right(q, k, v)[0] if len(calls) < 3 else torch.zeros_like(q)), None
-    return system(forward, p, d)
-
-def slow(p, d):
-    rank, how = (dist.get_rank(), {"group": dist.group.WORLD, "scheme": "plan"}) if p.world_size > 1 else (0, {})
-    (HERE / f"pid-{p.id}-{rank}").write_text(str(os.getpid()))
-    def forward(q, k, v):
-        time.sleep(0.1)
-        return attention(q, k, v, PATTERN, **how), None
-    return system(forward, p, d)
-"""
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
@@ -82,7 +29,7 @@ TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
 def broken(tmp_path_factory):
     """The folder of a module of systems that misbehave, importable in workers."""
     folder = tmp_path_factory.mktemp("systems")
-    with importable(folder, BROKEN, threads=1):  # tiny work: a second thread only waits
+    with misbehaving(folder, threads=1):  # tiny work: a second thread only waits
         yield folder
 
 
@@ -163,7 +110,7 @@ def test_a_group_may_be_checked_without_being_timed(measured):
     assert row.status == "ok" and row.median is None and row.seconds == ()
     assert set(row.errors) == {"out", "lse", "dq", "dk", "dv"}
     assert row.memory["floor_bytes"] == 8 * 64 * 2 * 8 * 4
-    assert wrong.status == "incorrect" and wrong.reason.startswith("dq is off by"), "even if the output is right"
+    assert wrong.status == "incorrect" and wrong.reason.startswith("dv is off by"), "even if the output is right"
 
 
 def test_rows_say_where_they_come_from_and_not_on_which_host(measured):
