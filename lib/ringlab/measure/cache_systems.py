@@ -20,7 +20,7 @@ from ..block_patterns import BlockSparse
 from ..cost import Cost
 from ..engine import blocks, execute, gather
 from ..engine.dilated import make_plan
-from ..engine.execute import Call, Plan
+from ..engine.execute import Plan
 from .points import Point
 from .systems import Output, Refused, System, chosen, only
 
@@ -148,13 +148,13 @@ def _pairs(plans: list[Plan]) -> dict[str, Tensor]:
     return {"out": torch.tensor([sum(c.q.rows * c.k.rows * c.nodes for c in plan.calls) for plan in plans])}
 
 
-def _listed(plan: Plan) -> list[Call]:
-    """The calls of a plan, in which lists stand for tensors, so that they compare."""
+def _listed(plan: Plan) -> list:
+    """The uncovered rows and the calls of a plan, with lists in place of tensors, so that two plans compare."""
 
     def listed(view):
         return view if view.index is None else replace(view, index=view.index.tolist())
 
-    return [replace(c, q=listed(c.q), k=listed(c.k)) for c in plan.calls]
+    return [plan.uncovered, *(replace(c, q=listed(c.q), k=listed(c.k)) for c in plan.calls)]
 
 
 class PoolWorkload(Uncosted):

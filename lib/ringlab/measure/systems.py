@@ -111,12 +111,11 @@ class System:
         dout, causal = (rest[0] if rest else None), self.point.causal
         if found.keys() - self.tolerance.keys():
             self.tolerance = reference.tolerance(q, k, v, dout, causal=causal)
-        tolerance = self.tolerance
         b, n, h, _ = q.shape
         want = {"out": q.shape, "lse": (b, h, n), "dq": q.shape, "dk": k.shape, "dv": v.shape}
         wrong = [x for x, t in found.items() if t.shape != want[x] or x != "lse" and t.dtype != q.dtype]
         if wrong:
-            return dict.fromkeys(wrong, float("inf")), {name: tolerance[name] for name in wrong}
+            return dict.fromkeys(wrong, float("inf")), {name: self.tolerance[name] for name in wrong}
         seed = int(self.point.id[:8], 16)
         errors = reference.sampled_errors(
             q, k, v, self.pattern, causal=causal, out=found["out"], lse=found.get("lse"), samples=SAMPLED, seed=seed
@@ -124,7 +123,7 @@ class System:
         if rest:
             each = [self._gradient_errors(q, k, v, dout, found, seed, start) for start in starts]
             errors |= {name: max(e[name] for e in each) for name in each[0]}
-        return errors, {name: tolerance[name] for name in errors}
+        return errors, {name: self.tolerance[name] for name in errors}
 
     def _gradient_errors(self, q, k, v, dout, found, seed: int, start: int | None) -> dict[str, float]:
         """Errors of dq, dk, dv for a few neighbouring heads: each needs the exact softmax of many queries."""
