@@ -130,8 +130,9 @@ class Progress:
 
 @dataclass
 class Member:
-    """A point that is being measured: its processes, the fields of its row so far, and its samples by round."""
+    """A point of a group that is being measured: its processes, its row so far, and its samples by round."""
 
+    group: Group
     point: Point
     samples: dict[int, float] = field(default_factory=dict)
     workers: Workers | None = None
@@ -269,7 +270,7 @@ class Session:
             self._append(earlier.run, kind="run", group=group.name, members=group.id, key=provenance.key(self.here))
         first = earlier.rounds
         for together in self._cohorts(group, points):
-            members = [Member(p, earlier.samples.get(p.id, {})) for p in together]
+            members = [Member(group, p, earlier.samples.get(p.id, {})) for p in together]
             first = self._run_together(group, earlier.run, members, first)
 
     def _cohorts(self, group: Group, points: list[Point]) -> list[list[Point]]:
@@ -285,9 +286,9 @@ class Session:
         starved, others = [], self.contention(self.threads if self.device == "cpu" else 0)
         try:
             for member in members:
-                self._start(group, member)
+                self._start(member)
             for member in (m for m in members if m.alive):
-                self._step(group, member, "prepare", PREPARED)
+                self._step(member, "prepare", PREPARED)
                 if member.row["status"] == "oom" and any(m.workers for m in members):
                     starved.append(member)
                 elif not group.timed or not member.timed:
@@ -298,15 +299,15 @@ class Session:
             for member in members:
                 member.close()
         for member in starved:  # once more, with all of the memory
-            last = self._run_together(group, run, [Member(member.point)], last)
+            last = self._run_together(group, run, [Member(group, member.point)], last)
         return last
 
-    def _start(self, group: Group, member: Member) -> None:
+    def _start(self, member: Member) -> None:
         """Start a point's processes; on a GPU, where it takes seconds, those of a group build their systems at once."""
         early = self.device == "cuda" and member.point.world_size == 1
         settings = self.settings | {"point": member.point.to_dict(), "early": early}
-        if group.ranks > 1:
-            settings |= {"threads": max(1, self.threads // group.ranks), "timeout_s": self.timeout_s}
+        if (ranks := member.group.ranks) > 1:
+            settings |= {"threads": max(1, self.threads // ranks), "timeout_s": self.timeout_s}
             oversubscribed = member.point.world_size > self.threads  # its ranks have no core each: no time is taken
             member.row["ranks"] = {"threads": settings["threads"], "oversubscribed": oversubscribed}
             member.timed = not oversubscribed
@@ -318,7 +319,7 @@ class Session:
     def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: CpuContention) -> int:
         for member in members:
             if member.alive and member.timed:
-                reply = self._step(group, member, "calibrate", 0.0, sample_s=group.sample_s)
+                reply = self._step(member, "calibrate", 0.0, sample_s=group.sample_s)
                 member.estimate = reply.get("estimate", 0.0)
         alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
@@ -330,7 +331,7 @@ class Session:
                 done, share = number - first, (1 - PREPARED) / member.wanted
                 text = f"{group.name}: round {done + 1} of {done + max(m.left for m in waiting)}"
                 with others.watched(lambda member=member: time.process_time() + member.cpu_s):
-                    reply = self._step(group, member, "sample", share, text, last=member.left == 1)
+                    reply = self._step(member, "sample", share, text, last=member.left == 1)
                 if member.alive:
                     member.samples[number] = reply["seconds"]
                     sample = {"round": number, "seconds": reply["seconds"], "loops": member.row["loops"]}
@@ -338,10 +339,10 @@ class Session:
             number += 1
         for member in members:
             if member.alive and member.samples:
-                self._step(group, member, "verify", 0.0)
+                self._step(member, "verify", 0.0)
         return number
 
-    def _step(self, group: Group, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
+    def _step(self, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
         """Send one command to a point's process; a failure becomes the point's status and reason."""
         start = self.clock()
         known = self.tolerances.setdefault((*member.point.shape.values(), member.point.dtype), {})
@@ -361,7 +362,7 @@ class Session:
             reply["ranks"] = member.row["ranks"] | reply["ranks"]
         member.row |= reply
         member.done += share
-        self.progress.did(text or f"{group.name}: {command} {member.point.label()}", share)
+        self.progress.did(text or f"{member.group.name}: {command} {member.point.label()}", share)
         if not member.alive:
             member.close()
         return reply
