@@ -16,7 +16,6 @@ from .points import Group, Point, sgemm
 
 TWIN = {"twin": True}
 SHORTEST = 4096  # the longest sequence of a rehearsal
-LARGE_MEMORY = 16e9  # bytes; GPUs with more take longer sequences
 
 
 def own_dtype(profile: hardware.Profile) -> str:
@@ -30,8 +29,9 @@ def half_dtype(profile: hardware.Profile, device: str) -> str:
     return "bfloat16" if device == "cpu" else own if own != "float32" else "float16"
 
 
-def is_large(profile: hardware.Profile) -> bool:
-    return (profile.memory_bytes or 0) > LARGE_MEMORY
+def by_size(profile: hardware.Profile, device: str, cpu: int, small: int, large: int) -> int:
+    """One of these lengths or factors: for a CPU, a GPU, or a GPU of more than 16 GB."""
+    return cpu if device == "cpu" else large if (profile.memory_bytes or 0) > 16e9 else small
 
 
 def dense(point: Point) -> Point:
@@ -58,6 +58,7 @@ COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_poo
 LONG = Dilated([2048, 4096], [1, 2])
 SHORT = Dilated([512, 1024], [1, 2])
 LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
+TRAINED = (4096, 8192, 32768)  # tokens by_size: forward and backward of dense attention take a second at most
 POOLED = Dilated([512, 4096], [1, 8])  # few products; of 16 such sequences one head's accumulator is 16 MiB
 
 
@@ -95,14 +96,9 @@ def implementations(profile: hardware.Profile, device: str, rehearsal: bool) -> 
     return Group("implementations", dict.fromkeys(points))
 
 
-def long_length(profile: hardware.Profile, device: str) -> int:
-    """A length at which forward and backward of dense attention take a second at most."""
-    return 4096 if device == "cpu" else 32768 if is_large(profile) else 8192
-
-
 def lengths(profile: hardware.Profile, device: str) -> Group:
     """All optimisations and dense SDPA over growing n."""
-    longest = 4096 if device == "cpu" else 65536 if is_large(profile) else 32768
+    longest = by_size(profile, device, 4096, 32768, 65536)
     ours = Point("ringlab", DOCUMENT, dtype="float32" if device == "cpu" else own_dtype(profile), options=FULL)
     ns = [2**i for i in range(10, 20) if 2**i <= longest]
     points = [p for n in ns for p in (ours.but(seq_len=n), dense(ours.but(seq_len=n)))]
@@ -111,7 +107,8 @@ def lengths(profile: hardware.Profile, device: str) -> Group:
 
 def passes(profile: hardware.Profile, device: str) -> Group:
     """All optimisations and dense SDPA: causal, and with a backward. The plain forward is in ``lengths``."""
-    ours = Point("ringlab", DOCUMENT, seq_len=long_length(profile, device), dtype=own_dtype(profile), options=FULL)
+    n, dtype = by_size(profile, device, *TRAINED), own_dtype(profile)
+    ours = Point("ringlab", DOCUMENT, seq_len=n, dtype=dtype, options=FULL)
     ways = ({"causal": True}, {"passes": "fwd+bwd"}, {"causal": True, "passes": "fwd+bwd"})
     points = [p.but(**way) for way in ways for p in (ours, dense(ours))]
     return Group("passes", (*points, again(ours.but(passes="fwd+bwd"))))
@@ -135,7 +132,7 @@ def reuse(profile: hardware.Profile, device: str) -> Group:
 
 def engine(profile: hardware.Profile, device: str) -> list[Group]:
     """The engine's speed beside the rate of the machine, and its memory; ``passes`` has dense SDPA at a shorter n."""
-    n, half = long_length(profile, device), half_dtype(profile, device)
+    n, half = by_size(profile, device, *TRAINED), half_dtype(profile, device)
     long = Point("ringlab", LONG, seq_len=(2 if device == "cpu" else 4) * n, dtype=own_dtype(profile))
     causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
     rate = () if device == "cuda" else (sgemm(),)
@@ -292,7 +289,7 @@ def efficiency(ours: Point, profile: hardware.Profile, device: str) -> Group:
     On a CPU also with results in fresh memory, which shows the cost of page faults. The dense call takes seconds there,
     so there are more rounds and samples of a second.
     """
-    times = 4 if device == "cuda" and is_large(profile) else 1
+    times = by_size(profile, device, 1, 1, 4)
     long = ours.but(pattern=a_tenth(128, times), seq_len=times * LONG_TOKENS)
     points = [long, long.but(pattern=a_tenth(64, times)), long.but(causal=True), long.but(passes="fwd+bwd")]
     points += [long.but(options=FRESH)] if device == "cpu" else []
@@ -303,7 +300,7 @@ def efficiency(ours: Point, profile: hardware.Profile, device: str) -> Group:
 
 def window_lengths(ours: Point, profile: hardware.Profile, device: str, rehearsal: bool) -> Group:
     """A fixed window and dense attention over growing n, and the document's two rows at a long n."""
-    longest = SHORTEST if rehearsal else LONG_TOKENS if device == "cpu" else 65536 if is_large(profile) else 32768
+    longest = SHORTEST if rehearsal else by_size(profile, device, LONG_TOKENS, 32768, 65536)
     dense_to = SHORTEST if device == "cpu" else longest
     ns = [2**i for i in range(10, 20) if 2**i <= longest]
     points = [ours.but(seq_len=n) for n in ns] + [dense(ours.but(seq_len=n)) for n in ns if n <= dense_to]
@@ -421,7 +418,7 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     Other packages are in both with their version; a package that is not installed has one point, listed as absent.
     """
     ns = _lengths(rehearsal, *([1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536]))
-    dense_to = SHORTEST if device == "cpu" else ns[-1] if is_large(profile) else ns[-2]
+    dense_to = by_size(profile, device, SHORTEST, ns[-2], ns[-1])
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile) if device == "cuda" else "float32")
     points = [dense(window.but(seq_len=n)) for n in ns if n <= dense_to]
     for n in ns:
@@ -430,7 +427,7 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     points.append(window.but(seq_len=ns[0], options=TWIN))
     if not rehearsal:
         # Its mask is made from all pairs: 4 GiB at 65,536.
-        n = ns[-1] if device == "cpu" or is_large(profile) else ns[-2]
+        n = by_size(profile, device, ns[-1], ns[-2], ns[-1])
         points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
     for name, pattern in LANDSCAPE_PEERS.items():
         points += _peer(name, pattern, window.dtype, [n for n in ns if pattern(n) != Dense() or n <= dense_to])
