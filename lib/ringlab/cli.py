@@ -315,16 +315,19 @@ def _side_by_side(given, first: str, second: str, tolerance: float | None = None
 
 
 def _profiles(given) -> None:
+    from ringlab.advise.render import columns
+
+    machine = hardware.detect()
     rows = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
-    for row in hardware.table(hardware.detect()):
-        memory = f"{row['memory_bytes'] / 2**30:.0f} GiB" if row["memory_bytes"] else "-"
-        runs = ("yes: " if row["runnable"] else "no: ") + row["why"]
-        name = f"{row['name']} *" if row["matches"] else row["name"]
-        rows.append((name, row["title"], row["sm"], memory, row["dtype"], runs))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        print("  ".join([*(text.ljust(width) for text, width in zip(row, widths)), row[5]]).rstrip())
-    print("\n* matches this machine (GPU=auto)")
+    for name, profile in hardware.profiles().items():
+        runnable, why = profile.runnable(machine)
+        here = profile.on(machine)
+        memory = f"{here.memory_bytes / 2**30:.0f} GiB" if here.memory_bytes else "-"
+        dtype = str(here.default_dtype()).removeprefix("torch.")
+        marked = f"{name} *" if name == hardware.match(machine) else name
+        told = f"{'yes' if runnable else 'no'}: {why}"
+        rows.append((marked, here.title, hardware.sm(here.capability), memory, dtype, told))
+    print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

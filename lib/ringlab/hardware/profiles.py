@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from . import dtypes
 from .detect import Gpu, Machine, Peaks, detect
 from .dtypes import Capability
-from .torch_builds import refusal
+from .torch_builds import obstacle
 
 FOLDER = Path(__file__).parent / "profiles"
 ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
-_NUMBERS = ("capability", "memory_bytes", "bandwidth_bytes_per_s", "l2_bytes", "clock_hz")
-_FIELDS = ("name", "title", "kind", "memory_gib", *_NUMBERS)  # of a file and of a Profile alike
 MARGIN = 1.1  # measured rates are raised by this before they bound anything: a probe can be disturbed
 _DRIVER = "read from the driver of this machine"
 
@@ -51,17 +50,14 @@ class Profile:
     flops: dict[str, float | None] = field(default_factory=dict)
     links: dict[str, float | None] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-    pattern: str | None = None  # of the device's name
+    match: str | None = None  # regular expression for the device's name
     memory_gib: tuple[float, float] | None = None  # sizes, as the driver shows them, that are this card
     variants: tuple[Profile, ...] = ()
 
     def matches(self, gpu: Gpu) -> bool:
         """Say whether a GPU is this card, by name, compute capability and memory (as far as the driver tells)."""
-        if not self.pattern or not re.search(self.pattern, gpu.name):
-            return False
-        if gpu.capability is not None and gpu.capability != self.capability:
-            return False
-        return any(p._fits(gpu.memory_bytes) for p in (self, *self.variants))
+        known = self.match and re.search(self.match, gpu.name) and gpu.capability in (None, self.capability)
+        return bool(known) and any(p._fits(gpu.memory_bytes) for p in (self, *self.variants))
 
     def _fits(self, memory_bytes: int | None) -> bool:
         if memory_bytes is None or self.memory_gib is None:
@@ -99,8 +95,8 @@ class Profile:
         described = machine.name or f"a GPU of {dtypes.sm(machine.capability)}"
         if self.name != "generic" and here != self.name:
             return False, f"needs {self.title}; here is {described} (profile {here})"
-        if obstacle := refusal(machine):
-            return False, obstacle
+        if found := obstacle(machine):
+            return False, "; ".join(found)
         return True, f"{described} is here"
 
     def default_dtype(self) -> torch.dtype:
@@ -175,56 +171,43 @@ def measured_rates(peaks: Iterable[Peaks], working_set_bytes: float) -> Rates:
     return Rates(MARGIN * flops, MARGIN * moved)
 
 
-@functools.cache
-def _load() -> dict[str, Profile]:
-    found = {path.stem: load(path) for path in FOLDER.glob("*.toml")}
-    extra = sorted(set(found) - set(ORDER))
-    return {name: found[name] for name in (*ORDER, *extra)}
-
-
 def load(path: Path) -> Profile:
-    """Read one profile file; a number without a source, or a key that is not known, is a one-line ValueError."""
+    """Read one profile file, in which every number is a table of its ``value`` and ``source``."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    profile = _parse(data, path.name, known=(*_FIELDS, "match", "notes", "flops", "links", "variant"))
-    if profile["name"] != path.stem:
-        raise ValueError(f"{path.name}: the profile is named {profile['name']!r}, the file must be named alike")
-    base = Profile(**profile)
-    variants = []
-    for row in data.get("variant", []):
-        fields = _parse(row, path.name, known=("title", "memory_gib", *_NUMBERS))
-        variants.append(replace(base, **{**fields, "sources": {**base.sources, **fields["sources"]}}))
-    return replace(base, variants=tuple(variants))
+    variants = [_fields(row) for row in data.pop("variant", ())]
+    base = Profile(**_fields(data))
+    made = [replace(base, **{**row, "sources": base.sources | row["sources"]}) for row in variants]
+    return replace(base, variants=tuple(made))
 
 
-def _parse(data: dict, file: str, known: tuple[str, ...]) -> dict:
-    if unknown := sorted(set(data) - set(known)):
-        raise ValueError(f"{file}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+def _fields(data: dict) -> dict:
+    """The arguments of Profile from a table: the values of the numbers, and their sources by name."""
     sources: dict[str, str] = {}
 
-    def number(key: str, row: dict) -> object:
-        if set(row) - {"value", "source"} or not str(row.get("source", "")).strip():
-            raise ValueError(f"{file}: {key} needs a value and a source (a source alone: there is none), got {row!r}")
-        sources[key] = row["source"]
+    def number(name: str, row: dict) -> object:
+        sources[name] = row["source"]
         return row.get("value")
 
-    fields: dict = {key: number(key, data[key]) if key in _NUMBERS else data[key] for key in data if key in _FIELDS}
-    for group in ("flops", "links"):
-        if group in data:
-            fields[group] = {key: number(f"{group}.{key}", row) for key, row in data[group].items()}
+    fields: dict = {"sources": sources}
+    for key, value in data.items():
+        if key in ("flops", "links"):
+            fields[key] = {name: number(f"{key}.{name}", row) for name, row in value.items()}
+        elif key != "notes":  # for the reader of the file
+            fields[key] = number(key, value) if isinstance(value, dict) else value
     if "capability" in fields:
-        fields["capability"] = dtypes.check_capability(fields["capability"])
-    if "match" in data:
-        fields["pattern"] = data["match"]
-    return {**fields, "sources": sources}
+        fields["capability"] = tuple(fields["capability"])
+    return fields
 
 
-def profiles() -> dict[str, Profile]:
+@cache
+def profiles() -> Mapping[str, Profile]:
     """Return all profiles by name: cpu first, then GPUs by age, generic last.
 
     >>> list(profiles())
     ['cpu', 'gtx1080', 'v100', 't4', 'rtx3090', 'rtx4090', 'a100', 'h100', 'h200', 'generic']
     """
-    return dict(_load())
+    names = {path.stem for path in FOLDER.glob("*.toml")}
+    return MappingProxyType({name: load(FOLDER / f"{name}.toml") for name in (*ORDER, *sorted(names - {*ORDER}))})
 
 
 def get_profile(name: str) -> Profile:
@@ -235,7 +218,7 @@ def get_profile(name: str) -> Profile:
     ...
     ringlab.hardware.profiles.UnknownProfile: unknown profile 'gtx180'; did you mean 'gtx1080'? known: auto, cpu, ...
     """
-    known = _load()
+    known = profiles()
     folded = {re.sub(r"[^a-z0-9]", "", key): key for key in (*known, "auto")}
     asked = re.sub(r"[^a-z0-9]", "", str(name).lower())
     if folded.get(asked, "auto") != "auto":
@@ -260,33 +243,4 @@ def match(machine: Machine) -> str:
     """
     if not machine.gpus:
         return "cpu"
-    return next((name for name, profile in _load().items() if profile.matches(machine.gpus[0])), "generic")
-
-
-def table(machine: Machine | None = None) -> list[dict]:
-    """List all profiles for a machine: name, title, sm, memory_bytes, dtype, runnable, why, matches.
-
-    >>> row = table(Machine(cpu_model="some CPU"))[1]
-    >>> row["name"], row["sm"], row["dtype"], row["runnable"]
-    ('gtx1080', 'sm_61', 'float32', False)
-    """
-    machine = machine or detect()
-    here = match(machine)
-    rows = []
-    for name, profile in _load().items():
-        ok, why = profile.runnable(machine)
-        profile = profile.on(machine)
-        rows.append(
-            {
-                "name": name,
-                "title": profile.title,
-                "sm": dtypes.sm(profile.capability),
-                "memory_bytes": profile.memory_bytes,
-                "dtype": str(profile.default_dtype()).removeprefix("torch."),
-                "dtype_reason": profile.dtype_reason(),
-                "runnable": ok,
-                "why": why,
-                "matches": name == here,
-            }
-        )
-    return rows
+    return next((name for name, profile in profiles().items() if profile.matches(machine.gpus[0])), "generic")
