@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import hardware, kernels
 from ..block_patterns import BlockSparse, local_global, sliding_window
 from ..checks import LARGEST, check_bool, check_float_dtype, check_int, is_real, short_repr
-from ..cost import Cost, format_bytes, format_seconds
+from ..cost import format_bytes, format_seconds
 from ..engine import Execution
 from ..engine.chunked import Ladder
 from ..estimate import Estimate, cost_of, estimate_of, rates_of
@@ -27,7 +27,7 @@ from ..patterns import Dense, Dilated, Pattern
 from ..ring import SCHEMES, Layout, Problem, Simulated, group_size
 from ..ring.layout import layout_named
 from ..ring.volume import sent_bytes, unevenness
-from .render import ASKED, ESTIMATE, POLICY, Advice, Decision, Evidence, Proposal
+from .render import ASKED, ESTIMATE, POLICY, Advice, Decision, Evidence, Proposal, changed
 
 __all__ = ["Advice", "Auto", "Decision", "Evidence", "Proposal", "advise", "ladder", "local"]
 
@@ -164,17 +164,17 @@ class _Advising:
         decided = self._pattern(wanted)
         placed = self._place(decided.value)
         checkpointing = self._checkpointing(placed)
-        need = self._need(placed.estimate, checkpointing.value) if self.estimates else None
-        short = need is not None and self.budget is not None and need > self.budget
-        names = ("profile", "ranks", "batch", "heads", "kv_heads", "head_dim", "causal", "passes")
-        return Advice(
-            **{name: getattr(self.call, name) for name in names}, seq_len=self.seq_len, layers=self.layers,
-            choices=(decided, self.dtype, self.backend[0], *placed.across, placed.execution, checkpointing),
-            proposals=self._proposals(decided, wanted, checkpointing.value) if self.estimates else (),
-            need_bytes=need, budget_bytes=self.budget,
-            longest=self._longest(placed, checkpointing.value) if short else None,
-            enough_ranks=self._enough_ranks(decided.value, checkpointing.value) if short else None,
-        )  # fmt: skip
+        choices = decided, self.dtype, self.backend[0], *placed.across, placed.execution, checkpointing
+        advice = Advice(self.call, self.seq_len, self.layers, choices, self.budget)
+        if not self.estimates:
+            return advice
+        kept = checkpointing.value
+        need, proposals = self._need(placed.estimate, kept), self._proposals(decided, wanted, kept)
+        advice = replace(advice, need_bytes=need, proposals=proposals)
+        if advice.fits is False:
+            more = {"longest": self._longest(placed, kept), "enough_ranks": self._enough_ranks(decided.value, kept)}
+            advice = replace(advice, **more)
+        return advice
 
     def _check_inputs(self) -> None:
         c = self.call
@@ -189,14 +189,22 @@ class _Advising:
     # -----------------------------------------------------------------------------------------------------------------
     # from rows
 
-    def _measured(self, about: str, default: str, rows=None, **match) -> tuple[Evidence, ...]:
-        """Comparisons with ``default``, turned to it: of each other setting the one nearest to what is asked for."""
-        found = [e.turned() if e.setting == default else e for e in (self.rows if rows is None else rows)
-                 if e.about == about and default in (e.setting, e.against)]  # fmt: skip
-        found = [e for e in found if all(getattr(e, name) == value for name, value in match.items())]
-        found.sort(key=lambda e: (not e.counts, e.distance(self.seq_len, self.call.passes, self.call.causal)))
+    def _compared(self, about: str, default: str, rows=None, **match) -> list[Evidence]:
+        """The comparisons with ``default`` in one thing, turned so that they are against it."""
+        rows = self.rows if rows is None else rows
+        found = [e.turned() if e.setting == default else e for e in rows if e.about == about]
+        match |= {"against": default}
+        return [e for e in found if all(getattr(e, name) == value for name, value in match.items())]
+
+    def _measured(self, *asked, **match) -> tuple[Evidence, ...]:
+        """Of ``_compared``, for each other setting, the comparison whose shape is the nearest to what is asked for."""
+
+        def distance(e: Evidence) -> tuple:
+            other = e.passes != self.call.passes, e.causal != self.call.causal
+            return not e.counts, *other, abs(math.log(e.seq_len / self.seq_len))
+
         nearest: dict[str, Evidence] = {}
-        for e in found:
+        for e in sorted(self._compared(*asked, **match), key=distance):
             nearest.setdefault(e.setting, e)
         return tuple(nearest.values())
 
@@ -220,6 +228,10 @@ class _Advising:
         decided = self._fastest("dtype", name, why, self._measured("dtype", name))
         return replace(decided, value=getattr(torch, decided.value))
 
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype.value).removeprefix("torch.")
+
     @cached_property
     def backend(self) -> tuple[Decision, str]:
         """The backend, and the kernel that should run."""
@@ -237,7 +249,7 @@ class _Advising:
             for e in self.rows
             if e.about == "backend" and {e.setting, e.against} != {"auto", kernel}
         ]
-        found = self._measured("backend", "auto", as_auto, dtype=str(dtype).removeprefix("torch."))
+        found = self._measured("backend", "auto", as_auto, dtype=self._dtype_name)
         decided = self._fastest("backend", "auto", why, found)
         if decided.value == "auto":
             return decided, kernel
@@ -261,18 +273,17 @@ class _Advising:
     # -----------------------------------------------------------------------------------------------------------------
     # by estimate
 
-    def _estimate(self, pattern: Pattern, execution: Execution, seq_len: int | None = None, **across) -> Estimate:
-        made = replace(self.call, pattern=pattern, dtype=self.dtype.value, backend=self.backend[1],
-                       execution=execution, **across)  # fmt: skip
-        return estimate_of(made, seq_len or self.seq_len)
+    def _call(self, pattern: Pattern, **decided) -> MetaCall:
+        return replace(self.call, pattern=pattern, dtype=self.dtype.value, **decided)
 
-    def _cost(self, pattern: Pattern) -> tuple[MetaCall, Cost]:
-        call = replace(self.call, pattern=pattern, dtype=self.dtype.value)
-        return call, cost_of(call, self.seq_len)
+    def _estimate(self, pattern: Pattern, execution: Execution, seq_len: int | None = None, **across) -> Estimate:
+        call = self._call(pattern, backend=self.backend[1], execution=execution, **across)
+        return estimate_of(call, seq_len or self.seq_len)
 
     def _bounded(self, pattern: Pattern) -> Estimate:
         """The work of a call and its lower bounds alone: nothing is run, and memory is not known."""
-        call, counted = self._cost(pattern)
+        call = self._call(pattern)
+        counted = cost_of(call, self.seq_len)
         sent = {(rank, -1): size for rank, size in enumerate(self._place(pattern).sent)}
         return Estimate(counted, call.ranks, None, {}, 0, sent).bounded(rates_of(call, counted))
 
@@ -309,43 +320,24 @@ class _Advising:
         return self._placed.setdefault(pattern, placed)
 
     def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
+        """The pattern with a layout and the scheme that sends the fewest bytes of those that fit.
+
+        Where schemes send equally much it is the ring, which holds the least.
+        """
         c = self.call
         if c.ranks == 1:
-            return _Placed(pattern, execution, lambda: self._estimate(pattern, execution.value))
+            return _Placed(pattern, execution, partial(self._estimate, pattern, execution.value))
         for name in (self.layout,) if self.layout is not None else ("contiguous", "zigzag"):
             problem = Problem(pattern, layout_named(name, self.seq_len, c.ranks), c.causal, c.heads, c.kv_heads)
             sent, refused = self._sent(problem)
-            uneven = unevenness(problem, min(sent, key=lambda scheme: sum(sent[scheme])))
-            if uneven <= EVEN:
+            total = {scheme: sum(each) for scheme, each in sent.items()}
+            if unevenness(problem, min(total, key=total.get)) <= EVEN:
                 break
-
-        def placed(scheme: str) -> _Placed:
-            run = lambda: self._estimate(pattern, execution.value, scheme=scheme, layout=problem.layout)  # noqa: E731
-            return _Placed(pattern, execution, run, sent=sent[scheme])
-
-        scheme, found = self._scheme(problem, sent, refused, placed)
-        how = ESTIMATE if self.layout is None else ASKED
-        busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
-        return replace(found, across=(scheme, Decision("layout", name, how, busiest)))
-
-    def _sent(self, problem: Problem) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-        """Bytes of one call by scheme and rank; and why the other schemes cannot serve."""
-        sent, refused, c = {}, [], self.call
-        how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": self.dtype.value, "passes": c.passes}
-        for scheme in SCHEMES:
-            try:
-                problem.check(scheme)
-            except ValueError as error:
-                refused.append(str(error))
-                continue
-            sent[scheme] = tuple(sent_bytes(problem, rank, scheme, **how) for rank in range(c.ranks))
-        return sent, refused
-
-    def _scheme(self, problem: Problem, sent: dict, refused: list, placed: Callable) -> tuple[Decision, _Placed]:
-        """The scheme that sends the fewest bytes of those that fit; where equal the ring, which holds the least."""
-        total = {scheme: sum(each) for scheme, each in sent.items()}
         order = sorted(total, key=lambda scheme: (total[scheme], scheme != ("ring" if total[scheme] else "plan")))
-        found = {scheme: placed(scheme) for scheme in order}
+        found = {}
+        for scheme in order:
+            run = partial(self._estimate, pattern, execution.value, scheme=scheme, layout=problem.layout)
+            found[scheme] = _Placed(pattern, execution, run, sent=sent[scheme])
         least = order[0]
         if self.estimates and self.budget is not None:
             least = next((scheme for scheme in order if self._fits(found[scheme].estimate)), least)
@@ -356,10 +348,25 @@ class _Advising:
         if least != order[0]:
             need = format_bytes(self._need(found[order[0]].estimate))
             why.append(f"{order[0]} needs {need} on a rank, more than there is")
-        rows = self._measured("scheme", least, ranks=self.call.ranks, pattern=str(problem.pattern))
+        rows = self._measured("scheme", least, ranks=c.ranks, pattern=str(pattern))
         rows = tuple(e for e in rows if e.setting in sent)
-        decided = self._fastest("scheme", least, "; ".join([*why, *refused]), rows, ESTIMATE)
-        return decided, found[decided.value]
+        scheme = self._fastest("scheme", least, "; ".join([*why, *refused]), rows, ESTIMATE)
+        busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
+        layout = Decision("layout", name, ESTIMATE if self.layout is None else ASKED, busiest)
+        return replace(found[scheme.value], across=(scheme, layout))
+
+    def _sent(self, problem: Problem) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+        """Bytes of one call by scheme and rank; and why the other schemes cannot serve."""
+        sent, refused, c = {}, [], self.call
+        how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": self.dtype.value, "passes": c.passes}
+        for scheme in SCHEMES:
+            try:
+                problem.check(scheme)
+            except ValueError as error:
+                refused.append(str(error))
+            else:
+                sent[scheme] = tuple(sent_bytes(problem, rank, scheme, **how) for rank in range(c.ranks))
+        return sent, refused
 
     # -----------------------------------------------------------------------------------------------------------------
     # the pattern
@@ -374,7 +381,8 @@ class _Advising:
         if self.seconds is not None:
             return self._in_time()
         found = ladder(n)
-        share = self._cost(found)[1].pairs / self._cost(Dense())[1].pairs
+        pairs, dense = (cost_of(self._call(p), n).pairs for p in (found, Dense()))
+        share = pairs / dense
         why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
         if wanted == "ladder":
             return Decision("pattern", found, ASKED, why)
@@ -386,10 +394,8 @@ class _Advising:
 
     def _against_dense(self, found: Dilated, share: float, why: str) -> Decision:
         """The ladder, unless rows of such work (pass, causal or not, dtype, density) show that it does not pay."""
-        rows = [e if e.against == "dense" else e.turned() for e in self.rows if e.about == "pattern" and "dense" in (
-                e.setting, e.against)]  # fmt: skip
-        work = self.call.passes, self.call.causal, 1, str(self.dtype.value).removeprefix("torch.")
-        rows = [e for e in rows if (e.passes, e.causal, e.ranks, e.dtype) == work and e.setting.startswith("dilated")]
+        work = {"passes": self.call.passes, "causal": self.call.causal, "ranks": 1, "dtype": self._dtype_name}
+        rows = [e for e in self._compared("pattern", "dense", **work) if e.setting.startswith("dilated")]
         rows = tuple(sorted((e for e in rows if 1 / NEAR <= e.share / share <= NEAR), key=lambda e: e.seq_len))
         counting = [e for e in rows if e.counts]
         if not counting:
@@ -424,7 +430,7 @@ class _Advising:
         kinds = {"advised": decided.value, "dense": Dense()}
         if not isinstance(wanted, Pattern):
             kinds |= {"ladder": ladder(self.seq_len), "local": local(self.seq_len, self.call.ranks)}
-        full = self._cost(Dense())[1].distinct_pairs
+        full = cost_of(self._call(Dense()), self.seq_len).distinct_pairs
         found: dict[Pattern, Proposal] = {}
         for name, pattern in kinds.items():
             placed, bounded = self._place(pattern), self._bounded(pattern)
@@ -494,7 +500,7 @@ class Auto:
         given = isinstance(config, Advice)
         if not given and not (isinstance(config, str) and config == "auto"):
             raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {short_repr(config)}')
-        self.asks, self.advice, self.found = not given, config if given else None, {}
+        self.asks, self.advice = not given, config if given else None
 
     def __repr__(self) -> str:
         taken = ("backend", "scheme", "execution")
@@ -507,45 +513,30 @@ class Auto:
         ranks = 1 if group is None else group_size(group)
         whole = group is None or isinstance(group, Simulated)
         n = layout.n if isinstance(layout, Layout) else q.shape[1] * (1 if whole else ranks)
-        left = tuple(name for name in ("backend", "scheme") if options.get(name) == "auto")
         shape = n, ranks, q.shape[0], q.shape[2], k.shape[2], q.shape[3]
-        call = _outside_graphs() if torch.compiler.is_compiling() else _filled
-        return options | call(
-            self, left, options["execution"], pattern, layout, shape, options["causal"], q.dtype, q.device,
-            torch.is_grad_enabled(),
-        )  # fmt: skip
-
-    def take(self, pattern, layout, shape, causal: bool, dtype, device, backward: bool) -> Advice:
-        """The advice given, or that for a shape."""
-        key = pattern, layout, shape, causal, dtype, device, backward
-        if self.asks and key not in self.found:
-            n, ranks, batch, heads, kv_heads, head_dim = shape
-            self.found[key] = advise(
-                profile_of(device), n, ranks=ranks, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-                causal=causal, passes="fwd+bwd" if backward else "fwd", pattern=pattern, dtype=dtype, layout=layout,
-                estimates=False,
-            )  # fmt: skip
-        self.advice = self.found[key] if self.asks else self.advice
-        return self.advice
+        passes = "fwd+bwd" if torch.is_grad_enabled() else "fwd"
+        left = tuple(name for name in ("backend", "scheme") if options.get(name) == "auto")
+        call = torch.compiler.disable(_filled) if torch.compiler.is_compiling() else _filled
+        asked = q.device, pattern, layout, shape, options["causal"], passes, q.dtype
+        return options | call(self, left, options["execution"], *asked)
 
 
 def _filled(auto: Auto, left: tuple[str, ...], mine: Execution, *asked) -> dict:
-    """What advice puts in the place of the names ``left`` open and of the switches that are as they stand."""
-    advice, plain = auto.take(*asked), Execution()
-    same = [f.name for f in fields(mine) if getattr(mine, f.name) == getattr(plain, f.name)]
-    execution = replace(mine, **{name: getattr(advice["execution"], name) for name in same})
+    """What advice gives for the names that were ``left`` open and for the switches that ``mine`` leaves alone."""
+    if auto.asks:
+        auto.advice = _advised(*asked)
+    advice = auto.advice
+    execution = replace(advice["execution"], **changed(mine))
     return {"execution": execution} | {name: advice[name] for name in left if name in advice.names}
 
 
-_opaque = None
-
-
-def _outside_graphs():
-    """``_filled`` as torch.compile calls it but may not trace it; made late, as it loads the compiler."""
-    global _opaque
-    if _opaque is None:
-        _opaque = torch.compiler.disable(_filled)
-    return _opaque
+@lru_cache(maxsize=256)
+def _advised(device, pattern, layout, shape, causal: bool, passes: str, dtype) -> Advice:
+    n, ranks, batch, heads, kv_heads, head_dim = shape
+    return advise(
+        profile_of(device), n, ranks=ranks, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        causal=causal, passes=passes, pattern=pattern, dtype=dtype, layout=layout, estimates=False,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=16)

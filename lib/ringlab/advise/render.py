@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from math import log
 from textwrap import wrap
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from ..block_patterns import BlockSparse
 from ..cost import format_bytes, format_seconds
 from ..engine import Execution
-from ..hardware import Profile
+from ..meta_run import MetaCall
 from ..patterns import Pattern
 
 POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
@@ -63,10 +62,6 @@ class Evidence:
         """The same comparison from the other side."""
         sides = {"setting": self.against, "against": self.setting}
         return replace(self, **sides, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low)
-
-    def distance(self, seq_len: int, passes: str, causal: bool) -> tuple:
-        """How far its shape is from another; the less, the more it says there."""
-        return self.passes != passes, self.causal != causal, abs(log(self.seq_len / seq_len))
 
     @property
     def text(self) -> str:
@@ -132,7 +127,6 @@ def changed(execution: Execution) -> dict:
 
 
 PATTERN_COLUMNS = ("pairs of dense", "lower bound", "peak per rank", "sent in all", "pattern")
-NAMES = {"fwd": "forward", "fwd+bwd": "forward and backward"}
 
 
 @dataclass(frozen=True)
@@ -144,20 +138,13 @@ class Advice:
     longest, and ``enough_ranks`` a number of ranks that hold the sequence.
     """
 
-    profile: Profile
+    call: MetaCall  # as it was asked for: its shape, passes, ranks and profile
     seq_len: int
-    ranks: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    causal: bool
-    passes: str
     layers: int
     choices: tuple[Decision, ...]
-    proposals: tuple[Proposal, ...]
-    need_bytes: int | None
-    budget_bytes: int | None
+    budget_bytes: int | None = None
+    need_bytes: int | None = None
+    proposals: tuple[Proposal, ...] = ()
     longest: int | None = None
     enough_ranks: int | None = None
 
@@ -181,12 +168,15 @@ class Advice:
 
     @property
     def title(self) -> str:
-        ranks = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        heads = f"{self.heads} heads" + ("" if self.kv_heads == self.heads else f" over {self.kv_heads} of K/V")
-        what = f"{heads} of {self.head_dim}, {'causal' if self.causal else 'not causal'}, {NAMES[self.passes]}"
-        more = f", batch {self.batch}" if self.batch > 1 else ""
-        layers = f", {self.layers} layers" if self.layers > 1 else ""
-        return f"{self.profile.title}, {ranks}, {self.seq_len:,} tokens, {what}{more}{layers}"
+        c = self.call
+        heads = f"{c.heads} heads" + ("" if c.kv_heads == c.heads else f" over {c.kv_heads} of K/V")
+        parts = [
+            c.profile.title, "one rank" if c.ranks == 1 else f"{c.ranks} ranks", f"{self.seq_len:,} tokens",
+            f"{heads} of {c.head_dim}", "causal" if c.causal else "not causal",
+            "forward" if c.passes == "fwd" else "forward and backward",
+            f"batch {c.batch}" if c.batch > 1 else "", f"{self.layers} layers" if self.layers > 1 else "",
+        ]  # fmt: skip
+        return ", ".join(filter(None, parts))
 
     @property
     def memory(self) -> str:
@@ -223,41 +213,37 @@ class Advice:
         rows += [(*row, found.get(row[0], "")) for row in self.rows()]
         return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._compared, self.proposals)])}"
 
-    def code(self, seq_len: int | None = None) -> str:
-        """Python that runs as it stands, on the profile's device or else on a CPU; with another ``seq_len`` if given.
+    def code(self) -> str:
+        """Python that runs as it stands, on the profile's device or else on a CPU.
 
         Ranks are simulated in the one process; a comment says what changes under torchrun.
         """
-        pattern, execution = repr(self["pattern"]), changed(self["execution"])
+        call, pattern, kept = self.call, repr(self["pattern"]), self["checkpointing"]
         module = "blocks" if isinstance(self["pattern"], BlockSparse) else "patterns"
         names = sorted(set(re.findall(r"\b([A-Z]\w*)\(", pattern)))
-        options = [f"causal={self.causal}", f"backend={self['backend']!r}"]
-        if self.ranks > 1:
-            options += [f"group=ringlab.Simulated({self.ranks})", f"scheme={self['scheme']!r}"]
+        options = [f"causal={call.causal}", f"backend={self['backend']!r}"]
+        if call.ranks > 1:
+            options += [f"group=ringlab.Simulated({call.ranks})", f"scheme={self['scheme']!r}"]
             options += [f"layout={str(self['layout'])!r}"]
-        if execution:
+        if execution := changed(self["execution"]):
             options += [f"execution=ringlab.Execution({', '.join(f'{k}={v!r}' for k, v in execution.items())})"]
-        backward, kept = self.passes != "fwd", self["checkpointing"]
-        heads = [self.heads, self.kv_heads, self.kv_heads]
         said = [self.title, *(f"{c.name}: {c.shown}; {c.how}: {c.why}" for c in self.choices), f"memory: {self.memory}"]
         lines = [line for text in said for line in wrap(text, 116, initial_indent="# ", subsequent_indent="#   ")]
-        lines += ["import torch", "import ringlab"]
-        lines += [f"from ringlab.{module} import {', '.join(names)}"]
+        lines += ["import torch", "import ringlab", f"from ringlab.{module} import {', '.join(names)}"]
         lines += ["from torch.utils.checkpoint import checkpoint"] if kept else []
-        lines += ["", f"seq_len = {self.seq_len if seq_len is None else seq_len}"]
-        lines += ['device = "cuda" if torch.cuda.is_available() else "cpu"' if self.profile.kind == "cuda" else
-                  'device = "cpu"']  # fmt: skip
-        lines += [f"pattern = {pattern}"]
-        if self.ranks > 1:
+        device = '"cuda" if torch.cuda.is_available() else "cpu"' if call.profile.kind == "cuda" else '"cpu"'
+        lines += ["", f"seq_len = {self.seq_len}", f"device = {device}", f"pattern = {pattern}"]
+        if call.ranks > 1:
             lines += ['# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.']
-        call = f"ringlab.attention(q, k, v, pattern, {', '.join(options)})"
-        lines += ["", "", "def attend(q, k, v):", f"    return {call}", "", ""]
+        backward, heads = call.passes != "fwd", [call.heads, call.kv_heads, call.kv_heads]
+        lines += ["", "", "def attend(q, k, v):"]
+        lines += [f"    return ringlab.attention(q, k, v, pattern, {', '.join(options)})", "", ""]
+        lines += [f"made = {{'dtype': {self['dtype']}, 'device': device, 'requires_grad': {backward}}}"]
         lines += [
-            f"made = {{'dtype': {self['dtype']}, 'device': device, 'requires_grad': {backward}}}",
-            f"q, k, v = (torch.randn({self.batch}, seq_len, heads, {self.head_dim}, **made) for heads in {heads})",
-            f"out = {'checkpoint(attend, q, k, v, use_reentrant=False)' if kept else 'attend(q, k, v)'}",
-            *(["out.sum().backward()"] if backward else []),
+            f"q, k, v = (torch.randn({call.batch}, seq_len, heads, {call.head_dim}, **made) for heads in {heads})"
         ]
+        lines += [f"out = {'checkpoint(attend, q, k, v, use_reentrant=False)' if kept else 'attend(q, k, v)'}"]
+        lines += ["out.sum().backward()"] if backward else []
         return "\n".join(lines) + "\n"
 
     def _compared(self, p: Proposal) -> tuple[str, ...]:
