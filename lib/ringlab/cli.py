@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from importlib.util import find_spec
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in vars(given).items():
         if value == [] or value == [[]]:  # what argparse makes of a bare "--"
             parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
+    if "strict" in given:
+        given.strict |= os.environ.get("STRICT", "") not in ("", "0")
     try:
         code = given.run(given) or OK
         sys.stdout.flush()
@@ -111,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     add = command("measure", _measure, "measure what is missing, without a report (torch alone)", ValueError)
     add("--suite", default="all", metavar="NAME", help="the points of which pages (default: all)")
     add("--group", action="append", metavar="NAME", help="only this group of points; may be repeated (default: all)")
-    add("--minutes", type=_minutes, metavar="N", help="begin no group after so long; a rerun goes on (default: none)")
+    add("--minutes", type=_number("number of minutes"), metavar="N",
+        help="begin no group after so long; a rerun goes on (default: none)")  # fmt: skip
     add("--data", type=folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
     add("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
     add("--force", action="store_true", help="measure again what is there already (default: no)")
@@ -129,7 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     add("base", metavar="BASE", help=ROWS)
     add("--against", default="auto", metavar="ROWS",
         help="which rows are checked; auto: this machine's (default: auto)")  # fmt: skip
-    add("--tolerance", type=_part, default=0.10, metavar="PART", help="slower by so much is no failure (default: 0.10)")
+    add("--tolerance", type=_number("part: 0.10 is 10 %", zero=True), default=0.10, metavar="PART",
+        help="slower by so much is no failure (default: 0.10)")  # fmt: skip
     _add_comparison(add)
 
     about = "what a call needs, without running it, and the longest sequence that fits"
@@ -230,23 +234,19 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"numbers with commas between them, as 2048,4096, not {text!r}") from None
 
 
-def _part(text: str) -> float:
-    if not 0 <= (found := _real(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part: 0.10 is 10 %")
-    return found
+def _number(kind: str, zero: bool = False) -> Callable[[str], float]:
+    """A reader of positive numbers, or of 0 too; ``kind`` says in an error what the text is not."""
 
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = -1.0
+        if not (0 < found < float("inf") or (zero and found == 0)):
+            raise argparse.ArgumentTypeError(f"{text!r} is no {kind}")
+        return found
 
-def _minutes(text: str) -> float:
-    if not 0 < (found := _real(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes")
-    return found
-
-
-def _real(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
+    return read
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,23 +254,12 @@ def _real(text: str) -> float:
 
 
 def _report(given) -> int:
-    if lacking := [name for name in REPORT_PACKAGES if not _installed(name)]:
+    if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
         return _refuse(f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'")
     from ringlab.report import driver
 
-    return _show(driver.run(given.profile, strict=_strict(given), reports=given.reports, force=given.force,
-                            remeasure=given.remeasure))  # fmt: skip
-
-
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # an import hook that hides it
-        return False
-
-
-def _strict(given) -> bool:
-    return given.strict or os.environ.get("STRICT", "") not in ("", "0")
+    how = {name: getattr(given, name) for name in ("strict", "reports", "force", "remeasure")}
+    return _show(driver.run(given.profile, **how))
 
 
 def _show(paths: Sequence[Path]) -> int:
@@ -285,23 +274,20 @@ def _pdf(given) -> int:
     return _show(pdf.run(given.profile, reports=given.reports))
 
 
-def _compare(given) -> int:
-    return _side_by_side(given, given.first, given.second)
-
-
 def _check(given) -> int:
-    now = hardware.match(hardware.detect()) if given.against == "auto" else given.against
-    return _side_by_side(given, now, given.base, tolerance=given.tolerance)
+    given.first = hardware.match(hardware.detect()) if given.against == "auto" else given.against
+    given.second = given.base
+    return _compare(given, given.tolerance)
 
 
-def _side_by_side(given, first: str, second: str, tolerance: float | None = None) -> int:
+def _compare(given, tolerance: float | None = None) -> int:
     """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED where one is worse."""
     from ringlab.report import compare_table
     from ringlab.report.compare import check, compare
     from ringlab.report.compare_sides import read_side
 
     reports = given.reports or reports_folder()
-    sides = read_side(first, reports), read_side(second, reports)
+    sides = read_side(given.first, reports), read_side(given.second, reports)
     found, failures = (compare(*sides), []) if tolerance is None else check(*sides, tolerance)
     if given.csv:
         compare_table.write_csv(given.csv, found)
@@ -343,7 +329,7 @@ def _measure(given) -> int:
         raise ValueError(f"unknown suite {given.suite!r}; known: all, {', '.join(suites.SUITES)}")
     asked_for = [given.suite] if given.suite != "all" else list(suites.SUITES)
     reports = reports_folder()
-    asked = plan(given.profile, hardware.detect(), reports, strict=_strict(given), recorded=False)
+    asked = plan(given.profile, hardware.detect(), reports, strict=given.strict, recorded=False)
     how = {"device": asked.device, "rehearsal": asked.rehearsal}
     groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)]
     if not groups:
@@ -417,35 +403,29 @@ def _estimate(given) -> None:
     sought = given.seq_len is None or given.memory is not None  # it takes many runs without data
     if sought and budget is None:
         raise ValueError(f"profile {profile.name!r} states no memory; give --memory")
-    most = _longest(found, pattern, budget, call) if sought else None
+    most = None
+    if sought:
+        try:
+            most = longest(pattern, budget, **call)
+        except ValueError:  # where an estimate is printed it says itself that it does not fit
+            if found is None or found.peak_bytes <= budget or budget < 1:
+                raise
     if given.json:
         about = {
             "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": str(dtype)[6:],
             "shape": {name: getattr(given, name) for name in ("seq_len", "batch", "heads", "head_dim")},
-            "passes": given.passes, "causal": given.causal, "memory_bytes": budget, "longest": most,
+            "passes": given.passes, "causal": given.causal, "memory_bytes": budget, "longest": most, "estimate": None,
         }  # fmt: skip
-        print(json.dumps(about | {"estimate": found and _as_dict(found)}, indent=1))
+        if found:
+            sent = [{"from": a, "to": b, "bytes": nbytes} for (a, b), nbytes in sorted(found.sent.items())]
+            about["estimate"] = asdict(found) | {"sent": sent, "bound_s": found.bound_s, "binds": found.binds}
+        print(json.dumps(about, indent=1))
         return
     print(f"{pattern}, {str(dtype)[6:]}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}")
-    for line in _estimate_lines(found, given.seq_len, budget) if found else ():
-        print(line)
+    if found:
+        print(*_estimate_lines(found, given.seq_len, budget), sep="\n")
     if most:
         print(f"longest    {most:,} tokens in {format_bytes(budget)} a rank")
-
-
-def _longest(found: Estimate | None, pattern: Pattern, budget: int, call: dict) -> int | None:
-    """The longest sequence; where none fits, None beside an estimate that says so, else ValueError."""
-    try:
-        return longest(pattern, budget, **call)
-    except ValueError:
-        if found is None or found.peak_bytes <= budget or budget < 1:
-            raise
-        return None
-
-
-def _as_dict(found: Estimate) -> dict:
-    sent = [{"from": a, "to": b, "bytes": nbytes} for (a, b), nbytes in sorted(found.sent.items())]
-    return asdict(found) | {"sent": sent, "bound_s": found.bound_s, "binds": found.binds}
 
 
 def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterator[str]:

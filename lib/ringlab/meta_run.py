@@ -16,20 +16,13 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from . import cache as caches
-from . import checks, cost, hardware, kernels, memory
+from . import cost, hardware, kernels, memory
 from .attention import DEFAULT
 from .block_patterns import BlockSparse
-from .checks import (
-    LARGEST,
-    check_bool,
-    check_choice,
-    check_float_dtype,
-    check_int,
-    check_one_device,
-    short_repr,
-)
+from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.experimental import fused_merge
@@ -46,10 +39,7 @@ PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
 _ATEN = torch.ops.aten
 _TAKE_INDICES = {_ATEN.index, _ATEN.index_select}
 # torch's own rules for these without data are in Python, slow, and import the compiler.
-_ELEMENTWISE = {
-    _ATEN.add, _ATEN.div, _ATEN.exp, _ATEN.floor_divide, _ATEN.log, _ATEN.logaddexp, _ATEN.mul, _ATEN.sigmoid,
-    _ATEN.sub,
-}  # fmt: skip
+_ELEMENTWISE = {getattr(_ATEN, name) for name in "add div exp floor_divide log logaddexp mul sigmoid sub".split()}
 
 
 def _like(args) -> Tensor | None:
@@ -138,11 +128,11 @@ class MetaRun(LiveStorageTracker):
     @contextmanager
     def real(self) -> Iterator[None]:
         """Inside, tensors that are asked for on the meta device are made with data."""
-        self._real = self._count_arguments = True  # torch.tensor(...) makes them out of sight
+        self._real = True
         try:
             yield
         finally:
-            self._real = self._count_arguments = False
+            self._real = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if kwargs and (asked := kwargs.get("device")) is not None and asked.type == "meta":
@@ -156,6 +146,8 @@ class MetaRun(LiveStorageTracker):
             func, args, kwargs = _ATEN.empty_like.default, (like,), {}
         if func.overloadpacket in _TAKE_INDICES:
             args = _without_data(args) if args[0].is_meta else args
+        if self._real:  # torch.tensor(...) makes its result out of sight
+            self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, True))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, found) -> None:
@@ -233,10 +225,10 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     """
     if device_type == "cpu":
         return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
-    backend = checks.check_backend(backend)
+    backend = check_backend(backend)
     names = (backend,) if isinstance(backend, str) else backend
     for name in names:
-        checks.check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
+        check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
     if capability is not None:
         device = DeviceSpec(device_type, capability)
         known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
@@ -246,9 +238,7 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
             raise NotImplementedError(f"backend {backend!r} cannot run on this hardware in {dtype}: {why}")
     half = dtype == torch.float16 or (dtype == torch.bfloat16 and (capability or (8, 0)) >= (8, 0))
     fused = (dtype == torch.float32 or half) and head_dim * dtype.itemsize % 16 == 0
-    return (
-        FusedMeta() if fused and any(name not in ("eager", "cpu_flash") for name in names) else kernels.KERNELS["eager"]
-    )
+    return FusedMeta() if fused and {*names} - {"eager", "cpu_flash"} else kernels.KERNELS["eager"]
 
 
 MOST_ELEMENTS = {"cpu": 2**35, "cuda": 2**40}  # beyond, a run takes minutes: the engine cuts it into small pieces
@@ -310,12 +300,10 @@ class MetaCall:
                           backward=self.passes != "fwd", backend=self.backend)  # fmt: skip
 
     def check(self, n: int) -> None:
-        """Raise ValueError for a length that is none, and for what takes minutes to run without data."""
-        check_int("seq_len", n, most=LARGEST)
+        """Raise ValueError for what takes minutes to run without data."""
         if self.ranks > MOST_RANKS:
-            raise ValueError(
-                f"every rank is run without data, so at most {MOST_RANKS} ranks, got {short_repr(self.ranks)}"
-            )
+            given = short_repr(self.ranks)
+            raise ValueError(f"every rank is run without data, so at most {MOST_RANKS} ranks, got {given}")
         elements, most = self.batch * n * self.heads * self.head_dim, MOST_ELEMENTS[self.device_type]
         check_int("batch * seq_len * heads * head_dim", elements, most=most)
 
