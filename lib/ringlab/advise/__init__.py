@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -132,11 +132,10 @@ def advise(
 
 @dataclass(frozen=True)
 class _Placed:
-    """A pattern as it is run: its settings, the bytes that each rank sends, and ``run``, which estimates the call."""
+    """A pattern as it is run: its settings, the bytes that each rank sends, and ``run(seq_len)``, its estimate."""
 
-    pattern: Pattern
     execution: Decision
-    run: Callable[[], Estimate]
+    run: Callable[..., Estimate]
     across: tuple[Decision, ...] = ()  # scheme and layout
     sent: tuple[int, ...] = (0,)
 
@@ -158,6 +157,7 @@ class _Advising:
     given_dtype: torch.dtype | None
     estimates: bool
     seconds: float | None
+    placed: dict[Pattern, _Placed] = field(default_factory=dict, init=False)
 
     def advice(self, wanted: str | Pattern) -> Advice:
         self._check_inputs()
@@ -165,7 +165,7 @@ class _Advising:
         placed = self._place(decided.value)
         checkpointing = self._checkpointing(placed)
         choices = decided, self.dtype, self.backend[0], *placed.across, placed.execution, checkpointing
-        advice = Advice(self.call, self.seq_len, self.layers, choices, self.budget)
+        advice = Advice(self.call, self.seq_len, self.layers, {c.name: c for c in choices}, self.budget)
         if not self.estimates:
             return advice
         kept = checkpointing.value
@@ -295,17 +295,13 @@ class _Advising:
     def _fits(self, found: Estimate, checkpointing: bool = False) -> bool:
         return self.budget is None or self._need(found, checkpointing) <= self.budget
 
-    @cached_property
-    def _placed(self) -> dict[Pattern, _Placed]:
-        return {}
-
     def _place(self, pattern: Pattern) -> _Placed:
         """The pattern with the execution, scheme and layout that suit it, decided once.
 
         Eager scores, which alone fill memory, are computed in tiles where they do not fit.
         """
-        if pattern in self._placed:
-            return self._placed[pattern]
+        if pattern in self.placed:
+            return self.placed[pattern]
         execution, eager = self._execution(pattern), self.backend[1] == "eager"
         if eager and not self.estimates and self.call.profile.kind == "cuda":
             tiled = replace(execution.value, tile=Ladder())
@@ -317,7 +313,7 @@ class _Advising:
             tried = self._on_ranks(pattern, replace(execution, value=tiled, how=ESTIMATE, why=why))
             if tried.estimate.peak_bytes < placed.estimate.peak_bytes:
                 placed = tried
-        return self._placed.setdefault(pattern, placed)
+        return self.placed.setdefault(pattern, placed)
 
     def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
         """The pattern with a layout and the scheme that sends the fewest bytes of those that fit.
@@ -326,7 +322,7 @@ class _Advising:
         """
         c = self.call
         if c.ranks == 1:
-            return _Placed(pattern, execution, partial(self._estimate, pattern, execution.value))
+            return _Placed(execution, partial(self._estimate, pattern, execution.value))
         for name in (self.layout,) if self.layout is not None else ("contiguous", "zigzag"):
             problem = Problem(pattern, layout_named(name, self.seq_len, c.ranks), c.causal, c.heads, c.kv_heads)
             sent, refused = self._sent(problem)
@@ -336,8 +332,8 @@ class _Advising:
         order = sorted(total, key=lambda scheme: (total[scheme], scheme != ("ring" if total[scheme] else "plan")))
         found = {}
         for scheme in order:
-            run = partial(self._estimate, pattern, execution.value, scheme=scheme, layout=problem.layout)
-            found[scheme] = _Placed(pattern, execution, run, sent=sent[scheme])
+            run = partial(self._estimate, pattern, execution.value, scheme=scheme, layout=name)
+            found[scheme] = _Placed(execution, run, sent=sent[scheme])
         least = order[0]
         if self.estimates and self.budget is not None:
             least = next((scheme for scheme in order if self._fits(found[scheme].estimate)), least)
@@ -458,14 +454,12 @@ class _Advising:
         """A length of this pattern, shared out this way, that fits: what is needed is nearly linear in it."""
         if isinstance(self.layout, Layout):
             return None  # it is of one length
-        across = {c.name: c.value for c in placed.across}
         unit, n, need = STEP * self.call.ranks, self.seq_len, self._need(placed.estimate, checkpointing)
         for _ in range(TRIES):
             n = int(n * self.budget / need) // unit * unit
             if n < unit:
                 return None
-            found = self._estimate(placed.pattern, placed.execution.value, n, **across)
-            need = self._need(found, checkpointing)
+            need = self._need(placed.run(seq_len=n), checkpointing)
             if need <= self.budget:
                 return n
         return None
@@ -504,7 +498,7 @@ class Auto:
 
     def __repr__(self) -> str:
         taken = ("backend", "scheme", "execution")
-        said = [f"{c.name}: {c.shown}" for c in self.advice.choices if c.name in taken] if self.advice else []
+        said = [f"{c.name}: {c.shown}" for c in self.advice.choices.values() if c.name in taken] if self.advice else []
         return f"config=auto ({'; '.join(said) or 'nothing chosen yet'})"
 
     def fill(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
@@ -527,7 +521,7 @@ def _filled(auto: Auto, left: tuple[str, ...], mine: Execution, *asked) -> dict:
         auto.advice = _advised(*asked)
     advice = auto.advice
     execution = replace(advice["execution"], **changed(mine))
-    return {"execution": execution} | {name: advice[name] for name in left if name in advice.names}
+    return {"execution": execution} | {name: advice[name] for name in left if name in advice.choices}
 
 
 @lru_cache(maxsize=256)

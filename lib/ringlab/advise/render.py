@@ -126,6 +126,26 @@ def changed(execution: Execution) -> dict:
     return {name: value for name, value in values.items() if value != getattr(plain, name)}
 
 
+CODE = """\
+{about}
+import torch
+import ringlab
+from ringlab.{module} import {names}
+{checkpoint}
+seq_len = {seq_len}
+device = {device}
+pattern = {pattern}
+{torchrun}
+
+def attend(q, k, v):
+    return ringlab.attention(q, k, v, pattern, {options})
+
+
+made = {{'dtype': {dtype}, 'device': device, 'requires_grad': {grad}}}
+q, k, v = (torch.randn({batch}, seq_len, heads, {head_dim}, **made) for heads in {heads})
+out = {out}
+{backward}"""
+TORCHRUN = '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 PATTERN_COLUMNS = ("pairs of dense", "lower bound", "peak per rank", "sent in all", "pattern")
 
 
@@ -141,7 +161,7 @@ class Advice:
     call: MetaCall  # as it was asked for: its shape, passes, ranks and profile
     seq_len: int
     layers: int
-    choices: tuple[Decision, ...]
+    choices: dict[str, Decision]
     budget_bytes: int | None = None
     need_bytes: int | None = None
     proposals: tuple[Proposal, ...] = ()
@@ -153,14 +173,7 @@ class Advice:
 
     def choice(self, name: str) -> Decision:
         """A choice by its name; KeyError for one that was not made."""
-        for choice in self.choices:
-            if choice.name == name:
-                return choice
-        raise KeyError(name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(choice.name for choice in self.choices)
+        return self.choices[name]
 
     @property
     def fits(self) -> bool | None:
@@ -187,30 +200,27 @@ class Advice:
         if self.budget_bytes is None:
             return f"{need}; how much there is, is not known: give a budget"
         have = f"{need}, of {format_bytes(self.budget_bytes)}"
-        if not self.fits:
-            longest = f"{self.longest:,} tokens fit" if self.longest else "no shorter length was found that fits"
-            ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
-            return f"does not fit: {have}; {longest}{ranks}"
-        return f"fits: {have}"
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """(what, choice, how it was chosen, why), memory last."""
-        return [*((c.name, c.shown, c.how, c.why) for c in self.choices), ("memory", "", ESTIMATE, self.memory)]
+        if self.fits:
+            return f"fits: {have}"
+        longest = f"{self.longest:,} tokens fit" if self.longest else "no shorter length was found that fits"
+        ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
+        return f"does not fit: {have}; {longest}{ranks}"
 
     def text(self) -> str:
         """For a terminal: the choices, the measured comparisons, and the patterns that were compared."""
         lines = [self.title, ""]
-        for name, value, how, why in self.rows():
-            lines += [f"{name:15}{value}".rstrip(), f"{'':15}{how}: {why}"] if value else [f"{name:15}{how}: {why}"]
-        measured = [f"  {e.text}" for c in self.choices for e in c.evidence]
-        lines += ["", "measured:", *measured] if measured else ["", "measured: nothing that bears on it"]
+        for c in self.choices.values():
+            lines += [f"{c.name:15}{c.shown}", f"{'':15}{c.how}: {c.why}"]
+        lines += [f"{'memory':15}{ESTIMATE}: {self.memory}", ""]
+        measured = [f"  {e.text}" for c in self.choices.values() for e in c.evidence]
+        lines += ["measured:", *measured] if measured else ["measured: nothing that bears on it"]
         return "\n".join([*lines, "", *columns([PATTERN_COLUMNS, *map(self._compared, self.proposals)])])
 
     def table(self) -> str:
         """Two tables in Markdown: the choices with their evidence, and the patterns that were compared."""
         rows = [("What", "Choice", "How", "Why", "Measured")]
-        found = {c.name: "; ".join(e.text for e in c.evidence) for c in self.choices}
-        rows += [(*row, found.get(row[0], "")) for row in self.rows()]
+        rows += [(c.name, c.shown, c.how, c.why, "; ".join(e.text for e in c.evidence)) for c in self.choices.values()]
+        rows += [("memory", "", ESTIMATE, self.memory, "")]
         return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._compared, self.proposals)])}"
 
     def code(self) -> str:
@@ -218,33 +228,27 @@ class Advice:
 
         Ranks are simulated in the one process; a comment says what changes under torchrun.
         """
-        call, pattern, kept = self.call, repr(self["pattern"]), self["checkpointing"]
-        module = "blocks" if isinstance(self["pattern"], BlockSparse) else "patterns"
-        names = sorted(set(re.findall(r"\b([A-Z]\w*)\(", pattern)))
-        options = [f"causal={call.causal}", f"backend={self['backend']!r}"]
-        if call.ranks > 1:
-            options += [f"group=ringlab.Simulated({call.ranks})", f"scheme={self['scheme']!r}"]
+        c, pattern, kept, backward = self.call, self["pattern"], self["checkpointing"], self.call.passes != "fwd"
+        about = [f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in self.choices.values()]
+        about = [wrap(x, 114, subsequent_indent="  ") for x in (self.title, *about, f"memory: {self.memory}")]
+        options = [f"causal={c.causal}", f"backend={self['backend']!r}"]
+        if c.ranks > 1:
+            options += [f"group=ringlab.Simulated({c.ranks})", f"scheme={self['scheme']!r}"]
             options += [f"layout={str(self['layout'])!r}"]
         if execution := changed(self["execution"]):
             options += [f"execution=ringlab.Execution({', '.join(f'{k}={v!r}' for k, v in execution.items())})"]
-        said = [self.title, *(f"{c.name}: {c.shown}; {c.how}: {c.why}" for c in self.choices), f"memory: {self.memory}"]
-        lines = [line for text in said for line in wrap(text, 116, initial_indent="# ", subsequent_indent="#   ")]
-        lines += ["import torch", "import ringlab", f"from ringlab.{module} import {', '.join(names)}"]
-        lines += ["from torch.utils.checkpoint import checkpoint"] if kept else []
-        device = '"cuda" if torch.cuda.is_available() else "cpu"' if call.profile.kind == "cuda" else '"cpu"'
-        lines += ["", f"seq_len = {self.seq_len}", f"device = {device}", f"pattern = {pattern}"]
-        if call.ranks > 1:
-            lines += ['# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.']
-        backward, heads = call.passes != "fwd", [call.heads, call.kv_heads, call.kv_heads]
-        lines += ["", "", "def attend(q, k, v):"]
-        lines += [f"    return ringlab.attention(q, k, v, pattern, {', '.join(options)})", "", ""]
-        lines += [f"made = {{'dtype': {self['dtype']}, 'device': device, 'requires_grad': {backward}}}"]
-        lines += [
-            f"q, k, v = (torch.randn({call.batch}, seq_len, heads, {call.head_dim}, **made) for heads in {heads})"
-        ]
-        lines += [f"out = {'checkpoint(attend, q, k, v, use_reentrant=False)' if kept else 'attend(q, k, v)'}"]
-        lines += ["out.sum().backward()"] if backward else []
-        return "\n".join(lines) + "\n"
+        return CODE.format(
+            about="\n".join(f"# {line}" for lines in about for line in lines),
+            module="blocks" if isinstance(pattern, BlockSparse) else "patterns",
+            names=", ".join(sorted(set(re.findall(r"\b([A-Z]\w*)\(", repr(pattern))))),
+            checkpoint="from torch.utils.checkpoint import checkpoint\n" if kept else "",
+            seq_len=self.seq_len, pattern=repr(pattern), options=", ".join(options), dtype=self["dtype"],
+            device='"cuda" if torch.cuda.is_available() else "cpu"' if c.profile.kind == "cuda" else '"cpu"',
+            torchrun=TORCHRUN if c.ranks > 1 else "", grad=backward, batch=c.batch, head_dim=c.head_dim,
+            heads=[c.heads, c.kv_heads, c.kv_heads],
+            out="checkpoint(attend, q, k, v, use_reentrant=False)" if kept else "attend(q, k, v)",
+            backward="out.sum().backward()\n" if backward else "",
+        )  # fmt: skip
 
     def _compared(self, p: Proposal) -> tuple[str, ...]:
         bound = f"{format_seconds(p.bound_s)} ({p.binds})" if p.bound_s else "not known"
