@@ -106,15 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     add = command("report", _report, "measure what is missing and write reports/<profile>/")
     add("--strict", action="store_true", help="refuse a rehearsal or recorded rows, exit 2 (default: no, or STRICT=1)")
     add("--reports", type=folder, metavar="DIR", help="where reports go (default: reports/ of the checkout)")
-    add("--force", action="store_true",
-        help="run and render the notebooks even if nothing changed (default: no)")  # fmt: skip
+    add("--force", action="store_true", help="run and render the notebooks even if nothing changed (default: no)")
     add("--remeasure", action="store_true", help="measure again what is there already (default: no)")
 
     add = command("measure", _measure, "measure what is missing, without a report (torch alone)", ValueError)
     add("--suite", default="all", metavar="NAME", help="the points of which pages (default: all)")
     add("--group", action="append", metavar="NAME", help="only this group of points; may be repeated (default: all)")
-    add("--minutes", type=_number("number of minutes"), metavar="N",
-        help="begin no group after so long; a rerun goes on (default: none)")  # fmt: skip
+    text = "begin no group after so long; a rerun goes on (default: none)"
+    add("--minutes", type=_number("number of minutes"), metavar="N", help=text)
     add("--data", type=folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
     add("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
     add("--force", action="store_true", help="measure again what is there already (default: no)")
@@ -130,10 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "exit 1 where rows are significantly slower or larger than earlier ones"
     add = command("check", _check, about, profile=False)
     add("base", metavar="BASE", help=ROWS)
-    add("--against", default="auto", metavar="ROWS",
-        help="which rows are checked; auto: this machine's (default: auto)")  # fmt: skip
-    add("--tolerance", type=_number("part: 0.10 is 10 %", zero=True), default=0.10, metavar="PART",
-        help="slower by so much is no failure (default: 0.10)")  # fmt: skip
+    add("--against", default="auto", metavar="ROWS", help="rows to check; auto: this machine's (default: auto)")
+    tolerance, text = _number("part: 0.10 is 10 %", zero=True), "slower by so much is no failure (default: 0.10)"
+    add("--tolerance", type=tolerance, default=0.10, metavar="PART", help=text)
     _add_comparison(add)
 
     about = "what a call needs, without running it, and the longest sequence that fits"
@@ -150,8 +148,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", default="auto", metavar="B", help="a kernel's name (default: auto)")
     add("--blocks", default="auto", metavar="WAY", help="how a block-sparse pattern runs (default: auto)")
     add("--merge", default="auto", metavar="WAY", help="how results of branches are joined, or fused (default: auto)")
-    add("--memory", type=size_in_bytes, metavar="SIZE",
-        help="of a rank, as 8GiB, and the longest sequence for it (default: the profile's)")  # fmt: skip
+    text = "of a rank, as 8GiB, and the longest sequence for it (default: the profile's)"
+    add("--memory", type=size_in_bytes, metavar="SIZE", help=text)
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
     about = "say what to run for a length, on what evidence, with code (torch alone)"
@@ -163,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--pattern", default="auto", help="auto, dense, ladder or local (default: auto)")
     add("--memory", type=size_in_bytes, metavar="SIZE", help="of a rank, as 8GiB (default: the profile's)")
     add("--seconds", type=float, metavar="S", help="what a call may take at its bound (default: any)")
-    add("--show", choices=("text", "table", "code"),
-        help="text, Markdown table or code alone (default: text and code)")  # fmt: skip
+    text = "text, Markdown table or code alone (default: text and code)"
+    add("--show", choices=("text", "table", "code"), help=text)
 
     about = "time the Triton kernels' tile sizes on this GPU and keep the fastest"
     add = command("tune", _tune, about, ValueError, NotImplementedError, torch.OutOfMemoryError)
@@ -192,9 +190,8 @@ def _add_shape(add, **defaults: int | None) -> None:
 
 def _add_pattern(add) -> None:
     """The options that ``_pattern_of`` reads."""
-    add("--pattern", default="dilated", metavar="P",
-        help="dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON "
-             "(default: dilated)")  # fmt: skip
+    names = "dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON"
+    add("--pattern", default="dilated", metavar="P", help=f"{names} (default: dilated)")
     add("--segments", type=_numbers, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
     add("--rates", type=_numbers, metavar="R,R", help="their dilation rates (default: 1,2)")
     add("--block-size", type=int, default=128, metavar="B", help="of block-sparse patterns (default: 128)")

@@ -311,24 +311,22 @@ class MetaCall:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
         self.check(n)
         if self.ranks > 1:
-            check_merge(self.execution, self.ranks)
-            return *self._on_ranks(layout_named(self.layout, n, self.ranks)), ""
+            return self._on_ranks(n)
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
             fused_merge.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
-        run = MetaRun()
+        run, way = MetaRun(), self.execution.blocks
         rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", FirstCall.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):
             q, k, v, dout = self._inputs(run, n)
-            if isinstance(self.pattern, BlockSparse) and (way := self.execution.blocks) in ("bsr", "flex"):
+            if isinstance(self.pattern, BlockSparse) and way in ("bsr", "flex"):
                 self._lower_bound(run, way, q, k, dout)
                 return run, None, f"blocks={way!r} does not run without data"
             out, lse = autograd.forward(q, k, v, *rest)
             run.name("out", out)
             run.name("lse", lse)
             if dout is not None:
-                grads = autograd.backward(dout, None, q, k, v, out, lse, *rest)
-                run.name("gradients", *grads)
+                run.name("gradients", *autograd.backward(dout, None, q, k, v, out, lse, *rest))
         return run, None, ""
 
     def _inputs(self, run: MetaRun, rows: int):
@@ -348,16 +346,18 @@ class MetaCall:
         made += [run.tensor("workspace", (held,), q.dtype)]
         made += [run.tensor("gradients", t.shape, t.dtype) for t in (q, k, k)] if dout is not None else []
 
-    def _on_ranks(self, layout) -> tuple[MetaRun, str]:
-        """(run of the rank that holds most, scheme)."""
+    def _on_ranks(self, n: int) -> tuple[MetaRun, str, str]:
+        """What ``at`` returns for several ranks: each is run alone."""
+        check_merge(self.execution, self.ranks)
+        layout = layout_named(self.layout, n, self.ranks)
         problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
-        runs = [self._on_rank(problem, scheme, rank) for rank in range(layout.ranks)]
+        runs = [self._on_rank(problem, scheme, rank) for rank in range(self.ranks)]
         most = max(runs, key=lambda run: run.peak_bytes)
         most.traffic.sent = {link: size for run in runs for link, size in run.traffic.sent.items()}
-        return most, scheme
+        return most, scheme, ""
 
     def _on_rank(self, problem: Problem, scheme: str, number: int) -> MetaRun:
         """One rank of several, alone."""

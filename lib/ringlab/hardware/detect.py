@@ -14,7 +14,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 
 import torch
@@ -289,12 +289,7 @@ class Peaks:
 
     def best(self, other: Peaks) -> Peaks:
         """Join two measurements of the same machine: the higher of each."""
-        return Peaks(
-            max(self.flops_per_s, other.flops_per_s),
-            max(self.bytes_per_s_dram, other.bytes_per_s_dram),
-            max(self.bytes_per_s_cache, other.bytes_per_s_cache),
-            self.cache_bytes if self.cache_bytes is not None else other.cache_bytes,
-        )
+        return Peaks(*map(max, astuple(self)[:3], astuple(other)[:3]), self.cache_bytes)
 
 
 def measure_cpu_peaks(dtype: str = "float32", machine: Machine | None = None) -> Peaks:

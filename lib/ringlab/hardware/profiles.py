@@ -21,7 +21,6 @@ from .torch_builds import obstacle
 FOLDER = Path(__file__).parent / "profiles"
 ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
 MARGIN = 1.1  # measured rates are raised by this before they bound anything: a probe can be disturbed
-_DRIVER = "read from the driver of this machine"
 
 
 class UnknownProfile(ValueError):
@@ -30,7 +29,7 @@ class UnknownProfile(ValueError):
 
 @dataclass(frozen=True)
 class Profile:
-    """One kind of hardware: figures from `sources`, None where there is none.
+    """One kind of hardware; a figure is None where no source states it.
 
     `flops` holds dense peak rates in FLOP/s by arithmetic: float32 (no tensor cores), tf32, float16 and bfloat16
     (tensor cores with fp32 accumulation where there are any). `links` holds bytes/s in one direction per GPU.
@@ -49,7 +48,6 @@ class Profile:
     clock_hz: float | None = None  # at which `flops` hold
     flops: dict[str, float | None] = field(default_factory=dict)
     links: dict[str, float | None] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
     match: str | None = None  # regular expression for the device's name
     memory_gib: tuple[float, float] | None = None  # sizes, as the driver shows them, that are this card
     variants: tuple[Profile, ...] = ()
@@ -66,19 +64,15 @@ class Profile:
 
     def on(self, machine: Machine) -> Profile:
         """Return this profile for the machine at hand: its variant of the card, and memory as its driver shows it."""
-        gpu = machine.gpus[0] if machine.gpus else None
         if self.kind == "cpu":
-            sources = {**self.sources, "memory_bytes": "memory limit of this process"}
-            return replace(self, title=machine.cpu_model, memory_bytes=machine.ram_bytes, sources=sources)
-        if gpu is None or match(machine) != self.name:
+            return replace(self, title=machine.cpu_model, memory_bytes=machine.ram_bytes)
+        if not machine.gpus or match(machine) != self.name:
             return self
+        gpu = machine.gpus[0]
         chosen = next((p for p in (self, *self.variants) if p._fits(gpu.memory_bytes)), self)
         if self.name == "generic":
             chosen = replace(chosen, title=gpu.name or chosen.title, capability=gpu.capability)
-            chosen = replace(chosen, sources={**chosen.sources, "capability": _DRIVER})
-        if gpu.memory_bytes is None:
-            return chosen
-        return replace(chosen, memory_bytes=gpu.memory_bytes, sources={**chosen.sources, "memory_bytes": _DRIVER})
+        return chosen if gpu.memory_bytes is None else replace(chosen, memory_bytes=gpu.memory_bytes)
 
     def runnable(self, machine: Machine) -> tuple[bool, str]:
         """Say in one line whether this profile can be measured on a machine, and why or why not.
@@ -176,26 +170,19 @@ def load(path: Path) -> Profile:
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     variants = [_fields(row) for row in data.pop("variant", ())]
     base = Profile(**_fields(data))
-    made = [replace(base, **{**row, "sources": base.sources | row["sources"]}) for row in variants]
-    return replace(base, variants=tuple(made))
+    return replace(base, variants=tuple(replace(base, **row) for row in variants))
 
 
 def _fields(data: dict) -> dict:
-    """The arguments of Profile from a table: the values of the numbers, and their sources by name."""
-    sources: dict[str, str] = {}
-
-    def number(name: str, row: dict) -> object:
-        sources[name] = row["source"]
-        return row.get("value")
-
-    fields: dict = {"sources": sources}
+    """The arguments of Profile from a table of a file; notes and sources are for the reader of the file."""
+    fields: dict = {}
     for key, value in data.items():
         if key in ("flops", "links"):
-            fields[key] = {name: number(f"{key}.{name}", row) for name, row in value.items()}
-        elif key != "notes":  # for the reader of the file
-            fields[key] = number(key, value) if isinstance(value, dict) else value
-    if "capability" in fields:
-        fields["capability"] = tuple(fields["capability"])
+            fields[key] = {name: row.get("value") for name, row in value.items()}
+        elif key == "capability":
+            fields[key] = tuple(value["value"])
+        elif key != "notes":
+            fields[key] = value.get("value") if isinstance(value, dict) else value
     return fields
 
 
