@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from . import __version__, block_patterns, hardware
+from .advise import advise
+from .advise.render import columns
 from .block_patterns import BlockSparse
 from .cost import PASSES, format_bytes, format_seconds
 from .engine import Execution
@@ -298,8 +300,6 @@ def _compare(given, tolerance: float | None = None) -> int:
 
 
 def _profiles(given) -> None:
-    from ringlab.advise.render import columns
-
     machine = hardware.detect()
     rows = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
     for name, profile in hardware.profiles().items():
@@ -449,7 +449,6 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 
 
 def _advise(given) -> None:
-    from ringlab.advise import advise
     from ringlab.report.evidence import stored
 
     profile, _ = _hardware(given)

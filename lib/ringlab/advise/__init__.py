@@ -32,17 +32,17 @@ from .render import ASKED, ESTIMATE, POLICY, Advice, Decision, Evidence, Proposa
 __all__ = ["Advice", "Auto", "Decision", "Evidence", "Proposal", "advise", "ladder", "local"]
 
 PAPER = 2048  # LongNet's first segment (Ding et al. 2023, arXiv 2307.02486)
-BLOCK, MOST_BLOCKS = 128, 4096  # positions of a block, and larger ones where there would be more of them
+BLOCK, MOST_BLOCKS = 128, 4096  # positions of a block; blocks are larger where there would be more of them
 KINDS = ("auto", "dense", "ladder", "local")
-EVEN = 1.1  # work of the busiest rank over the average, up to which shards stay side by side
+EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
 TILE = 512
 SWITCHES = {"gather": "gathered copies", "cache": "the pattern cache", "pool": "the pool", "blocks": "ways for blocks"}
 SWITCHES_OF = {"dilated": ("gather", "cache", "pool"), "blocks": ("cache", "blocks")}  # by the kind of a pattern
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
 SHORTEST = 256  # first segment of a ladder
 MOST_RANKS = 32  # tried for a sequence that does not fit
-STEP, TRIES = 128, 6  # positions a rank of a length that is tried to fit, and how many are
-NEAR = 1.5  # a row of so many times the share of dense's products, or one part in so many, is of like work
+STEP, TRIES = 128, 6  # a shorter length is sought in multiples of so many positions a rank, in so many tries
+NEAR = 1.5  # rows count whose share of dense's products differs by at most this factor
 
 
 def ladder(seq_len: int, first: int = PAPER) -> Pattern:
@@ -56,7 +56,7 @@ def ladder(seq_len: int, first: int = PAPER) -> Pattern:
 
 
 def local(seq_len: int, ranks: int = 1, width: int = PAPER) -> BlockSparse:
-    """A sliding window of about ``width`` positions; on one rank a global block too, which needs rows of everyone's.
+    """A sliding window of about ``width`` positions; on one rank a global block too, for which ranks would send all.
 
     >>> str(local(10000)), str(local(10000, ranks=2))
     ('blocks of 128: window 8, 1 global', 'blocks of 128: window 8')
@@ -90,10 +90,10 @@ def advise(
 
     ``pattern``: one to keep, or what to propose: "dense", "ladder" (LongNet: segments w, 2w, 4w at rates 1, 2, 4 and so
     on up to the sequence), "local" (sliding window, global block), "auto" (the ladder where it pays, else dense).
-    ``seconds``: what a call may take at its lower bound; the ladder then starts as long as that allows. ``layers``: as
-    many hold their tensors from forward to backward. ``memory_bytes``: of a rank (None: the profile's). ``rows``: what
-    was measured. A ``dtype`` or ``layout`` given is kept. ``estimates=False`` goes by policy, rows
-    and bytes sent alone: memory and lower bounds, which take seconds to find, stay unknown.
+    ``seconds``: a limit for the lower bound of a call; the ladder's first segment is the longest within it.
+    ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``: of a rank (None: the profile's).
+    ``rows``: measured comparisons. A ``dtype`` or ``layout`` that is given is kept. ``estimates=False``: choose by
+    policy, rows and bytes sent alone; memory and lower bounds, which take seconds to find, stay unknown.
 
     Raises ValueError, in one line, for an unknown profile, numbers that are not positive, memory that cannot hold
     the inputs of a rank, and what takes minutes to estimate.
@@ -130,7 +130,7 @@ def advise(
     return _Advising(call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds).advice(pattern)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Placed:
     """A pattern as it is run: its settings, the bytes that each rank sends, and ``run(seq_len)``, its estimate."""
 
@@ -146,9 +146,9 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Advising:
-    """What advice is asked for, and the decisions that follow: dtype and kernel first, then the pattern as placed."""
+    """What is asked for, and the decisions: dtype and kernel first, then the pattern with its execution and scheme."""
 
-    call: MetaCall  # its pattern, dtype, backend, execution, scheme and layout are replaced by what is decided
+    call: MetaCall  # of its pattern, dtype, backend, execution, scheme and layout the decisions take the place
     seq_len: int
     layers: int
     budget: int | None
@@ -349,7 +349,9 @@ class _Advising:
         scheme = self._fastest("scheme", least, "; ".join([*why, *refused]), rows, ESTIMATE)
         busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
         layout = Decision("layout", name, ESTIMATE if self.layout is None else ASKED, busiest)
-        return replace(found[scheme.value], across=(scheme, layout))
+        chosen = found[scheme.value]
+        chosen.across = scheme, layout
+        return chosen
 
     def _sent(self, problem: Problem) -> tuple[dict[str, tuple[int, ...]], list[str]]:
         """Bytes of one call by scheme and rank; and why the other schemes cannot serve."""
@@ -389,7 +391,7 @@ class _Advising:
         return self._against_dense(found, share, why)
 
     def _against_dense(self, found: Dilated, share: float, why: str) -> Decision:
-        """The ladder, unless rows of such work (pass, causal or not, dtype, density) show that it does not pay."""
+        """The ladder, unless rows of the same passes, mask, dtype and about its density show that it does not pay."""
         work = {"passes": self.call.passes, "causal": self.call.causal, "ranks": 1, "dtype": self._dtype_name}
         rows = [e for e in self._compared("pattern", "dense", **work) if e.setting.startswith("dilated")]
         rows = tuple(sorted((e for e in rows if 1 / NEAR <= e.share / share <= NEAR), key=lambda e: e.seq_len))
@@ -451,7 +453,7 @@ class _Advising:
         return Decision("checkpointing", not self._fits(placed.estimate) and with_ < without, ESTIMATE, said)
 
     def _longest(self, placed: _Placed, checkpointing: bool) -> int | None:
-        """A length of this pattern, shared out this way, that fits: what is needed is nearly linear in it."""
+        """A length that fits with this pattern, scheme and layout; the memory is nearly linear in the length."""
         if isinstance(self.layout, Layout):
             return None  # it is of one length
         unit, n, need = STEP * self.call.ranks, self.seq_len, self._need(placed.estimate, checkpointing)
@@ -465,7 +467,7 @@ class _Advising:
         return None
 
     def _enough_ranks(self, pattern: Pattern, checkpointing: bool) -> int | None:
-        """Ranks, doubled from those asked for, that hold the sequence; none is tried that can hold it by no means."""
+        """The first doubling of the ranks that holds the sequence; what cannot suffice is not tried."""
         ranks, need = 2 * self.call.ranks, self._need(self._place(pattern).estimate, checkpointing)
         while ranks <= min(MOST_RANKS, self.seq_len):
             if need * self.call.ranks / ranks <= 1.1 * self.budget:
@@ -477,11 +479,10 @@ class _Advising:
 
 
 class Auto:
-    """Backend, scheme and execution by advice, where a module was told none; ``advice`` is the last that was taken.
+    """Backend, scheme and execution by advice, for a module that was given none; ``advice`` is the last that it took.
 
-    ``config``: "auto", which asks for each shape once, or an ``Advice``, as one that rests on measured rows: it is then
-    taken for every shape. The pattern, the layout and the dtype of tensors stay as they are. A compiler's graph ends
-    where it is asked, over a group too.
+    ``config``: "auto", which asks for each shape once, or an ``Advice``, which is taken for every shape. The pattern,
+    the layout and the dtype of tensors stay as they are. Under torch.compile the graph breaks here.
     Raises ValueError for anything else.
 
     >>> Auto("fast")
