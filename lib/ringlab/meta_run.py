@@ -63,7 +63,7 @@ def _without_data(value):
 
 
 class MetaRun(LiveStorageTracker):
-    """The tracker of one call without data: ``tensor`` makes its inputs, ``name`` says what storages are for.
+    """Track one call without data: ``tensor`` makes its inputs, ``name`` says what storages are for.
 
     ``peak_bytes``, ``parts`` and ``traffic`` are what the call would hold and send.
 
@@ -90,7 +90,7 @@ class MetaRun(LiveStorageTracker):
             yield
 
     def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
-        """An input of the call."""
+        """Make an input of the call, or a tensor that stands for what the call would hold."""
         made = torch.empty(shape, dtype=dtype, device="meta")
         self.register(made)
         self.name(part, made)
@@ -367,18 +367,14 @@ class MetaCall:
         with torch.no_grad(), run.on(self.kernel, self.device_type):
             q, k, v, dout = self._inputs(run, problem.layout.size(number))
             rank = rank_of(problem, number, self.kernel, self.head_dim**-0.5, execution)
-
-            def drive(steps, parts=()):
-                found = run.drive(steps, number)
-                for part, t in zip(parts, found):  # before they are made contiguous
-                    run.name(part, t)
-                return found
-
-            out, lse, *saved = drive(forward(rank, q, k, v), ("out", "lse", "received", "received"))
-            out, lse = out.contiguous(), lse.contiguous()
-            for part, t in (("out", out), ("lse", lse), *(("received", t) for t in saved)):
+            held = run.drive(forward(rank, q, k, v), number)
+            for part, t in zip(("out", "lse", *["received"] * len(held)), held):
                 run.name(part, t)
+            out, lse, saved = held[0].contiguous(), held[1].contiguous(), held[2:]
+            del held, t  # what was copied is freed here
+            run.name("out", out)
+            run.name("lse", lse)
             if dout is not None:
-                grads = drive(backward(rank, dout, None, q, k, v, out, lse, *saved))
+                grads = run.drive(backward(rank, dout, None, q, k, v, out, lse, *saved), number)
                 run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
         return run
