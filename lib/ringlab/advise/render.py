@@ -214,14 +214,14 @@ class Advice:
         lines += [f"{'memory':15}{ESTIMATE}: {self.memory}", ""]
         measured = [f"  {e.text}" for c in self.choices.values() for e in c.evidence]
         lines += ["measured:", *measured] if measured else ["measured: nothing that bears on it"]
-        return "\n".join([*lines, "", *columns([PATTERN_COLUMNS, *map(self._compared, self.proposals)])])
+        return "\n".join([*lines, "", *columns([PATTERN_COLUMNS, *map(self._figures, self.proposals)])])
 
     def table(self) -> str:
         """Two tables in Markdown: the choices with their evidence, and the patterns that were compared."""
         rows = [("What", "Choice", "How", "Why", "Measured")]
         rows += [(c.name, c.shown, c.how, c.why, "; ".join(e.text for e in c.evidence)) for c in self.choices.values()]
         rows += [("memory", "", ESTIMATE, self.memory, "")]
-        return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._compared, self.proposals)])}"
+        return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._figures, self.proposals)])}"
 
     def code(self) -> str:
         """Python that runs as it stands, on the profile's device or else on a CPU.
@@ -250,7 +250,7 @@ class Advice:
             backward="out.sum().backward()\n" if backward else "",
         )  # fmt: skip
 
-    def _compared(self, p: Proposal) -> tuple[str, ...]:
+    def _figures(self, p: Proposal) -> tuple[str, ...]:
         bound = f"{format_seconds(p.bound_s)} ({p.binds})" if p.bound_s else "not known"
         over = p.peak_bytes and self.budget_bytes is not None and p.peak_bytes > self.budget_bytes
         peak = format_bytes(p.peak_bytes) + (", does not fit" if over else "") if p.peak_bytes else "not estimated"
