@@ -258,8 +258,9 @@ def _cache_bytes(read: Read, cores: set[int]) -> int | None:
         for index in range(8):
             folder = f"/sys/devices/system/cpu/cpu{core}/cache/index{index}"
             size, level, shared = (read(f"{folder}/{name}") for name in ("size", "level", "shared_cpu_list"))
-            if size and level and shared:  # Linux writes sizes in KiB, as "512K"
-                caches[int(level), shared] = 1024 * int(size.strip().removesuffix("K"))
+            if not (size and level and shared):
+                break
+            caches[int(level), shared] = 1024 * int(size.strip().removesuffix("K"))  # Linux writes KiB, as "512K"
     last = max((level for level, _ in caches), default=None)
     return sum(size for (level, _), size in caches.items() if level == last) or None
 
