@@ -194,7 +194,7 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     """
     # sigmoid(b - a) is exp(b - logaddexp(a, b)): 1 for a = -inf, 0 for b = -inf, nan only where neither saw a key.
     weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)  # (b, h, n)
-    lse.copy_(torch.logaddexp(lse, other_lse))
+    torch.logaddexp(lse, other_lse, out=lse)
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
@@ -400,7 +400,7 @@ def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int 
         laid.append((t, view.rows, at, s_b, along, view.step * s_n, view.head_step * s_h + view.shift * s_n, s_d))
     size = count if apart else batch * count
     step, head_step = size, heads
-    if head_bytes:
+    if head_bytes * heads * size > limit:
         threads = torch.get_num_threads()  # a CPU kernel shares out (batch, head) pairs: never fewer than threads
         step = max(1, limit // (head_bytes * heads), -(-threads // heads))
         head_step = heads if step > 1 else max(threads, limit // head_bytes)
