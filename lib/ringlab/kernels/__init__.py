@@ -9,33 +9,13 @@ import torch
 
 from .. import checks
 from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
-from .base import (  # fmt: skip
-    DeviceSpec,
-    Kernel,
-    PatternKernel,
-    capability,
-    overridden_kernel,
-    override_kernel,
-    supports_lower_right_causal,
-)
+from .base import OVERRIDE, DeviceSpec, Kernel, PatternKernel, capability, override_kernel, supports_lower_right_causal
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
 from .triton import TritonKernel
 
-KERNELS: dict[str, Kernel] = {
-    k.name: k
-    for k in (
-        CpuFlash(),
-        FlashAttn3(),
-        CuDNN(),
-        FlashAttn2(),
-        Flash(),
-        Xformers(),
-        Efficient(),
-        Eager(),
-        TritonKernel(),
-    )
-}
+_ALL = CpuFlash, FlashAttn3, CuDNN, FlashAttn2, Flash, Xformers, Efficient, Eager, TritonKernel
+KERNELS: dict[str, Kernel] = {kernel.name: kernel() for kernel in _ALL}
 SDPA = ("cpu_flash", "cudnn", "flash", "efficient")  # the kernels of torch's scaled_dot_product_attention
 PROBE_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}  # far above rounding, far below a wrong function
 PROBE_ROWS = 160
@@ -71,8 +51,8 @@ def choose(
     >>> choose("cpu", torch.float32, 64).name
     'cpu_flash'
     """
-    if (kernel := overridden_kernel()) is not None:
-        return Choice(kernel, {})
+    if (forced := OVERRIDE.get()) is not None:
+        return Choice(forced[0], {})
     asked = _with_index(device), dtype, head_dim, causal, backward, backend
     try:
         return _choose(*asked)

@@ -1,10 +1,7 @@
-"""Attention by matrix products with materialised scores: the textbook form, and the fast form for short segments.
+"""The kernels of torch: matrix products ("eager") and the operators behind ``scaled_dot_product_attention``.
 
-torch's flash kernel for the CPU, with its log-sum-exp and backward.
-
-torch's CUDA kernels behind ``scaled_dot_product_attention``: cuDNN, flash and memory-efficient, by their own ops.
-
-All three read strided views without a copy as long as the last dimension is contiguous.
+The operators are called directly, because the public function returns no log-sum-exp. All of them read strided views
+without a copy as long as the last dimension is contiguous.
 """
 
 from __future__ import annotations
@@ -13,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import HALF, accumulation_dtype, needs_bf16, needs_cuda, to_bhmd, wants_dtype
+from .base import HALF, accumulation_dtype, needs_bf16, needs_cuda, needs_head_dim, to_bhmd, wants_dtype
+
+_ATEN = torch.ops.aten
 
 
 class Eager:
@@ -96,9 +95,8 @@ def has_half_units(dtype: torch.dtype) -> bool:
     return any(getattr(torch.cpu, flag, bool)() for flag in flags)
 
 
-def _computable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    dtype = tensors[0].dtype
-    return tuple(t.float() for t in tensors) if dtype in HALF and not has_half_units(dtype) else tensors
+_CPU_FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class CpuFlash:
@@ -116,10 +114,11 @@ class CpuFlash:
         return wants_dtype(dtype, (torch.float64, torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        q, k, v = _computable(q, k, v)
-        square, mask = _mask(q, k, causal)
-        out, lse = op(*to_bhmd(q, k, v), 0.0, square, attn_mask=mask, scale=scale)
+        if q.dtype in HALF and not has_half_units(q.dtype):
+            q, k, v = q.float(), k.float(), v.float()
+        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else None
+        q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = _CPU_FORWARD(q_t, k_t, v_t, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
         if mask is not None and not _finite(lse):
             return _MATMUL.forward(q, k, v, causal, scale)
         return out.transpose(1, 2), lse
@@ -127,37 +126,30 @@ class CpuFlash:
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         if k.shape[1] <= FEW or (q.dtype in HALF and max(q.shape[1], k.shape[1]) <= SHORT):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dout, q, k, v, out = _computable(dout, q, k, v, out)
-        square, mask = _mask(q, k, causal)
-        dq, dk, dv = op(*to_bhmd(dout, q, k, v, out), lse, 0.0, square, attn_mask=mask, scale=scale)
-        if mask is not None and not _finite(dv.sum()):
+        if q.dtype in HALF and not has_half_units(q.dtype):
+            dout, q, k, v, out = dout.float(), q.float(), k.float(), v.float(), out.float()
+        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else None
+        reads = to_bhmd(dout, q, k, v, out)
+        grads = _CPU_BACKWARD(*reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
+        if mask is not None and not _finite(grads[2].sum()):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
-        return to_bhmd(dq, dk, dv)
+        return to_bhmd(*grads)
 
 
-def _mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
-    """(whether the kernel's own causal mask does, or else the mask (1, 1, m, m_k) to add)."""
+def _lower_right(q: Tensor, k: Tensor) -> Tensor:
+    """The causal mask (1, 1, m, m_k) to add; the operator's own one begins in the upper left corner."""
     m, m_k = q.shape[1], k.shape[1]
-    if not causal or m == m_k:  # the kernel's own mask begins in the upper left corner
-        return causal, None
-    mask = torch.zeros(m, m_k, dtype=q.dtype).masked_fill_(hidden_keys(m, m_k, q.device), -torch.inf)
-    return False, mask[None, None]
+    return torch.zeros(1, 1, m, m_k, dtype=q.dtype).masked_fill_(hidden_keys(m, m_k, q.device), -torch.inf)
 
 
 def _finite(t: Tensor) -> bool:
-    """Whether a masked result is free of NaN: an infinite score and the -inf that hides it make one, in rows that must
-    not see that key. A run without data (meta) takes it for granted.
-    """
+    """Whether a masked result has no NaN, which an infinite score and the -inf that hides it make. True for meta."""
     found = t.isfinite().all()
     return found.is_meta or bool(found)
 
 
-_ATEN = torch.ops.aten
-
-
 def _no_state(device):
-    """The random state that the backward ops ask for; dropout is 0, so it is never read."""
+    """The random state that the backward operators ask for; dropout is 0, so it is never read."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
@@ -167,9 +159,7 @@ class Flash:
     name = "flash"
 
     def refuses(self, device, dtype, head_dim):
-        if head_dim > 256 or head_dim % 8:
-            return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
-        return needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
+        return needs_head_dim(head_dim, 256) or needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
 
     def forward(self, q, k, v, causal, scale):
         out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(*to_bhmd(q, k, v), 0.0, causal, scale=scale)
@@ -177,7 +167,7 @@ class Flash:
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         m, state = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
-        # This op reads the log-sum-exp by pointer, without its strides.
+        # This operator reads the log-sum-exp by pointer, without its strides.
         grads = _ATEN._scaled_dot_product_flash_attention_backward(
             *to_bhmd(dout, q, k, v, out), lse.contiguous(), None, None, m, m, 0.0, causal, state, state, scale=scale
         )
@@ -197,8 +187,8 @@ class Efficient:
         return why or wants_dtype(dtype, (torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
-        op = _ATEN._scaled_dot_product_efficient_attention
-        out, lse, *_ = op(*to_bhmd(q, k, v), None, True, 0.0, causal, scale=scale)
+        read = to_bhmd(q, k, v)
+        out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(*read, None, True, 0.0, causal, scale=scale)
         return out.transpose(1, 2), lse[..., : q.shape[1]]  # the kernel pads its rows to 32
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
@@ -218,9 +208,7 @@ class CuDNN:
     name = "cudnn"
 
     def refuses(self, device, dtype, head_dim):
-        if head_dim > 128 or head_dim % 8:
-            return f"needs a head_dim that is a multiple of 8 and at most 128, not {head_dim}"
-        return needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
+        return needs_head_dim(head_dim, 128) or needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
 
     def forward(self, q, k, v, causal, scale):
         op = _ATEN._scaled_dot_product_cudnn_attention
