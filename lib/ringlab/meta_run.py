@@ -32,7 +32,6 @@ from .checks import (
 )
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
-from .kernels.experimental import fused_merge
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
@@ -326,6 +325,8 @@ class MetaCall:
             check_merge(self.execution, self.ranks)
             return *self._on_ranks(layout_named(self.layout, n, self.ranks)), ""
         if self.execution.merge == "fused":
+            from .kernels.experimental import fused_merge  # which loads Triton
+
             have = self.profile and self.profile.capability
             fused_merge.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
         run = MetaRun()

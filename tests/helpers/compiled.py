@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import torch
-from ringlab.kernels import experimental, triton, triton_config
+from ringlab.kernels import experimental, triton_config
 from ringlab.kernels.triton_config import Sizes
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take (CUDA programming guide)
@@ -20,7 +20,7 @@ def resources(name: str, capability: int, head_dim: int, size: Sizes, dtype: str
     """What a program takes: registers, stack, local and shared bytes, warps; and how often some instructions occur."""
     if size.reads in experimental.IN_GLUON:
         return in_gluon(name, head_dim, size, dtype, causal, join, capability)
-    kernel = getattr(triton.device_code(), name)
+    kernel = getattr(importlib.import_module("ringlab.kernels.triton_kernels"), name)
     kind, compute = torch.float32 if dtype == "fp32" else torch.bfloat16, divmod(capability, 10)
     fixed = {"ROWS": size.rows, "COLS": size.cols, "DIM": head_dim, "PAD": triton_config.padded(head_dim),
              "CAUSAL": causal, "JOIN": join, "PRECISION": triton_config.precision(head_dim, kind),
@@ -38,7 +38,7 @@ def resources(name: str, capability: int, head_dim: int, size: Sizes, dtype: str
 def in_gluon(name, head_dim, size, dtype, causal, fp32: bool, capability) -> dict[str, int]:
     """The same of a kernel in Gluon; ``fp32``: its results are."""
     kernel = getattr(importlib.import_module("ringlab.kernels.experimental.gluon"), name)
-    fixed = {"COLS": size.cols, "DIM": head_dim, "STEP": 4, "CAUSAL": causal, "STAGES": size.stages}
+    fixed = {"STEP": 4, "CAUSAL": causal, "STAGES": size.stages}
     kinds = {"scale": "fp32", "lse": "*fp32", "less": "*fp32", "tiles": "*i32", "entries": "*i32"}
     kinds |= dict.fromkeys(RESULTS, "*fp32" if fp32 else f"*{dtype}")
     owned = ("k", "v") if name == "backward_kv" else ("q", "dout")

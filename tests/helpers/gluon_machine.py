@@ -9,6 +9,7 @@ of a tensor, and a result that two programs write. Memory that a copy was issued
 Not shown here: that the compiler and the GPU order memory as the operations promise.
 """
 
+import math
 import random
 import sys
 import threading
@@ -55,7 +56,7 @@ class Shared:
     """Shared memory: a view of a buffer, and of the slot that it is a part of."""
 
     def __init__(self, data, slots, slot=None):
-        self.data, self.slots, self.slot, self.dtype = data, slots, slot, data.dtype
+        self.data, self.slots, self.slot, self.dtype, self.shape = data, slots, slot, data.dtype, data.shape
 
     def index(self, i):
         if not 0 <= i < len(self.data):
@@ -285,10 +286,8 @@ def _allocate(dtype, shape, layout):
 class _Descriptor:
     def __init__(self, made):
         self.made, self.dtype, self.layout = made, made.base.dtype, made.layout
-        size = made.base.element_size()
-        for extent in made.block_shape:
-            size *= extent
-        self.block_type = SimpleNamespace(nbytes=size)
+        size = made.base.element_size() * math.prod(made.block_shape)
+        self.block_type = SimpleNamespace(nbytes=size, shape=list(made.block_shape))
 
     def block(self, at):
         """A block from ``at`` on; zeros past the end of any axis."""
