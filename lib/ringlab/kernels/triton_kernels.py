@@ -66,10 +66,19 @@ def _entry(entries, i, start, partial, full, MASK: tl.constexpr):
 
 
 @triton.jit
-def _unpack(packed):
-    """rows, log2(M) and member of an entry."""
-    times = (packed >> TIMES_AT) & TIMES_MASK
-    return packed & ROWS_MASK, tl.math.log2(times.to(tl.float32)), packed >> MEMBER_AT
+def _visit(
+    entries, i, next_first, next_packed, others, base, start, partial, full, stride, MASK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Entry i: first position, positions (COLS,), which exist, log2(M), member; then the next entry if EARLY."""
+    if EARLY:
+        first, packed = next_first, next_packed
+        next_first, next_packed = _entry(entries, i + 1, start, partial, full, MASK)
+    else:
+        first, packed = _entry(entries, i, start, partial, full, MASK)
+    times, first = (packed >> TIMES_AT) & TIMES_MASK, base + first
+    bonus, member = tl.math.log2(times.to(tl.float32)), packed >> MEMBER_AT
+    return first, first + others * stride, others < (packed & ROWS_MASK), bonus, member, next_first, next_packed
 
 
 @triton.jit
@@ -125,17 +134,13 @@ def forward(
                 count = tl.load(tile + MASKED) if PART else full
             next_first, next_packed = _entry(entries, 0, start, partial, full, PART)
             for i in tl.range(0, count, warp_specialize=READS == "specialized"):
-                if EARLY:
-                    first, packed = next_first, next_packed
-                    next_first, next_packed = _entry(entries, i + 1, start, partial, full, PART)
-                else:
-                    first, packed = _entry(entries, i, start, partial, full, PART)
-                number, bonus, _ = _unpack(packed)
-                other, shown = base + first + others * stride, others < number  # (COLS,)
+                first, other, shown, bonus, member, next_first, next_packed = _visit(
+                    entries, i, next_first, next_packed, others, base, start, partial, full, stride, PART, EARLY
+                )
                 if READS == "pointers":
                     keys = _rows(k, other, s_kn, shown, DIM, PAD, PART)  # (COLS, PAD)
                 else:
-                    keys = _block(k, batch, kv_head, base + first, STEP, COLS, DIM)
+                    keys = _block(k, batch, kv_head, first, STEP, COLS, DIM)
                 s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (ROWS, COLS)
                 if PART:
                     seen = shown[None, :]
@@ -151,7 +156,7 @@ def forward(
                 if READS == "pointers":
                     values = _rows(v, other, s_vn, shown, DIM, PAD, PART)  # (COLS, PAD)
                 else:
-                    values = _block(v, batch, kv_head, base + first, STEP, COLS, DIM)
+                    values = _block(v, batch, kv_head, first, STEP, COLS, DIM)
                 acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
                 top = high
     total = tl.where(total == 0.0, 1.0, total)  # a query that sees nothing: out 0, lse -inf, as top is
@@ -210,19 +215,15 @@ def backward_q(
     for MASK in tl.static_range(2):  # full entries, then masked ones
         next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
         for i in range(tl.load(tile + MASKED) if MASK else full):
-            if EARLY:
-                first, packed = next_first, next_packed
-                next_first, next_packed = _entry(entries, i + 1, start, partial, full, MASK)
-            else:
-                first, packed = _entry(entries, i, start, partial, full, MASK)
-            number, bonus, _ = _unpack(packed)
-            other, shown = base + first + others * stride, others < number  # (COLS,)
+            first, other, shown, bonus, member, next_first, next_packed = _visit(
+                entries, i, next_first, next_packed, others, base, start, partial, full, stride, MASK, EARLY
+            )
             if READS == "pointers":
                 keys = _rows(k, other, s_kn, shown, DIM, PAD, MASK)  # (COLS, PAD)
                 values = _rows(v, other, s_vn, shown, DIM, PAD, MASK)  # (COLS, PAD)
             else:
-                keys = _block(k, batch, kv_head, base + first, STEP, COLS, DIM)
-                values = _block(v, batch, kv_head, base + first, STEP, COLS, DIM)
+                keys = _block(k, batch, kv_head, first, STEP, COLS, DIM)
+                values = _block(v, batch, kv_head, first, STEP, COLS, DIM)
             s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (ROWS, COLS)
             p = tl.math.exp2(s * scale - (final - bonus)[:, None])
             if MASK:
@@ -260,19 +261,15 @@ def backward_kv(
     for MASK in tl.static_range(2):  # full entries, then masked ones
         next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
         for i in range(tl.load(tile + MASKED) if MASK else full):
-            if EARLY:
-                first, packed = next_first, next_packed
-                next_first, next_packed = _entry(entries, i + 1, start, partial, full, MASK)
-            else:
-                first, packed = _entry(entries, i, start, partial, full, MASK)
-            number, bonus, member = _unpack(packed)
-            other, shown = base + first + others * stride, others < number  # (COLS,)
+            first, other, shown, bonus, member, next_first, next_packed = _visit(
+                entries, i, next_first, next_packed, others, base, start, partial, full, stride, MASK, EARLY
+            )
             if READS == "pointers":
                 queries = _rows(q + member.to(tl.int64) * s_qh, other, s_qn, shown, DIM, PAD, MASK)  # (COLS, PAD)
                 g = _rows(dout + member.to(tl.int64) * s_gh, other, s_gn, shown, DIM, PAD, MASK)  # (COLS, PAD)
             else:
-                queries = _block(q, batch, head * group + member, base + first, STEP, COLS, DIM)
-                g = _block(dout, batch, head * group + member, base + first, STEP, COLS, DIM)
+                queries = _block(q, batch, head * group + member, first, STEP, COLS, DIM)
+                g = _block(dout, batch, head * group + member, first, STEP, COLS, DIM)
             at = member.to(tl.int64) * n + other
             final, minus = _alive(lse + at, shown), tl.load(less + at, mask=shown, other=0.0)
             s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (ROWS, COLS)

@@ -5,7 +5,7 @@ Tuning runs only when asked for. A call of attention times nothing: it uses the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,21 +61,15 @@ def tune(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, causal: bool = Fa
         raise ValueError(f"unknown pass {sorted(unknown)[0]!r}; known: {', '.join(TILE_PASSES)}")
     if why := probe("triton", q.device, q.dtype, q.shape[3], causal, True):
         raise NotImplementedError(f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}")
-    calls = Calls(q, k, v, pattern, causal)
-    found = [one for name in passes for one in tune_pass(calls, name, timer)]
+    calls, found = Calls(q, k, v, pattern, causal), []
+    for name in passes:
+        taken: dict[Use, Sizes] = {}
+        for joins in (False, True):  # the first launch, and those that add to it
+            if len(calls.launches(name, taken)) > joins:
+                found.append(_timed(calls, calls.use(name, joins), taken, timer))
+                taken[found[-1].use] = found[-1].best
     triton_config.keep({one.use: one.best for one in found}, q.device)
     return found
-
-
-def tune_pass(calls: Calls, name: str, timer: Timer) -> Iterator[Timed]:
-    """The results for the first launch of a pass and, if there are more, for those that add to it."""
-    taken: dict[Use, Sizes] = {}
-    for joins in (False, True):
-        if len(calls.launches(name, taken)) <= joins:
-            break
-        found = _timed(calls, calls.use(name, joins), taken, timer)
-        taken[found.use] = found.best
-        yield found
 
 
 def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Timed:
