@@ -23,7 +23,6 @@ from ringlab import Dense, Dilated, Execution, attention, block_patterns, estima
 from ringlab import cache as caches
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.engine.dilated import make_plan
-from ringlab.engine.execute import views_of
 from ringlab.kernels import KERNELS, experimental, tile_schedule, triton, triton_config, triton_tune
 from ringlab.kernels.experimental import fused_merge
 from ringlab.kernels.torch_kernels import Eager
@@ -255,17 +254,18 @@ def joined():
     with mock.patch.object(fused_merge, "_merge", unweighted):
         show("joined, all parts weigh alike", **run_joined(*case))
     caches.GLOBAL.clear()
-    with mock.patch.object(fused_merge, "make_rows", lambda *args: without_a_head(build(*args))):
+
+    def without_a_head(*args):
+        rows = build(*args)
+        rows.table[1, 0, 2] = 0
+        return rows
+
+    with mock.patch.object(fused_merge, "make_rows", without_a_head):
         show("joined, a head forgotten", **run_joined(*case))
 
 
-def without_a_head(rows):
-    rows.table[1, 0, 2] = 0
-    return rows
-
-
 def traffic(pattern, n, heads, kv_heads, d):
-    """Bytes that the join moved, tables apart, and rows that the first call alone holds: equal in every bit?"""
+    """Bytes that the join read and wrote, tables apart, and those that are computed."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     load, store, moved = Builder.create_masked_load, Builder.create_masked_store, [0, 0]
@@ -283,17 +283,9 @@ def traffic(pattern, n, heads, kv_heads, d):
     execution, patch = Execution(merge="fused"), mock.patch.object
     with kernels.override_kernel(Padded(), "cuda"):
         with patch(Builder, "create_masked_load", counted_load), patch(Builder, "create_masked_store", counted_store):
-            out = attention(q, k, v, pattern, execution=execution)
-        first = attention(q, k, v, Dilated(pattern.segment_lengths[:1], [1]), execution=execution)
+            attention(q, k, v, pattern, execution=execution)
     plan = make_plan(pattern, n, heads, kv_heads)
-    alone = torch.ones(1, n, heads, 1, dtype=torch.bool)
-    for call in plan.calls:
-        if call.q.step > 1:
-            ((view,),) = views_of([(alone, (0, 0), call.q)], range(call.nodes), call.heads)
-            view.fill_(False)
-    same = (out == first).all(-1, keepdim=True)
-    untouched = bool(same[alone].all()) and not bool(same[~alone].any())
-    return {"moved": moved, "told": fused_merge.join_bytes(plan, 1, n, heads, d, F16), "untouched": untouched}
+    return {"moved": moved, "told": fused_merge.join_bytes(plan, 1, n, heads, d, F16)}
 
 
 def held(pattern, n):

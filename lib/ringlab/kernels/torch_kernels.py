@@ -129,11 +129,11 @@ class CpuFlash:
         if q.dtype in HALF and not has_half_units(q.dtype):
             dout, q, k, v, out = dout.float(), q.float(), k.float(), v.float(), out.float()
         mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else None
-        reads = to_bhmd(dout, q, k, v, out)
-        grads = _CPU_BACKWARD(*reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
-        if mask is not None and not _finite(grads[2].sum()):
+        reads = dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2)
+        dq, dk, dv = _CPU_BACKWARD(*reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
+        if mask is not None and not _finite(dv.sum()):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
-        return to_bhmd(*grads)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:
