@@ -88,9 +88,9 @@ CODE, FORWARD, BACKWARD = re.split(r"(?=@gluon.jit\ndef _(?:forward|dq)_step)", 
 FOLDED, CAUSAL, SHORT, UNEVEN = "folded", "dense, causal", "one branch, batch", "a last tile that is not full"
 PARTIAL = "folded, causal, grouped, a last segment that ends early"
 GROUPED = "block-sparse, grouped, queries that see nothing"
-WAIT = "    mbarrier.wait(barriers.index(KIND * STAGES + met % STAGES), met // STAGES & 1)\n"
-FREE_A, FREE_B = (f"    free(barriers, met, {kind}_FREE)\n" for kind in "AB")
-WAIT_B = "    wait(barriers, met, B_READY)\n"
+WAIT = "    mbarrier.wait(barriers.index(KIND * STAGES + nth % STAGES), nth // STAGES & 1)\n"
+FREE_A, FREE_B = (f"    free(barriers, nth, {kind}_FREE)\n" for kind in "AB")
+WAIT_B = "    wait(barriers, nth, B_READY)\n"
 WHOLE = "        whole = gl.minimum(full, last)\n"
 VISIBLE = "visible(tile, entry, packed, s, WHICH, STEP, CAUSAL, SCORES)"
 MINUS = "    minus = gl.load(less + at, mask=valid, other=0.0)"
@@ -102,7 +102,7 @@ MUTANTS = {
         CODE, "        mbarrier.wait(barriers.index(OWN_FREE * STAGES), (turn & 1) ^ 1)\n", "", SHORT,
     ),
     "one group frees a slot for both": (CODE, "count=1 + kind % 2", "count=1", SHORT),
-    "the first use of a slot waits": (CODE, "(met // STAGES & 1) ^ 1", "met // STAGES & 1", CAUSAL),
+    "the first use of a slot waits": (CODE, "(nth // STAGES & 1) ^ 1", "nth // STAGES & 1", CAUSAL),
     "whole entries are taken for partial ones": (CODE, "i < full, partial + i,", "i < full, i,", PARTIAL),
     "rows past a tile's end are written": (CODE, "gl.load(tile + COUNT)", "128", SHORT),
     "rows of another position": (CODE, "GROUP_ROWS, LAYOUT)) * STEP", "GROUP_ROWS, LAYOUT))", SHORT),
@@ -120,11 +120,11 @@ MUTANTS = {
     ),
     "rows past an entry's end are seen": (CODE, "span < (packed & ROWS_MASK)", "span < COLS", UNEVEN),
     "values are freed before they are used": (FORWARD, "    acc = weighted(", FREE_B + "    acc = weighted(", SHORT),
-    "a slot of keys is never freed": (FORWARD, "        free(barriers, met + 1, A_FREE)\n", "", SHORT),
+    "a slot of keys is never freed": (FORWARD, "        free(barriers, nth + 1, A_FREE)\n", "", SHORT),
     "each pair counts once": (FORWARD, "(shift - bonus)", "shift", FOLDED),
     "no query is masked": (FORWARD, f"gl.where({VISIBLE}, s, float(\"-inf\"))", "s", CAUSAL),
     "the second group has the first one's queries": (
-        FORWARD, "q_ring, WHICH), k_ring, met,", "q_ring, 0), k_ring, met,", SHORT,
+        FORWARD, "q_ring, WHICH), k_ring, nth,", "q_ring, 0), k_ring, nth,", SHORT,
     ),
     "sums are not faded": (FORWARD, "total = total * fade", "total = total", FOLDED),
     "dq: values are not waited for": (BACKWARD, WAIT_B + "    dp = scores(", "    dp = scores(", SHORT),

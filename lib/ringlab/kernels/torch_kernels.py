@@ -30,50 +30,41 @@ class Eager:
     def refuses(self, device, dtype, head_dim):
         return None
 
-    def _tiles(self, q: Tensor, k: Tensor) -> range:
-        b, m, h, _ = q.shape
-        if self.tile_bytes is None:
-            return range(0, b, max(1, b))
-        return range(0, b, max(1, self.tile_bytes // (4 * h * m * k.shape[1])))
+    def _pieces(self, causal: bool, scale: float, q: Tensor, k: Tensor, *others: Tensor):
+        """(batch entries, their masked scores (b', h, m, m_k), the tensors as (b', h, m, d)) of each piece."""
+        (b, m, heads, _), m_k = q.shape, k.shape[1]
+        step = b if self.tile_bytes is None else self.tile_bytes // (4 * heads * m * m_k)
+        hidden = hidden_keys(m, m_k, q.device) if causal else None
+        for i in range(0, b, max(1, step)):
+            piece = slice(i, i + max(1, step))
+            tensors = to_bhmd(*(t[piece].to(accumulation_dtype(q.dtype)) for t in (q, k, *others)))
+            scores = torch.matmul(tensors[0], tensors[1].mT).mul_(scale)
+            if causal:
+                scores.masked_fill_(hidden, -torch.inf)
+            yield piece, scores, *tensors
 
     def forward(self, q, k, v, causal, scale):
         b, m, h, d = q.shape
-        acc = accumulation_dtype(q.dtype)
-        out = torch.empty(q.shape, dtype=acc, device=q.device)  # (b, m, h, d)
-        lse = torch.empty(b, h, m, dtype=acc, device=q.device)
-        hidden = hidden_keys(m, k.shape[1], q.device) if causal else None
-        tiles = self._tiles(q, k)
-        for i in tiles:
-            part = slice(i, i + tiles.step)
-            q_t, k_t, v_t = to_bhmd(*(t[part].to(acc) for t in (q, k, v)))  # (b', h, m, d)
-            scores = torch.matmul(q_t, k_t.mT).mul_(scale)  # (b', h, m, m_k)
-            if causal:
-                scores.masked_fill_(hidden, -torch.inf)
+        out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, m, h, d)
+        lse = torch.empty(b, h, m, dtype=out.dtype, device=q.device)
+        for piece, scores, _, _, v_t in self._pieces(causal, scale, q, k, v):
             top = scores.amax(-1)  # (b', h, m)
             prob = scores.softmax(-1)
             # The largest probability is exp(top - lse): the log-sum-exp without another pass of exponentials.
-            lse[part] = top - prob.amax(-1).log_()
-            out[part] = torch.matmul(prob, v_t).transpose(1, 2)
+            lse[piece] = top - prob.amax(-1).log_()
+            out[piece] = torch.matmul(prob, v_t).transpose(1, 2)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
-        m, acc = q.shape[1], lse.dtype
-        grads = tuple(torch.empty(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
-        hidden = hidden_keys(m, k.shape[1], q.device) if causal else None
-        tiles = self._tiles(q, k)
-        for i in tiles:
-            part = slice(i, i + tiles.step)
-            g, q_t, k_t, v_t, o = to_bhmd(*(t[part].to(acc) for t in (dout, q, k, v, out)))  # (b', h, m, d)
-            scores = torch.matmul(q_t, k_t.mT).mul_(scale)
-            if causal:
-                scores.masked_fill_(hidden, -torch.inf)
-            prob = scores.sub_(lse[part].unsqueeze(-1)).exp_()  # (b', h, m, m_k), against the final lse
+        grads = tuple(torch.empty(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v))
+        for piece, scores, q_t, k_t, v_t, g, o in self._pieces(causal, scale, q, k, v, dout, out):
+            prob = scores.sub_(lse[piece].unsqueeze(-1)).exp_()  # (b', h, m, m_k), against the final lse
             delta = (g * o).sum(-1, keepdim=True)  # (b', h, m, 1)
             # A row that sees one key has gradient 0: sum as delta does, so that the difference is 0 and not rounding.
             d_prob = torch.matmul(g, v_t.mT) if k.shape[1] > 1 else (g * v_t).sum(-1, keepdim=True)
             d_scores = d_prob.sub_(delta).mul_(prob).mul_(scale)
             for grad, product in zip(grads, (d_scores @ k_t, d_scores.mT @ q_t, prob.mT @ g)):
-                grad[part] = product.transpose(1, 2)
+                grad[piece] = product.transpose(1, 2)
         return grads
 
 
@@ -148,11 +139,6 @@ def _finite(t: Tensor) -> bool:
     return found.is_meta or bool(found)
 
 
-def _no_state(device):
-    """The random state that the backward operators ask for; dropout is 0, so it is never read."""
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
 class Flash:
     """``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2 as built into torch)."""
 
@@ -194,7 +180,7 @@ class Efficient:
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         padding = -lse.shape[-1] % 32
         lse = F.pad(lse, (0, padding), value=torch.inf)[..., : lse.shape[-1]]  # keeps the padded row stride
-        state = _no_state(q.device)
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of random numbers, which dropout 0 never reads
         grads = _ATEN._scaled_dot_product_efficient_attention_backward(
             *to_bhmd(dout, q, k, v), None, out.transpose(1, 2), lse, state, state, 0.0, [True, True, True, False],
             causal, scale=scale,
@@ -218,7 +204,7 @@ class CuDNN:
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         # cuDNN's backward graphs are cached by the strides of q, k and v alone, while those of out, dout and lse are
         # baked in: always hand them over dense.
-        m, state = q.shape[1], _no_state(q.device)
+        m, state = q.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
         dense = [t.contiguous().transpose(1, 2) for t in (dout, out)]
         grads = _ATEN._scaled_dot_product_cudnn_attention_backward(
             dense[0], *to_bhmd(q, k, v), dense[1], lse.contiguous().unsqueeze(-1), state, state, None, None, None,

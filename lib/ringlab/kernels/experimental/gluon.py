@@ -48,22 +48,22 @@ def allocate(own, a, b, OWNED: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def wait(barriers, met, KIND: gl.constexpr):
-    """Until tile number ``met`` is there."""
+def wait(barriers, nth, KIND: gl.constexpr):
+    """Until tile number ``nth`` is there."""
     STAGES: gl.constexpr = barriers.shape[0] // KINDS
-    mbarrier.wait(barriers.index(KIND * STAGES + met % STAGES), met // STAGES & 1)
+    mbarrier.wait(barriers.index(KIND * STAGES + nth % STAGES), nth // STAGES & 1)
 
 
 @gluon.jit
-def free(barriers, met, KIND: gl.constexpr):
-    """This group needs tile number ``met`` no more."""
+def free(barriers, nth, KIND: gl.constexpr):
+    """This group needs tile number ``nth`` no more."""
     STAGES: gl.constexpr = barriers.shape[0] // KINDS
-    mbarrier.arrive(barriers.index(KIND * STAGES + met % STAGES))
+    mbarrier.arrive(barriers.index(KIND * STAGES + nth % STAGES))
 
 
 @gluon.jit
 def entry_of(entries, tile, i):
-    """Where entry i of a tile lies: those met whole come first, then those to be masked."""
+    """Where entry i of a tile lies: full ones come first, then masked ones."""
     partial, full = gl.load(tile + PARTIAL), gl.load(tile + FULL)
     at = gl.where(i < full, partial + i, gl.where(i - full < partial, i - full, i))
     return entries + 2 * (gl.load(tile + START) + at)
@@ -115,7 +115,7 @@ def producer(
 ):  # fmt: skip
     """Fetch owned rows, of ``also`` too if OWNED is 2, and every tile that they visit."""
     own_ring, a_ring, b_ring, barriers = rings
-    own_ready, turn, met = barriers.index(OWN_READY * STAGES), 0, 0
+    own_ready, turn, nth = barriers.index(OWN_READY * STAGES), 0, 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         batch, tile = index // programs, tiles + (index % programs) * COLUMNS
         head, first, base = gl.load(tile + HEAD), gl.load(tile + FIRST), gl.load(tile + BASE)
@@ -133,7 +133,7 @@ def producer(
                 other_head = head * group + (gl.load(entry + 1) >> MEMBER_AT)
             else:
                 other_head = head // group
-            slot, phase = met % STAGES, (met // STAGES & 1) ^ 1
+            slot, phase = nth % STAGES, (nth // STAGES & 1) ^ 1
             a_ready, b_ready = barriers.index(A_READY * STAGES + slot), barriers.index(B_READY * STAGES + slot)
             mbarrier.wait(barriers.index(A_FREE * STAGES + slot), phase)
             mbarrier.expect(a_ready, a.block_type.nbytes)
@@ -141,30 +141,30 @@ def producer(
             mbarrier.wait(barriers.index(B_FREE * STAGES + slot), phase)
             mbarrier.expect(b_ready, b.block_type.nbytes)
             _fetch(b, batch, other_head, other, b_ready, b_ring.index(slot), STEP)
-            met += 1
+            nth += 1
 
 
 @gluon.jit
-def tile_in(ring, met):
-    """Tile number ``met``: (COLS, DIM)."""
+def tile_in(ring, nth):
+    """Tile number ``nth``: (COLS, DIM)."""
     COLS: gl.constexpr = ring.shape[4]
     DIM: gl.constexpr = ring.shape[5]
-    return ring.index(met % ring.shape[0]).reshape([COLS, DIM])
+    return ring.index(nth % ring.shape[0]).reshape([COLS, DIM])
 
 
 @gluon.jit
-def scores(own, ring, met, SCORES: gl.constexpr):
-    """Issue the product of owned rows with those of tile number ``met``: (64, COLS)."""
+def scores(own, ring, nth, SCORES: gl.constexpr):
+    """Issue the product of owned rows with those of tile number ``nth``: (64, COLS)."""
     COLS: gl.constexpr = ring.shape[4]
     zeros = gl.zeros([GROUP_ROWS, COLS], gl.float32, SCORES)
-    return warpgroup_mma(own, tile_in(ring, met).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(own, tile_in(ring, nth).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def weighted(p, ring, met, acc, RESULT: gl.constexpr):
-    """Issue the sum of the rows of tile number ``met``, weighted by p (64, COLS), onto acc (64, DIM)."""
+def weighted(p, ring, nth, acc, RESULT: gl.constexpr):
+    """Issue the sum of the rows of tile number ``nth``, weighted by p (64, COLS), onto acc (64, DIM)."""
     p = gl.convert_layout(p.to(ring.dtype), gl.DotOperandLayout(0, RESULT, 2))
-    return warpgroup_mma(p, tile_in(ring, met), acc, is_async=True)
+    return warpgroup_mma(p, tile_in(ring, nth), acc, is_async=True)
 
 
 @gluon.jit
@@ -179,35 +179,35 @@ def put(into, values, tile, batch, heads, n, WHICH: gl.constexpr, DIM: gl.conste
 
 @gluon.jit
 def _forward_step(
-    s, acc, total, top, met, i, entries, tile, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
+    s, acc, total, top, nth, i, entries, tile, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
     CAUSAL: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """Take the scores ``s`` of entry i, tile number ``met``, into acc, total and top; the next scores unless LAST."""
+    """Take the scores ``s`` of entry i, tile number ``nth``, into acc, total and top; the next scores unless LAST."""
     q_ring, k_ring, v_ring, barriers = rings
     entry = entry_of(entries, tile, i)
     packed = gl.load(entry + 1)
     bonus = bonus_of(packed)
     if not LAST:
-        wait(barriers, met + 1, A_READY)
-        following = scores(tile_in(q_ring, WHICH), k_ring, met + 1, SCORES)
-    wait(barriers, met, B_READY)
+        wait(barriers, nth + 1, A_READY)
+        following = scores(tile_in(q_ring, WHICH), k_ring, nth + 1, SCORES)
+    wait(barriers, nth, B_READY)
     if MASK:
         s = gl.where(visible(tile, entry, packed, s, WHICH, STEP, CAUSAL, SCORES), s, float("-inf"))
-    # M is left out of the maximum: a probability is then at most M, which no sum minds.
+    # M is left out of the maximum: a probability is then at most M, so no sum overflows.
     high = gl.maximum(top, gl.max(s, 1) * scale)
     shift = gl.where(high == float("-inf"), 0.0, high) if MASK else high
     p = gl.exp2(s * scale - (shift - bonus)[:, None])
     fade = gl.exp2(top - shift)
     total = total * fade + gl.sum(p, 1)
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, RESULT))[:, None]
-    acc = weighted(p, v_ring, met, acc, RESULT)
+    acc = weighted(p, v_ring, nth, acc, RESULT)
     if LAST:
         acc = warpgroup_mma_wait(0, [acc])
     else:
         s, acc = warpgroup_mma_wait(0, [following, acc])
-        free(barriers, met + 1, A_FREE)
-    free(barriers, met, B_FREE)
-    return s, acc, total, high, met + 1
+        free(barriers, nth + 1, A_FREE)
+    free(barriers, nth, B_FREE)
+    return s, acc, total, high, nth + 1
 
 
 @gluon.jit
@@ -223,7 +223,7 @@ def _forward_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAU
         gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0]) if DIM < 256 else RESULT
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    turn, met = 0, 0
+    turn, nth = 0, 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         full = gl.load(tile + FULL)
@@ -233,17 +233,17 @@ def _forward_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAU
         total = gl.zeros([GROUP_ROWS], gl.float32, ROWS)
 
         wait(barriers, turn * STAGES, OWN_READY)
-        wait(barriers, met, A_READY)
-        s = warpgroup_mma_wait(0, [scores(tile_in(q_ring, WHICH), k_ring, met, SCORES)])
-        free(barriers, met, A_FREE)
+        wait(barriers, nth, A_READY)
+        s = warpgroup_mma_wait(0, [scores(tile_in(q_ring, WHICH), k_ring, nth, SCORES)])
+        free(barriers, nth, A_FREE)
         whole = gl.minimum(full, last)
         for MASK in gl.static_range(2):
             for i in range(whole if MASK else 0, last if MASK else whole):
-                s, acc, total, top, met = _forward_step(s, acc, total, top, met, i, entries, tile, scale, rings, WHICH,
+                s, acc, total, top, nth = _forward_step(s, acc, total, top, nth, i, entries, tile, scale, rings, WHICH,
                                                         STEP, CAUSAL, SCORES, RESULT, MASK, False)  # fmt: skip
         free(barriers, turn * STAGES, OWN_FREE)
         turn += 1
-        s, acc, total, top, met = _forward_step(s, acc, total, top, met, last, entries, tile, scale, rings, WHICH,
+        s, acc, total, top, nth = _forward_step(s, acc, total, top, nth, last, entries, tile, scale, rings, WHICH,
                                                 STEP, CAUSAL, SCORES, RESULT, True, True)  # fmt: skip
 
         total = gl.where(total == 0.0, 1.0, total)  # a query that sees nothing: out 0, lse -inf, as top is
@@ -259,7 +259,7 @@ def forward(
     q, k, v, out, lse, tiles, entries, scale, programs, work, heads, group, n, STEP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of ``work`` tiles of 128 queries, none with an empty list; q, k and v are descriptors."""
+    """out and lse of ``work`` tiles of 128 queries, each visiting something; q, k and v are descriptors."""
     rings = allocate(q, k, v, 1, STAGES)
     given = (out, lse, tiles, entries, scale, programs, work, heads, n)
     gl.warp_specialize(
@@ -272,29 +272,29 @@ def forward(
 
 @gluon.jit
 def _dq_step(
-    s, acc, met, i, entries, tile, final, minus, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
+    s, acc, nth, i, entries, tile, final, minus, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
     CAUSAL: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     own_ring, k_ring, v_ring, barriers = rings
     entry = entry_of(entries, tile, i)
     packed = gl.load(entry + 1)
-    wait(barriers, met, B_READY)
-    dp = scores(tile_in(own_ring, 2 + WHICH), v_ring, met, SCORES)
-    wait(barriers, met, A_READY)  # it is there; see the top
+    wait(barriers, nth, B_READY)
+    dp = scores(tile_in(own_ring, 2 + WHICH), v_ring, nth, SCORES)
+    wait(barriers, nth, A_READY)  # it is there; see the top
     p = gl.exp2(s * scale - (final - bonus_of(packed))[:, None])
     if MASK:
         p = gl.where(visible(tile, entry, packed, s, WHICH, STEP, CAUSAL, SCORES), p, 0.0)
     if not LAST:
-        wait(barriers, met + 1, A_READY)
+        wait(barriers, nth + 1, A_READY)
     dp = warpgroup_mma_wait(0, [dp])
-    free(barriers, met, B_FREE)
-    acc = weighted(p * (dp - minus[:, None]), k_ring, met, acc, RESULT)
+    free(barriers, nth, B_FREE)
+    acc = weighted(p * (dp - minus[:, None]), k_ring, nth, acc, RESULT)
     if LAST:
         acc = warpgroup_mma_wait(0, [acc])
     else:
-        s, acc = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), k_ring, met + 1, SCORES), acc])
-    free(barriers, met, A_FREE)
-    return s, acc, met + 1
+        s, acc = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), k_ring, nth + 1, SCORES), acc])
+    free(barriers, nth, A_FREE)
+    return s, acc, nth + 1
 
 
 @gluon.jit
@@ -308,7 +308,7 @@ def _dq_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: 
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    turn, met = 0, 0
+    turn, nth = 0, 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         full = gl.load(tile + FULL)
@@ -320,14 +320,14 @@ def _dq_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: 
         acc = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
 
         wait(barriers, turn * STAGES, OWN_READY)
-        wait(barriers, met, A_READY)
-        s = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), k_ring, met, SCORES)])
+        wait(barriers, nth, A_READY)
+        s = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), k_ring, nth, SCORES)])
         whole = gl.minimum(full, last)
         for MASK in gl.static_range(2):
             for i in range(whole if MASK else 0, last if MASK else whole):
-                s, acc, met = _dq_step(s, acc, met, i, entries, tile, final, minus, scale, rings, WHICH, STEP, CAUSAL,
+                s, acc, nth = _dq_step(s, acc, nth, i, entries, tile, final, minus, scale, rings, WHICH, STEP, CAUSAL,
                                        SCORES, RESULT, MASK, False)  # fmt: skip
-        s, acc, met = _dq_step(s, acc, met, last, entries, tile, final, minus, scale, rings, WHICH, STEP, CAUSAL,
+        s, acc, nth = _dq_step(s, acc, nth, last, entries, tile, final, minus, scale, rings, WHICH, STEP, CAUSAL,
                                SCORES, RESULT, True, True)  # fmt: skip
         free(barriers, turn * STAGES, OWN_FREE)
         turn += 1
@@ -339,7 +339,7 @@ def backward_q(
     dout, q, k, v, lse, less, dq, tiles, entries, scale, programs, work, heads, group, n, STEP: gl.constexpr,
     CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dq of ``work`` tiles of 128 queries, none with an empty list; dout, q, k and v are descriptors."""
+    """dq of ``work`` tiles of 128 queries, each visiting something; dout, q, k and v are descriptors."""
     rings = allocate(q, k, v, 2, STAGES)
     given = (lse, less, dq, tiles, entries, scale, programs, work, heads, n)
     gl.warp_specialize(
@@ -352,7 +352,7 @@ def backward_q(
 
 @gluon.jit
 def _dkv_step(
-    s, dk, dv, met, i, entries, tile, lse, less, rows, n, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
+    s, dk, dv, nth, i, entries, tile, lse, less, rows, n, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
     CAUSAL: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     own_ring, q_ring, g_ring, barriers = rings
@@ -365,26 +365,26 @@ def _dkv_step(
     valid = span < (packed & ROWS_MASK)
     final = gl.load(lse + at, mask=valid, other=float("inf")) - bonus_of(packed)
     minus = gl.load(less + at, mask=valid, other=0.0)
-    wait(barriers, met, B_READY)
+    wait(barriers, nth, B_READY)
     # The row sums are subtracted as what the product is added to, which takes no more registers.
     acc = gl.zeros([GROUP_ROWS, COLS], gl.float32, SCORES) - minus[None, :]
-    dp = warpgroup_mma(tile_in(own_ring, 2 + WHICH), tile_in(g_ring, met).permute((1, 0)), acc, is_async=True)
-    wait(barriers, met, A_READY)  # it is there; see the top
+    dp = warpgroup_mma(tile_in(own_ring, 2 + WHICH), tile_in(g_ring, nth).permute((1, 0)), acc, is_async=True)
+    wait(barriers, nth, A_READY)  # it is there; see the top
     p = gl.exp2(s * scale - final[None, :])
     if CAUSAL:
         p = gl.where(positions(tile, WHICH, STEP, gl.SliceLayout(1, SCORES))[:, None] <= other[None, :], p, 0.0)
-    dv = weighted(p, g_ring, met, dv, RESULT)
+    dv = weighted(p, g_ring, nth, dv, RESULT)
     dp = warpgroup_mma_wait(1, [dp])
-    dk = weighted(p * dp, q_ring, met, dk, RESULT)
+    dk = weighted(p * dp, q_ring, nth, dk, RESULT)
     if LAST:
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
     else:
-        wait(barriers, met + 1, A_READY)
-        following = scores(tile_in(own_ring, WHICH), q_ring, met + 1, SCORES)
+        wait(barriers, nth + 1, A_READY)
+        following = scores(tile_in(own_ring, WHICH), q_ring, nth + 1, SCORES)
         s, dk, dv = warpgroup_mma_wait(0, [following, dk, dv])
-    free(barriers, met, A_FREE)
-    free(barriers, met, B_FREE)
-    return s, dk, dv, met + 1
+    free(barriers, nth, A_FREE)
+    free(barriers, nth, B_FREE)
+    return s, dk, dv, nth + 1
 
 
 @gluon.jit
@@ -397,7 +397,7 @@ def _dkv_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL:
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORED: gl.constexpr = RESULT
-    turn, met = 0, 0
+    turn, nth = 0, 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         last = gl.load(tile + FULL) + gl.load(tile + MASKED) - 1
@@ -406,12 +406,12 @@ def _dkv_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL:
         sum_v = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
 
         wait(barriers, turn * STAGES, OWN_READY)
-        wait(barriers, met, A_READY)
-        s = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), q_ring, met, SCORES)])
+        wait(barriers, nth, A_READY)
+        s = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), q_ring, nth, SCORES)])
         for i in range(0, last):
-            s, sum_k, sum_v, met = _dkv_step(s, sum_k, sum_v, met, i, entries, tile, lse, less, at, n, scale, rings,
+            s, sum_k, sum_v, nth = _dkv_step(s, sum_k, sum_v, nth, i, entries, tile, lse, less, at, n, scale, rings,
                                              WHICH, STEP, CAUSAL, SCORES, RESULT, False)  # fmt: skip
-        s, sum_k, sum_v, met = _dkv_step(s, sum_k, sum_v, met, last, entries, tile, lse, less, at, n, scale, rings,
+        s, sum_k, sum_v, nth = _dkv_step(s, sum_k, sum_v, nth, last, entries, tile, lse, less, at, n, scale, rings,
                                          WHICH, STEP, CAUSAL, SCORES, RESULT, True)  # fmt: skip
         free(barriers, turn * STAGES, OWN_FREE)
         turn += 1
@@ -424,7 +424,7 @@ def backward_kv(
     dout, q, k, v, lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, STEP: gl.constexpr,
     CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of ``work`` tiles of 128 of the ``keys`` keys, no list empty; what is read by descriptors."""
+    """dk and dv of ``work`` tiles of 128 of the ``keys`` keys, each visiting something; reads by descriptors."""
     rings = allocate(k, q, dout, 2, STAGES)
     given = (lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys)
     gl.warp_specialize(
