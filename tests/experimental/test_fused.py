@@ -10,7 +10,6 @@ from interpreted import JOINED, printed, within_bounds
 from ringlab import Dilated, Execution, Simulated, attention, block_patterns, estimate
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import triton_config
-from ringlab.kernels.base import DeviceSpec
 from ringlab.kernels.experimental import fused_merge
 
 pytest.importorskip("triton")
@@ -71,9 +70,6 @@ def test_what_a_gpu_needs_for_it_is_said(monkeypatch):
         fused_merge.check(gpu, torch.bfloat16, TARGET)
     monkeypatch.setitem(sys.modules, "triton", sys)
     fused_merge.check(gpu, torch.bfloat16, TARGET)
-    monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (7, 5))
-    with pytest.raises(NotImplementedError, match="needs compute capability 8.0 or newer, this is 7.5"):
-        fused_merge.check(DeviceSpec("cuda", (7, 5)), torch.float16, TARGET)
 
 
 def test_copies_are_not_merged():

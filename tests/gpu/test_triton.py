@@ -12,7 +12,7 @@ import pytest
 import torch
 from compiled import SHARED, fed, fits, resources
 from interpreted import PLAIN, printed, within_bounds
-from ringlab import Dilated, attention, cli, kernels
+from ringlab import Dilated, cli
 from ringlab.kernels import experimental, triton, triton_config, triton_tune
 from ringlab.kernels.base import HALF
 from ringlab.kernels.triton_config import TILE_PASSES, Use
@@ -183,14 +183,6 @@ def test_tuning_without_a_gpu_is_one_line(capsys):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where it does not run
-
-
-def test_without_a_gpu_it_is_listed_and_refused():
-    rows = {name: (runs, why, chosen) for name, runs, why, chosen in kernels.table("cpu", torch.float32)}
-    assert rows["triton"] == (False, "needs a CUDA device, this is cpu", False) and list(rows)[-1] == "triton"
-    q = torch.randn(1, 8, 2, 16)
-    with pytest.raises(NotImplementedError, match="'triton' cannot run on cpu.*needs a CUDA device, this is cpu"):
-        attention(q, q, q, Dilated([4, 8], [1, 2]), backend="triton")
 
 
 def test_what_it_cannot_serve_on_a_gpu_is_said(monkeypatch):
