@@ -25,7 +25,6 @@ from .block_patterns import BlockSparse
 from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
-from .kernels.experimental import fused_merge
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
@@ -314,6 +313,8 @@ class MetaCall:
         if self.ranks > 1:
             return self._on_ranks(n)
         if self.execution.merge == "fused":
+            from .kernels.experimental import fused_merge  # which loads Triton
+
             have = self.profile and self.profile.capability
             fused_merge.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
         run, way = MetaRun(), self.execution.blocks

@@ -6,8 +6,6 @@ from ringlab.kernels.base import supports_lower_right_causal
 from ringlab.kernels.torch_kernels import CpuFlash
 
 CPU = torch.device("cpu")
-
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -48,7 +46,7 @@ def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more
 
 def test_every_refusal_has_a_reason():
     rows = kernels.table("cpu", torch.float32, 64)
-    assert {name for name, *_ in rows} == set(KERNELS)
+    assert {name for name, *_ in rows} == set(KERNELS) and rows[-1][0] == "triton", "never timed, so it is tried last"
     assert [name for name, *_, chosen in rows if chosen] == ["cpu_flash"]
     reasons = {name: why for name, runs, why, _ in rows if not runs}
     assert reasons.keys() == KERNELS.keys() - {"cpu_flash", "eager"}
@@ -70,13 +68,6 @@ def test_a_choice_is_made_once_and_arguments_are_still_checked():
     with pytest.raises(TypeError, match="causal must be True or False, got 1"):
         kernels.choose(CPU, torch.float32, 64, causal=1)
     assert kernels.choose(CPU, torch.float32, 64, backend=["eager"]).name == "eager"
-
-
-def test_forced_backends_agree():
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 300, 4, 16) for _ in range(3))
-    a, b = (attention(q, k, v, Dense(), backend=name) for name in ("cpu_flash", "eager"))
-    assert reference.error(a, b, 1.0) < 5e-6
 
 
 def test_what_cannot_run_raises_with_the_reason():

@@ -68,7 +68,7 @@ def run(monkeypatch, case, change=lambda source: source, seed=0):
     (q, k, v, dout, dlse), want, bound = problem(case, seed % 2)
     kernel = TritonKernel(lambda *_: Sizes(128, cols, 4, stages, reads))
     for name in TILE_PASSES:
-        (launch,) = kernel.launches(name, q, k, v, pattern, causal, dout=None if name == "forward" else dout)
+        (launch,) = kernel.launches(name, (q, k, v) if name == "forward" else (dout, q, k, v), pattern, causal)
         assert launch.why is None and launch.size.reads == reads
     with running(change, seed):
         out, lse = kernel.attend(q, k, v, pattern, causal, d**-0.5)
@@ -88,10 +88,11 @@ CODE, FORWARD, BACKWARD = re.split(r"(?=@gluon.jit\ndef _(?:forward|dq)_step)", 
 FOLDED, CAUSAL, SHORT, UNEVEN = "folded", "dense, causal", "one branch, batch", "a last tile that is not full"
 PARTIAL = "folded, causal, grouped, a last segment that ends early"
 GROUPED = "block-sparse, grouped, queries that see nothing"
-WAIT = "    mbarrier.wait(barriers.index(KIND * STAGES + met % STAGES), met // STAGES & 1)\n"
-FREE_A, FREE_B = (f"    free(barriers, met, {kind}_FREE, STAGES)\n" for kind in "AB")
-WAIT_B = "    wait(barriers, met, B_READY, STAGES)\n"
+WAIT = "    mbarrier.wait(barriers.index(KIND * STAGES + nth % STAGES), nth // STAGES & 1)\n"
+FREE_A, FREE_B = (f"    free(barriers, nth, {kind}_FREE)\n" for kind in "AB")
+WAIT_B = "    wait(barriers, nth, B_READY)\n"
 WHOLE = "        whole = gl.minimum(full, last)\n"
+VISIBLE = "visible(tile, entry, packed, s, WHICH, STEP, CAUSAL, SCORES)"
 MINUS = "    minus = gl.load(less + at, mask=valid, other=0.0)"
 # part of the source, what is changed in it, to what -> the case that shows it
 MUTANTS = {
@@ -101,7 +102,7 @@ MUTANTS = {
         CODE, "        mbarrier.wait(barriers.index(OWN_FREE * STAGES), (turn & 1) ^ 1)\n", "", SHORT,
     ),
     "one group frees a slot for both": (CODE, "count=1 + kind % 2", "count=1", SHORT),
-    "the first use of a slot waits": (CODE, "(met // STAGES & 1) ^ 1", "met // STAGES & 1", CAUSAL),
+    "the first use of a slot waits": (CODE, "(nth // STAGES & 1) ^ 1", "nth // STAGES & 1", CAUSAL),
     "whole entries are taken for partial ones": (CODE, "i < full, partial + i,", "i < full, i,", PARTIAL),
     "rows past a tile's end are written": (CODE, "gl.load(tile + COUNT)", "128", SHORT),
     "rows of another position": (CODE, "GROUP_ROWS, LAYOUT)) * STEP", "GROUP_ROWS, LAYOUT))", SHORT),
@@ -112,23 +113,24 @@ MUTANTS = {
     ),
     "values are not waited for": (FORWARD, WAIT_B, "", SHORT),
     "queries are freed before the last scores": (
-        FORWARD, WHOLE, WHOLE + "        free(barriers, turn * STAGES, OWN_FREE, STAGES)\n", SHORT,
+        FORWARD, WHOLE, WHOLE + "        free(barriers, turn * STAGES, OWN_FREE)\n", SHORT,
     ),
     "values are freed before the wait": (
         FORWARD, "    if LAST:\n        acc = warp", FREE_B + "    if LAST:\n        acc = warp", CAUSAL,
     ),
-    "rows past an entry's end are seen": (FORWARD, "span < (packed & ROWS_MASK)", "span < COLS", UNEVEN),
+    "rows past an entry's end are seen": (CODE, "span < (packed & ROWS_MASK)", "span < COLS", UNEVEN),
     "values are freed before they are used": (FORWARD, "    acc = weighted(", FREE_B + "    acc = weighted(", SHORT),
-    "a slot of keys is never freed": (FORWARD, "        free(barriers, met + 1, A_FREE, STAGES)\n", "", SHORT),
+    "a slot of keys is never freed": (FORWARD, "        free(barriers, nth + 1, A_FREE)\n", "", SHORT),
     "each pair counts once": (FORWARD, "(shift - bonus)", "shift", FOLDED),
-    "no query is masked": (FORWARD, '        s = gl.where(seen, s, float("-inf"))\n', "", CAUSAL),
-    "the second group has the first one's queries": (FORWARD, "q_ring.index(WHICH)", "q_ring.index(0)", SHORT),
+    "no query is masked": (FORWARD, f"gl.where({VISIBLE}, s, float(\"-inf\"))", "s", CAUSAL),
+    "the second group has the first one's queries": (
+        FORWARD, "q_ring, WHICH), k_ring, nth,", "q_ring, 0), k_ring, nth,", SHORT,
+    ),
     "sums are not faded": (FORWARD, "total = total * fade", "total = total", FOLDED),
     "dq: values are not waited for": (BACKWARD, WAIT_B + "    dp = scores(", "    dp = scores(", SHORT),
     "dq: keys are freed before their sum": (BACKWARD, "    acc = weighted(", FREE_A + "    acc = weighted(", SHORT),
     "dq: products with V are not waited for": (BACKWARD, "    dp = warpgroup_mma_wait(0, [dp])\n", "", SHORT),
-    "dq: rows past an entry's end are seen": (BACKWARD, "(span < (packed & ROWS_MASK))", "(span < COLS)", UNEVEN),
-    "dq: no key is masked": (BACKWARD, "        p = gl.where(seen, p, 0.0)\n", "", CAUSAL),
+    "dq: no key is masked": (BACKWARD, f"gl.where({VISIBLE}, p, 0.0)", "p", CAUSAL),
     "dk: products with V are not waited for": (BACKWARD, "mma_wait(1, [dp])", "mma_wait(2, [dp])", SHORT),
     "dk: row sums of another head": (BACKWARD, "rows + (packed >> MEMBER_AT) * n + other", "rows + other", GROUPED),
     "dk: each pair counts once": (BACKWARD, 'other=float("inf")) - bonus_of(packed)', 'other=float("inf"))', FOLDED),
@@ -172,7 +174,7 @@ def test_what_the_kernels_in_gluon_cannot_serve_is_refused():
     kernel, q = TritonKernel(lambda *_: Sizes(128, 64, 4, 2, "gluon")), torch.zeros(1, 256, 2, 16, dtype=F16)
 
     def why(pattern, t=q):
-        return [one.why for one in kernel.launches("forward", t, t, t, pattern, False)]
+        return [one.why for one in kernel.launches("forward", (t, t, t), pattern, False)]
 
     assert why(Dense()) == [None]
     assert why(Dilated([128, 256], [1, 2])) == [None, "the kernels in Gluon start from nothing"]
@@ -216,7 +218,7 @@ def test_descriptors_are_asked_for_what_they_cannot_read():
 
     def why(q, pattern=pattern, size=size):
         kernel = TritonKernel(lambda *_: size)
-        one, *more = kernel.launches("forward", q, q, q, pattern, False)
+        one, *more = kernel.launches("forward", (q, q, q), pattern, False)
         assert not more and (one.size.reads == "pointers") == (one.why is not None)
         return one.why
 

@@ -4,14 +4,14 @@
 """
 
 import os
-from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import errors, results
+from matrix import Case, compared, drawn
 from ring_cases import parity, tensors
 from ringlab import Dense, Dilated, Execution, Ladder, attention, block_patterns, kernels, reference
-from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels import experimental, triton, triton_config, triton_tune
 from ringlab.kernels.experimental import fused_merge
 from ringlab.memory import MemoryPool
@@ -36,15 +36,15 @@ def kernel_for(name: str, dtype, head_dim: int) -> kernels.Kernel:
     return kernels.KERNELS[name]
 
 
-def draw(*shape, dtype, seed: int, layout: str = "own") -> torch.Tensor:
-    """Random (b, n, h, d), the same for each seed; ``layout``: "own", "transposed", or "part" of wider rows."""
-    generator = torch.Generator().manual_seed(seed)
-    t = torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    if layout == "transposed":
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "part":  # as q is of a product that makes q, k and v at once; whoever reads past a row shows it
-        return torch.full((*shape[:2], 3, *shape[2:]), torch.nan, device=DEVICE, dtype=dtype)[:, :, 1].copy_(t)
-    return t
+def draw(*shape, dtype, seed: int) -> torch.Tensor:
+    """Random (b, n, h, d), the same for each seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def part(t: torch.Tensor) -> torch.Tensor:
+    """The same as a part of wider rows, as q is of a product that makes q, k and v. A read past a row gives NaN."""
+    b, n, h, d = t.shape
+    return torch.full((b, n, 3, h, d), torch.nan, device=t.device, dtype=t.dtype)[:, :, 1].copy_(t)
 
 
 def fused_here(dtype) -> Execution:
@@ -56,20 +56,14 @@ def fused_here(dtype) -> Execution:
     return Execution(merge="fused")
 
 
-def check(pattern, n, heads, kv_heads, d, dtype, *, causal=False, lse_cotangent=False, layout="own", batch=1, **how):
-    """Forward and backward by ``attention`` against the oracle, each error at most twice that of a dense call."""
-    shapes = [(batch, n, h, d) for h in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, dout = (draw(*s, dtype=dtype, seed=i, layout=layout) for i, s in enumerate(shapes))
-    q, k, v = (t.requires_grad_() for t in (q, k, v))
-    dlse = draw(batch, heads, n, dtype=torch.float64, seed=9) if lse_cotangent else None
-    out, lse = attention(q, k, v, pattern, causal=causal, return_lse=True, **how)
-    assert out.dtype == dtype and (lse.shape, lse.dtype) == ((batch, heads, n), F32)
-    got = results(out, lse, q, k, v, dout, dlse)
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    want = results(*reference.attention(*exact, pattern, causal=causal), *exact, dout, dlse)
-    bound = reference.tolerance(q, k, v, dout, pattern=pattern, causal=causal)
-    found = errors(got, want, q, k, dout)
-    assert {name: (found[name], bound[name]) for name in found if not found[name] <= bound[name]} == {}
+CASE = Case(FOLDED, 1031, BF16, d=64, lse_cotangent=False, device=str(DEVICE))
+
+
+def missed(lay=lambda t: t, **changes) -> dict:
+    """What ``CASE`` with ``changes`` misses when its tensors are laid out by ``lay``: each error, and its bound."""
+    case = replace(CASE, **changes)
+    inputs, dout, dlse = drawn(case)
+    return compared(case, case.run([lay(t) for t in inputs], lay(dout), dlse))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,19 +92,19 @@ def test_every_kernel_that_is_not_refused_passes_its_probe(dtype, causal):
 def test_a_kernel_runs_a_pattern_as_the_oracle_does(name, dtype, d, causal):
     """Branches that fold, of an odd length, with K/V heads that serve two heads each."""
     kernel_for(name, dtype, d)
-    check(FOLDED, 1031, 4, 2, d, dtype, causal=causal, backend=name)
+    assert not missed(dtype=dtype, d=d, causal=causal, backend=name)
 
 
-@pytest.mark.parametrize("layout", ["own", "part"])
+@pytest.mark.parametrize("lay", [torch.clone, part])
 @pytest.mark.parametrize(
     "name, dtype, d, causal",
     [("cudnn", BF16, 128, True), ("cudnn", F16, 64, False), ("flash", BF16, 256, True), ("efficient", F32, 64, False)],
 )
-def test_one_join_of_a_kernels_results_is_the_oracles(name, dtype, d, causal, layout):
+def test_one_join_of_a_kernels_results_is_the_oracles(name, dtype, d, causal, lay):
     kernel_for(name, dtype, d)
-    how = {"backend": name, "execution": fused_here(dtype), "layout": layout}
-    check(FOLDED, 1031, 4, 2, d, dtype, causal=causal, batch=2, **how)
-    check(Dilated([384, 768], [3, 2], offsets="branch"), 1024, 4, 4, d, dtype, causal=causal, **how)
+    how = {"dtype": dtype, "d": d, "causal": causal, "backend": name, "execution": fused_here(dtype)}
+    assert not missed(lay, batch=2, **how)
+    assert not missed(lay, pattern=Dilated([384, 768], [3, 2], offsets="branch"), n=1024, kv_heads=4, **how)
 
 
 @pytest.mark.parametrize("name", kernels.KERNELS)
@@ -142,41 +136,35 @@ def test_a_kernels_log_sum_exp_and_its_backward_with_the_final_one(name):
         assert reference.error(mine, ref, floor) <= bound[what], what
 
 
-PATTERNS = {
-    "offsets by head": (FOLDED, 4, 4),
-    "offsets by block": (Dilated([256, 512], [1, 2], offsets="block"), 4, 2),
-    "offsets by branch": (Dilated([256, 512], [1, 2], offsets="branch"), 4, 2),
-    "offsets by K/V head": (Dilated([256, 512], [1, 2], offsets="kv_head"), 4, 2),
-    "head groups": (Dilated([256, 512], [1, 2], "head_groups"), 4, 4),
-    "head groups by branch": (Dilated([256, 512], [1, 2], "head_groups", "branch"), 3, 1),
-    "rates that do not divide": (Dilated([200, 700], [3, 5]), 3, 3),
-    "rows that no branch keeps": (Dilated([384, 768], [3, 2], offsets="branch"), 4, 2),
-    "local and global blocks": (block_patterns.local_global(1, 1, block_size=128), 4, 2),
-    "small blocks": (block_patterns.bigbird(1, 1, 1, block_size=64), 2, 2),
-    "dense": (Dense(), 4, 1),
-}
-
-
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Dilated([256, 512], [1, 2], offsets="kv_head"), Dilated([256, 512], [1, 2], "head_groups", "branch"),
+        Dilated([200, 700], [3, 5]), block_patterns.local_global(1, 1, block_size=128),
+        block_patterns.bigbird(1, 1, 1, block_size=64),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_every_pattern_is_the_oracles(backend, name, causal):
-    pattern, heads, kv_heads = PATTERNS[name]
+def test_patterns_whose_tiles_are_full_are_the_oracles(backend, pattern, causal):
+    """Small ones are in the matrix."""
     if backend == "triton":
         kernel_for("triton", BF16, 64)
-    check(pattern, 1157, heads, kv_heads, 64, BF16, causal=causal, backend=backend, lse_cotangent=True, batch=2)
+    assert not missed(pattern=pattern, n=1157, causal=causal, backend=backend, lse_cotangent=True, batch=2)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "part"])
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "triton"])
 def test_rows_are_read_where_they_lie(backend, layout):
     kernel_for(backend, BF16, 128)
-    check(FOLDED, 1024, 4, 4, 128, BF16, causal=True, backend=backend, layout=layout)
+    how = {"n": 1024, "kv_heads": 4, "d": 128, "causal": True, "backend": backend, "transposed": layout == "transposed"}
+    assert not (missed(part, **how) if layout == "part" else missed(**how))
 
 
 def test_flex_attention_runs_a_block_sparse_pattern():
     pattern = block_patterns.local_global(1, 1, block_size=128)
-    check(pattern, 1024, 4, 2, 64, BF16, causal=True, execution=Execution(blocks="flex"))
+    assert not missed(pattern=pattern, n=1024, causal=True, execution=Execution(blocks="flex"))
 
 
 @gpu_only
@@ -188,12 +176,12 @@ def test_every_size_that_tuning_may_choose_is_right(monkeypatch, causal, head_di
     for name in triton_config.TILE_PASSES:
         for size in triton_config.candidates(name, head_dim, BF16, torch.cuda.get_device_capability(DEVICE))[1:]:
             monkeypatch.setattr(triton_config, "chosen", lambda use, *_, of={name: size}: of.get(use.name))
-            (one,) = kernel.launches(name, q, k, v, pattern, causal)
+            (one,) = kernel.launches(name, (q, k, v), pattern, causal)
             assert one.size == size
             if size.reads in experimental.IN_GLUON:  # one that hangs must not hang what comes after
                 use = triton_config.Use.of(name, head_dim, BF16, causal, False, 2)
                 assert experimental.trial(use, size, DEVICE) is None
-            check(pattern, 2048, 4, 2, head_dim, BF16, causal=causal, backend="triton")
+            assert not missed(pattern=pattern, n=2048, d=head_dim, causal=causal, backend="triton")
 
 
 @gpu_only
@@ -206,37 +194,8 @@ def test_what_is_tuned_here_is_kept_and_taken(monkeypatch, tmp_path):
     assert triton.tuned("forward", q, k, False, False) == found.best
 
 
-def test_the_triton_operator_is_one_graph_and_passes_torchs_checks():
-    kernel_for("triton", BF16, 64)
-    q, k, v, dout = (draw(1, 700, 4, 64, dtype=BF16, seed=i) for i in range(4))
-    q, k, v = (t.requires_grad_() for t in (q, k, v))
-
-    def step(q, k, v):
-        return attention(q * 2, k, v, FOLDED, causal=True, backend="triton", return_lse=True)
-
-    dlse = draw(1, 4, 700, dtype=torch.float64, seed=9)
-    eager, graph = (results(*f(q, k, v), q, k, v, dout, dlse)
-                    for f in (step, torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")))  # fmt: skip
-    assert {name for name in eager if not torch.equal(eager[name], graph[name])} == set()
-    text = triton._text(FOLDED)
-    checks = torch.library.opcheck(triton.triton_attention, (q, k, v, text, True, 0.125))
-    assert set(checks.values()) == {"SUCCESS"}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # memory
-
-
-@contextmanager
-def little_memory(more: int):
-    """At most ``more`` bytes above what is allocated now."""
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + more) / total)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @gpu_only
@@ -245,13 +204,17 @@ def test_memory_that_runs_out_drives_the_ladder():
     n, heads, d = 8192, 4, 64
     q, k, v, dout = (draw(1, n, heads, d, dtype=F32, seed=i) for i in range(4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
-    ladder = Ladder()
-    with little_memory(512 << 20):
+    ladder, total = Ladder(), torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + (512 << 20)) / total)
+    try:
         with pytest.raises(torch.OutOfMemoryError):
             attention(q, k, v, Dense(), causal=True, backend="eager")
         out, lse = attention(q, k, v, Dense(), causal=True, backend="eager", return_lse=True,
                              execution=Execution(tile=ladder))  # fmt: skip
         grads = torch.autograd.grad(out, (q, k, v), dout)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     assert ladder.level >= 1
     found = reference.sampled_errors(q.detach(), k.detach(), v.detach(), Dense(), out=out.detach(), lse=lse.detach(),
                                      causal=True, dout=dout, grads=grads)  # fmt: skip
@@ -314,12 +277,7 @@ def recorded(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = step()
-
-    def replay():
-        graph.replay()
-        return made
-
-    return replay
+    return lambda: graph.replay() or made
 
 
 @pytest.mark.parametrize("causal", [False, True])

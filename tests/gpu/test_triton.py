@@ -7,16 +7,15 @@ import os
 import sys
 from importlib.util import find_spec
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 from compiled import SHARED, fed, fits, resources
 from interpreted import PLAIN, printed, within_bounds
-from ringlab import Dilated, attention, cli, kernels
+from ringlab import Dilated, cli
 from ringlab.kernels import experimental, triton, triton_config, triton_tune
 from ringlab.kernels.base import HALF
-from ringlab.kernels.triton_config import TILE_PASSES, Sizes, Use
+from ringlab.kernels.triton_config import TILE_PASSES, Use
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -126,7 +125,7 @@ def test_choices_are_kept_and_found_again(tmp_path, monkeypatch):
         ("{", "", "JSONDecodeError"),
         ('"interpreter"', '"another GPU"', "it is of .*another GPU"),
         ('"choices"', '"chosen"', "KeyError"),
-        (f'"{OTHER}"', "3", "other things than sizes"),
+        (f'"{OTHER}"', "3", "3 is no candidate for forward"),
         (str(OTHER), "7 x 7", "7 x 7 is no candidate for forward, head_dim 64, float16, causal, groups of 2"),
     ],
 )
@@ -152,71 +151,24 @@ def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == before
 
 
-class Calls:
-    """Stands in for calls on a GPU: sizes give results, or fail, as told."""
-
-    tensors, shared = (), (None, True)
-
-    def __init__(self, results: dict[Sizes, object]) -> None:
-        self.results = results
-
-    def use(self, name, joins):
-        return Use.of(name, 64, torch.float16, True, joins, 1)
-
-    def candidates(self, use):
-        return tuple(self.results)
-
-    def launches(self, name, taken):
-        size = self.last(taken)
-        schedule = SimpleNamespace(rows=size.rows, cols=size.cols if size != SHORT else 8)
-        return [triton.Launch(DEFAULT, schedule, "descriptors cannot" if size == NO_FIT else None)]
-
-    def last(self, taken):
-        return next(reversed(taken.values()), DEFAULT)
-
-    def call(self, name, taken):
-        def run():
-            if isinstance(found := self.results[self.last(taken)], Exception):
-                raise found
-            return found
-
-        run.size = self.last(taken)
-        return run
-
-
-SLOW, OFF, NAN, FAILS, NO_FIT, SHORT = (Sizes(16, cols, 4, 1) for cols in range(16, 22))
-IN_GLUON = Sizes(128, 64, 4, 2, "gluon")
-
-
 @needs_triton
-def test_the_fastest_right_candidate_wins(monkeypatch):
-    right, wrong = (torch.tensor([1.0, -torch.inf]),), (torch.tensor([1.2, -torch.inf]),)
-    results = {DEFAULT: right, SLOW: right, OTHER: right, OFF: wrong, NAN: (torch.tensor([torch.nan] * 2),),
-               FAILS: RuntimeError("out of\nresources"), NO_FIT: right, SHORT: right}  # fmt: skip
-    seconds = {DEFAULT: 3.0, SLOW: 4.0, OTHER: 2.0}
-    (found,) = triton_tune.tune_pass(Calls(results), "forward", lambda call: seconds[call.size])
-    assert found.best == OTHER and found.seconds == seconds and found.default == DEFAULT
-    assert found.refused == {
-        OFF: "wrong result: off by 2.0e-01", NAN: "wrong result: off by nan",
-        FAILS: "RuntimeError: out of resources", NO_FIT: "descriptors cannot",
-        SHORT: "the row intervals of the pattern are shorter than tiles of 16 x 21",
-    }  # fmt: skip
-    calls = Calls({DEFAULT: right, IN_GLUON: RuntimeError("it was run")})
-    calls.tensors = (torch.zeros(1),)
-    monkeypatch.setattr(experimental, "trial", lambda use, size, device: "hangs")
-    (found,) = triton_tune.tune_pass(calls, "forward", lambda call: 1.0)
-    assert found.refused == {IN_GLUON: "hangs"}
-    (found,) = triton_tune.tune_pass(Calls({DEFAULT: right, OTHER: right}), "forward", lambda call: 1.0)
-    assert found.best == DEFAULT
-
-
-@needs_triton
-def test_attention_takes_what_was_tuned():
+def test_the_fastest_right_candidate_is_kept_and_attention_takes_it():
     found = printed("plain")["tuned"]
-    assert found["uses"] == ["forward, head_dim 64, float16, groups of 1"] and found["refused"] == []
-    every = triton_config.candidates("forward", 64, torch.float16, (9, 0))
-    want = [str(x) for x in every if x.reads == "pointers"]
-    assert found["timed"] == want and (found["before"], found["after"]) == (want[0], want[-1])
+    default, quick = (f"16 x {cols}, 4 warps, 1 stages, pointers" for cols in (16, 32))
+    assert (found["before"], found["after"]) == (default, quick)
+    assert sorted(found["seconds"].values()) == [2.0, 3.0, 4.0] and found["seconds"][quick] == 2.0
+    wrong, short, odd, failing = found["refused"].values()
+    assert wrong.startswith("wrong result: off by ") and "shorter than tiles of 256 x 16" in short
+    assert "are no block" in odd and failing.startswith("InterpreterError: ")
+    assert list(printed("plain")["hanging"]["refused"].values()) == ["hangs"]
+
+
+def test_the_default_wins_where_nothing_is_faster():
+    assert triton_tune.Timed(USE, DEFAULT, {OTHER: 1.0, DEFAULT: 1.0}, {}).best == DEFAULT
+    assert triton_tune.Timed(USE, DEFAULT, {}, {OTHER: "hangs"}).best == DEFAULT
+    right, nothing = torch.tensor([1.0, -torch.inf]), torch.tensor([torch.nan, -torch.inf])
+    assert triton_tune.differs((right,), (right,), 0.1) is None
+    assert triton_tune.differs((nothing,), (right,), 0.1) == "wrong result: off by nan"
 
 
 def test_tuning_without_a_gpu_is_one_line(capsys):
@@ -231,14 +183,6 @@ def test_tuning_without_a_gpu_is_one_line(capsys):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # where it does not run
-
-
-def test_without_a_gpu_it_is_listed_and_refused():
-    rows = {name: (runs, why, chosen) for name, runs, why, chosen in kernels.table("cpu", torch.float32)}
-    assert rows["triton"] == (False, "needs a CUDA device, this is cpu", False) and list(rows)[-1] == "triton"
-    q = torch.randn(1, 8, 2, 16)
-    with pytest.raises(NotImplementedError, match="'triton' cannot run on cpu.*needs a CUDA device, this is cpu"):
-        attention(q, q, q, Dilated([4, 8], [1, 2]), backend="triton")
 
 
 def test_what_it_cannot_serve_on_a_gpu_is_said(monkeypatch):

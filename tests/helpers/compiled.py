@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import torch
-from ringlab.kernels import experimental, triton, triton_config
+from ringlab.kernels import experimental, triton_config
 from ringlab.kernels.triton_config import Sizes
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take (CUDA programming guide)
@@ -18,34 +18,27 @@ RESULTS = ("out", "dq", "dk", "dv")  # the same, or fp32 where several launches 
 def resources(name: str, capability: int, head_dim: int, size: Sizes, dtype: str = "bf16", *, causal: bool = True,
               join: bool = False, mask: bool = True) -> dict[str, int]:  # fmt: skip
     """What a program takes: registers, stack, local and shared bytes, warps; and how often some instructions occur."""
-    if size.reads in experimental.IN_GLUON:
-        return in_gluon(name, head_dim, size, dtype, causal, join, capability)
-    kernel = getattr(triton.device_code(), name)
-    kind, compute = torch.float32 if dtype == "fp32" else torch.bfloat16, divmod(capability, 10)
-    fixed = {"ROWS": size.rows, "COLS": size.cols, "DIM": head_dim, "PAD": triton_config.padded(head_dim),
-             "CAUSAL": causal, "JOIN": join, "PRECISION": triton_config.precision(head_dim, kind),
-             "EARLY": triton_config.early(compute, size.reads)}  # fmt: skip
-    fixed |= {"READS": size.reads, "STEP": 0 if size.reads == "pointers" else 4}
-    fixed |= {"MASK": mask} if name == "forward" else {}
+    in_gluon, layout = size.reads in experimental.IN_GLUON, ""
     kinds = {"scale": "fp32", "lse": "*fp32", "less": "*fp32", "tiles": "*i32", "entries": "*i32"}
     kinds |= dict.fromkeys(ELEMENTS, f"*{dtype}") | dict.fromkeys(RESULTS, "*fp32" if join else f"*{dtype}")
+    if in_gluon:
+        code, layout = "experimental.gluon", f",{experimental.layout(head_dim, 16)!r}"
+        fixed = {"STEP": 4, "CAUSAL": causal, "STAGES": size.stages}
+        options = {"num_warps": size.warps, "maxnreg": experimental.REGISTERS}
+    else:
+        code, kind = "triton_kernels", torch.float32 if dtype == "fp32" else torch.bfloat16
+        fixed = {"ROWS": size.rows, "COLS": size.cols, "DIM": head_dim, "PAD": triton_config.padded(head_dim),
+                 "CAUSAL": causal, "JOIN": join, "PRECISION": triton_config.precision(head_dim, kind),
+                 "EARLY": triton_config.early(divmod(capability, 10), size.reads), "READS": size.reads,
+                 "STEP": 0 if size.reads == "pointers" else 4}  # fmt: skip
+        fixed |= {"MASK": mask} if name == "forward" else {}
+        options = {"num_warps": size.warps, "num_stages": size.stages}
     owned = ("k", "v") if name == "backward_kv" else ("q", "dout")
-    for x in {"pointers": (), "descriptors": ("q", "k", "v", "dout"), "specialized": ("k", "v")}[size.reads]:
-        kinds[x] = f"tensordesc<{dtype}[1, 1, 1, {size.rows if x in owned else size.cols}, {head_dim}]>"
-    return used(kernel, kinds, fixed, capability, num_warps=size.warps, num_stages=size.stages)[0]
-
-
-def in_gluon(name, head_dim, size, dtype, causal, fp32: bool, capability) -> dict[str, int]:
-    """The same of a kernel in Gluon; ``fp32``: its results are."""
-    kernel = getattr(importlib.import_module("ringlab.kernels.experimental.gluon"), name)
-    fixed = {"COLS": size.cols, "DIM": head_dim, "STEP": 4, "CAUSAL": causal, "STAGES": size.stages}
-    kinds = {"scale": "fp32", "lse": "*fp32", "less": "*fp32", "tiles": "*i32", "entries": "*i32"}
-    kinds |= dict.fromkeys(RESULTS, "*fp32" if fp32 else f"*{dtype}")
-    owned = ("k", "v") if name == "backward_kv" else ("q", "dout")
-    for x in ELEMENTS:
-        rows = experimental.GROUP_ROWS if x in owned else size.cols
-        kinds[x] = f"tensordesc<{dtype}[1, 1, 1, {rows}, {head_dim}],{experimental.layout(head_dim, 16)!r}>"
-    return used(kernel, kinds, fixed, capability, num_warps=size.warps, maxnreg=experimental.REGISTERS)[0]
+    for x in {"pointers": (), "specialized": ("k", "v")}.get(size.reads, ELEMENTS):
+        rows = size.cols if x not in owned else experimental.GROUP_ROWS if in_gluon else size.rows
+        kinds[x] = f"tensordesc<{dtype}[1, 1, 1, {rows}, {head_dim}]{layout}>"
+    kernel = getattr(importlib.import_module(f"ringlab.kernels.{code}"), name)
+    return used(kernel, kinds, fixed, capability, **options)[0]
 
 
 def used(kernel, kinds: dict, fixed: dict, capability: int, **options) -> tuple[dict[str, int], str]:

@@ -9,6 +9,7 @@ of a tensor, and a result that two programs write. Memory that a copy was issued
 Not shown here: that the compiler and the GPU order memory as the operations promise.
 """
 
+import math
 import random
 import sys
 import threading
@@ -55,7 +56,7 @@ class Shared:
     """Shared memory: a view of a buffer, and of the slot that it is a part of."""
 
     def __init__(self, data, slots, slot=None):
-        self.data, self.slots, self.slot, self.dtype = data, slots, slot, data.dtype
+        self.data, self.slots, self.slot, self.dtype, self.shape = data, slots, slot, data.dtype, data.shape
 
     def index(self, i):
         if not 0 <= i < len(self.data):
@@ -117,20 +118,16 @@ class Machine:
 
     def warp_specialize(self, functions, warps, registers):
         assert len(functions) == 1 + len(warps) == 1 + len(registers)
-        parts = [_Partition(self, *one) for one in functions]
-        try:
-            while alive := [p for p in parts if not p.ended]:
-                ready = [p.turn for p in alive if p.until is None or p.until()]
-                ready += [self._happen] * bool(self.events)
-                if not ready:
-                    raise Hazard("a deadlock")
-                self.draw.choice(ready)()
-                for p in parts:
-                    if p.error is not None:
-                        raise p.error
-        finally:
+        parts = [_Partition(*one) for one in functions]
+        while alive := [p for p in parts if not p.ended]:
+            ready = [p.turn for p in alive if p.until is None or p.until()]
+            ready += [self._happen] * bool(self.events)
+            if not ready:
+                raise Hazard("a deadlock")
+            self.draw.choice(ready)()
             for p in parts:
-                p.stop()
+                if p.error is not None:
+                    raise p.error  # the others wait, as daemons, for a turn that they never get
         if self.events:
             raise Hazard("a program ended before its copies and products")
 
@@ -247,14 +244,13 @@ class Machine:
         hopper = {"mbarrier": barrier, "tma": own(async_copy_global_to_shared=self.copy)}
         hopper |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.finish}
         gluon = {"jit": lambda f=None, **options: f if f is not None else lambda f: f}
-        name = "triton.experimental.gluon"
-        found = {name: _module(gluon), f"{name}.language": _module(language)}
-        found |= {f"{name}.language.nvidia.hopper": _module(hopper), f"{name}.language.nvidia": _module({})}
-        found |= {"triton": _module({}), "triton.experimental": _module({})}
-        found["triton"].experimental = found["triton.experimental"]
-        found["triton.experimental"].gluon = found[name]
-        found[name].language = found[f"{name}.language"]
-        return found
+        name, made = "triton.experimental.gluon", {}
+        contents = {"triton": {}, "triton.experimental": {}, name: gluon, f"{name}.language": language}
+        contents |= {f"{name}.language.nvidia": {}, f"{name}.language.nvidia.hopper": hopper}
+        for module, names in contents.items():
+            made[module] = ModuleType(module)
+            made[module].__dict__.update(names)
+        return made
 
 
 class _Kernel:
@@ -270,12 +266,6 @@ class _Kernel:
         return launch
 
 
-def _module(names: dict) -> ModuleType:
-    made = ModuleType("fake")
-    made.__dict__.update(names)
-    return made
-
-
 def _allocate(dtype, shape, layout):
     kind = dtype if dtype.is_floating_point else torch.int64
     data = torch.full(shape, torch.nan if kind.is_floating_point else 0, dtype=kind)
@@ -285,10 +275,8 @@ def _allocate(dtype, shape, layout):
 class _Descriptor:
     def __init__(self, made):
         self.made, self.dtype, self.layout = made, made.base.dtype, made.layout
-        size = made.base.element_size()
-        for extent in made.block_shape:
-            size *= extent
-        self.block_type = SimpleNamespace(nbytes=size)
+        size = made.base.element_size() * math.prod(made.block_shape)
+        self.block_type = SimpleNamespace(nbytes=size, shape=list(made.block_shape))
 
     def block(self, at):
         """A block from ``at`` on; zeros past the end of any axis."""
@@ -304,21 +292,18 @@ class _Descriptor:
 class _Partition(threading.Thread):
     """One of the functions that share a program; it runs only while the machine lets it."""
 
-    def __init__(self, machine, function, arguments):
+    def __init__(self, function, arguments):
         super().__init__(daemon=True)
-        self.machine, self.function, self.arguments = machine, function, arguments
+        self.function, self.arguments = function, arguments
         self.go, self.back = threading.Semaphore(0), threading.Semaphore(0)
         self.until = self.error = None
-        self.ended = self.cancelled = False
+        self.ended = False
         self.start()
 
     def run(self):
         self.go.acquire()
         try:
-            if not self.cancelled:
-                self.function(*self.arguments)
-        except _Cancelled:
-            pass
+            self.function(*self.arguments)
         except BaseException as error:  # shown by the machine, in its own thread
             self.error = error
         self.ended = True
@@ -332,16 +317,4 @@ class _Partition(threading.Thread):
         self.until = until
         self.back.release()
         self.go.acquire()
-        if self.cancelled:
-            raise _Cancelled
         self.until = None
-
-    def stop(self):
-        self.cancelled = True
-        if not self.ended:
-            self.turn()
-        self.join()
-
-
-class _Cancelled(BaseException):
-    pass

@@ -4,15 +4,14 @@
 the output is a JSON object: the case, and the error and the bound of each result.
 """
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -24,15 +23,14 @@ from ringlab import Dense, Dilated, Execution, attention, block_patterns, estima
 from ringlab import cache as caches
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.engine.dilated import make_plan
-from ringlab.engine.execute import views_of
 from ringlab.kernels import KERNELS, experimental, tile_schedule, triton, triton_config, triton_tune
 from ringlab.kernels.experimental import fused_merge
 from ringlab.kernels.torch_kernels import Eager
-from ringlab.kernels.triton_config import Sizes
+from ringlab.kernels.triton_config import TILE_PASSES, Sizes, Use
 from ringlab.tracking import LiveStorageTracker
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-RUN, CHOSEN, SIZES = triton._run, triton_config.chosen, triton_config.sizes
+CHOSEN, SIZES = triton_config.chosen, triton_config.sizes
 FOLDED = Dilated([32, 64], [1, 2])
 BLIND = block_patterns.from_mask(torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]) > 0, block_size=16)
 # pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile and how it is read if not by pointers
@@ -110,26 +108,16 @@ def inside_inf(*shape, dtype) -> torch.Tensor:
     return torch.full((b, n + 40, heads, d + 32), torch.inf, dtype=dtype)[:, :n, :, :d].copy_(torch.randn(shape))
 
 
-def record(tile) -> set[str]:
-    """Use this tile, as if it were tuned. The set that is returned fills with the ways in which launches read."""
-    reads = set()
-
-    def run(name, launch, *args):
-        reads.add(launch.size.reads)
-        return RUN(name, launch, *args)
-
-    triton_config.sizes = lambda *_: Sizes(*tile[:2], 4, 1)
-    same = tile[2:] != ("specialized",)
+def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
+    """Attention with this tile, as if it were tuned; the results' errors, and the ways in which launches read."""
+    plain, same = Sizes(*tile[:2], 4, 1), tile[2:] != ("specialized",)
+    triton_config.sizes = lambda *_: plain
     triton_config.chosen = lambda use, *_: Sizes(*tile[:2], 4, 1, *tile[2:]) if same or use.name == "forward" else None
-    triton._run = run
-    return reads
-
-
-def run(*case, batch=1):
-    reads = record(case[-1])
-    kernels.choose("cpu", case[6], case[4], causal=case[5], backward=True, backend="triton")
-    reads.clear()  # of the probe
-    return {**checked(*case[:-1], batch, inside_inf, backend="triton"), "reads": sorted(reads)}
+    tensors = [inside_inf(batch, n, h, d, dtype=dtype) for h in (heads, heads, kv_heads, kv_heads)]
+    read = {name: tensors[name == "forward" :] for name in TILE_PASSES}
+    launches = [x for name in read for x in KERNELS["triton"].launches(name, read[name], pattern, causal)]
+    found = checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, inside_inf, backend="triton")
+    return {**found, "reads": sorted({launch.size.reads for launch in launches})}
 
 
 def run_joined(*case, batch=1, draw=inside_inf):
@@ -205,25 +193,32 @@ def once(schedule):
 
 
 def tuning():
-    """Tune a forward for a GPU of 9.0 with a timer that prefers the last candidate. Attention then takes that one."""
-    pattern, (q, k, v) = Dilated([128], [1]), (torch.randn(1, 128, 1, 64).half() for _ in range(3))
-    times = iter(range(100, 0, -1))
-    patches = (
-        mock.patch.object(triton, "compute_of", lambda q: (9, 0)),
-        mock.patch.object(triton_tune, "compute_of", lambda q: (9, 0)),
-        mock.patch.object(triton_config, "sizes", SIZES),
-        mock.patch.object(triton_config, "chosen", CHOSEN),
-        mock.patch.object(experimental, "candidates", lambda *_: ()),
-        mock.patch.dict(os.environ, RINGLAB_CACHE=tempfile.mkdtemp()),
-    )
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        before = triton.tuned("forward", q, k, False, False)
-        found = triton_tune.tune(q, k, v, pattern, passes=("forward",), timer=lambda call: call() and next(times))
-        after = triton.tuned("forward", q, k, False, False)
-    show("tuned", uses=[str(one.use) for one in found], timed=[str(x) for x in found[0].seconds],
-         refused=list(map(str, found[0].refused.items())), before=str(before), after=str(after))  # fmt: skip
+    """Tune a forward: candidates are wrong, do not fit, fail or hang. Attention takes the fastest right one."""
+    quick, slow, wrong = Sizes(16, 32, 4, 1), Sizes(32, 16, 4, 1), Sizes(32, 32, 4, 1)
+    short, odd, failing = Sizes(256, 16, 4, 1), Sizes(16, 16, 4, 1, "descriptors"), Sizes(24, 16, 4, 1)
+    triton_config.chosen, hanging, times = CHOSEN, Sizes(128, 64, 4, 2, "gluon"), iter([3.0, 2.0, 4.0, 1.0])
+
+    def spoiled(schedule):
+        if (schedule.rows, schedule.cols) == (wrong.rows, wrong.cols):
+            schedule.entries[:, 0] = 0
+        return schedule
+
+    def tuned(n, rate, *others):
+        q, k, v = (torch.randn(1, n, 1, 16).half() for _ in range(3))
+        every = (Sizes(16, 16, 4, 1), *others)
+        with mock.patch.object(triton_config, "candidates", lambda *_: every), schedules(spoiled):
+            before = triton.tuned("forward", q, k, False, False)
+            pattern, timer = Dilated([128], [rate]), lambda call: call() and next(times)
+            (found,) = triton_tune.tune(q, k, v, pattern, passes=("forward",), timer=timer)
+            after = triton.tuned("forward", q, k, False, False)
+        return {"before": str(before), "after": str(after), "seconds": {str(x): t for x, t in found.seconds.items()},
+                "refused": {str(x): why for x, why in found.refused.items()}}  # fmt: skip
+
+    triton_config.sizes = lambda *_: Sizes(16, 16, 4, 1)
+    cache = mock.patch.dict(os.environ, RINGLAB_CACHE=tempfile.mkdtemp())
+    with cache, mock.patch.object(experimental, "trial", lambda *_: "hangs"):
+        show("tuned", **tuned(129, 2, quick, slow, wrong, short, odd, failing))
+        show("hanging", **tuned(128, 1, hanging))
 
 
 def first_runs():
@@ -231,14 +226,15 @@ def first_runs():
     triton.compute_of, experimental.TRIAL_LENGTH, experimental.TRIAL_HEADS = (lambda q: (9, 0)), 600, 1
     experimental.TRIAL_PATTERN, experimental.REPEATS = Dilated([256, 512], [1, 2]), 1
     triton_config.sizes, triton_config.chosen = SIZES, CHOSEN
-    asked = {"head_dim": 16, "dtype": "float16", "causal": True, "group": 2, "device": "cpu"}
-    size = asdict(Sizes(128, 64, 4, 2, "gluon"))
+
+    def proved(name, rows=128):
+        use = Use.of(name, 16, F16, True, False, 2)
+        return experimental.prove(use, Sizes(rows, 64, 4, 2, "gluon"), torch.device("cpu"))
+
     with running():
-        right = [experimental.prove(name, size=size, **asked) for name in triton_config.TILE_PASSES]
-        unfit = experimental.prove("forward", size=size | {"rows": 256}, **asked)
+        right, unfit = [proved(name) for name in TILE_PASSES], proved("forward", 256)
     with running(lambda source: source.replace("shift - bonus", "shift")):
-        wrong = experimental.prove("forward", size=size, **asked)
-    show("first run", right=right, unfit=unfit, wrong=wrong)
+        show("first run", right=right, unfit=unfit, wrong=proved("forward"))
 
 
 def joined():
@@ -250,25 +246,26 @@ def joined():
     for name in ("in place", "short segments, grouped"):
         show(f"joined, bytes, {name}", **traffic(*JOINED[name][:5]))
     show("joined, held", **held(Dilated([16, 32], [1, 2]), 41))
-    case, build, join = JOINED["in place"], fused_merge.make_rows, fused_merge._join
+    case, build, merge = JOINED["in place"], fused_merge.make_rows, fused_merge._merge
 
     def unweighted(into, lse, calls, parts, lses, *rest):
-        join(into, lse, calls, parts, tuple(map(torch.zeros_like, lses)), *rest)
+        merge(into, lse, calls, parts, tuple(map(torch.zeros_like, lses)), *rest)
 
-    with mock.patch.object(fused_merge, "_join", unweighted):
+    with mock.patch.object(fused_merge, "_merge", unweighted):
         show("joined, all parts weigh alike", **run_joined(*case))
     caches.GLOBAL.clear()
-    with mock.patch.object(fused_merge, "make_rows", lambda *args: without_a_head(build(*args))):
+
+    def without_a_head(*args):
+        rows = build(*args)
+        rows.table[1, 0, 2] = 0
+        return rows
+
+    with mock.patch.object(fused_merge, "make_rows", without_a_head):
         show("joined, a head forgotten", **run_joined(*case))
 
 
-def without_a_head(rows):
-    rows.table[1, 0, 2] = 0
-    return rows
-
-
 def traffic(pattern, n, heads, kv_heads, d):
-    """Bytes that the join moved, tables apart, and rows that the first call alone holds: equal in every bit?"""
+    """Bytes that the join read and wrote, tables apart, and those that are computed."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     load, store, moved = Builder.create_masked_load, Builder.create_masked_store, [0, 0]
@@ -282,23 +279,13 @@ def traffic(pattern, n, heads, kv_heads, d):
         moved[1] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
         return store(self, ptrs, value, mask, *rest)
 
-    Builder.create_masked_load, Builder.create_masked_store = counted_load, counted_store
     q, k, v = (torch.randn(1, n, h, d).half() for h in (heads, kv_heads, kv_heads))
-    execution = Execution(merge="fused")
+    execution, patch = Execution(merge="fused"), mock.patch.object
     with kernels.override_kernel(Padded(), "cuda"):
-        out = attention(q, k, v, pattern, execution=execution)
-        found = tuple(moved)
-        first = attention(q, k, v, Dilated(pattern.segment_lengths[:1], [1]), execution=execution)
-    Builder.create_masked_load, Builder.create_masked_store = load, store
+        with patch(Builder, "create_masked_load", counted_load), patch(Builder, "create_masked_store", counted_store):
+            attention(q, k, v, pattern, execution=execution)
     plan = make_plan(pattern, n, heads, kv_heads)
-    alone = torch.ones(1, n, heads, 1, dtype=torch.bool)
-    for call in plan.calls:
-        if call.q.step > 1:
-            ((view,),) = views_of([(alone, (0, 0), call.q)], range(call.nodes), call.heads)
-            view.fill_(False)
-    same = (out == first).all(-1, keepdim=True)
-    untouched = bool(same[alone].all()) and not bool(same[~alone].any())
-    return {"moved": found, "told": fused_merge.join_bytes(plan, 1, n, heads, d, F16), "untouched": untouched}
+    return {"moved": moved, "told": fused_merge.join_bytes(plan, 1, n, heads, d, F16)}
 
 
 def held(pattern, n):
@@ -308,9 +295,8 @@ def held(pattern, n):
     q, k, v, dout = (torch.randn(1, n, h, 16) for h in (4, 2, 2, 4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     kernels.choose("cpu", F32, 16, backward=True)
-    code = importlib.import_module("ringlab.kernels.experimental.fused_merge_code")
     launch = defaultdict(lambda: lambda *_, **options: None)
-    with mock.patch.object(code, "join", launch), LiveStorageTracker() as tracker:
+    with mock.patch.object(fused_merge, "join", launch), LiveStorageTracker() as tracker:
         tracker.register(q, k, v, dout)
         out = attention(q, k, v, pattern, execution=execution)
         grads = torch.autograd.grad(out, (q, k, v), dout)

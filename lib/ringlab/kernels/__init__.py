@@ -9,32 +9,13 @@ import torch
 
 from .. import checks
 from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
-from .base import (  # fmt: skip
-    DeviceSpec,
-    Kernel,
-    PatternKernel,
-    capability,
-    overridden_kernel,
-    override_kernel,
-    supports_lower_right_causal,
-)
+from .base import OVERRIDE, DeviceSpec, Kernel, PatternKernel, capability, override_kernel, supports_lower_right_causal
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
 from .triton import TritonKernel
 
 KERNELS: dict[str, Kernel] = {
-    k.name: k
-    for k in (
-        CpuFlash(),
-        FlashAttn3(),
-        CuDNN(),
-        FlashAttn2(),
-        Flash(),
-        Xformers(),
-        Efficient(),
-        Eager(),
-        TritonKernel(),
-    )
+    k.name: k() for k in (CpuFlash, FlashAttn3, CuDNN, FlashAttn2, Flash, Xformers, Efficient, Eager, TritonKernel)
 }
 SDPA = ("cpu_flash", "cudnn", "flash", "efficient")  # the kernels of torch's scaled_dot_product_attention
 PROBE_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}  # far above rounding, far below a wrong function
@@ -71,8 +52,8 @@ def choose(
     >>> choose("cpu", torch.float32, 64).name
     'cpu_flash'
     """
-    if (kernel := overridden_kernel()) is not None:
-        return Choice(kernel, {})
+    if (forced := OVERRIDE.get()) is not None:
+        return Choice(forced[0], {})
     asked = _with_index(device), dtype, head_dim, causal, backward, backend
     try:
         return _choose(*asked)
@@ -87,8 +68,7 @@ def _choose(device: torch.device, dtype, head_dim, causal, backward, backend) ->
     head_dim = check_int("head_dim", head_dim, most=LARGEST)
     check_bool("causal", causal)
     check_bool("backward", backward)
-    names = ()
-    backend = checks.check_backend(backend)
+    backend, names = checks.check_backend(backend), ()
     for name in (backend,) if isinstance(backend, str) else backend:
         check_choice("backend", name, ("auto", "sdpa", *KERNELS))
         names += order(device) if name == "auto" else SDPA if name == "sdpa" else (name,)
@@ -147,10 +127,8 @@ def table(
 
 
 @lru_cache(maxsize=1024)
-def probe(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool, backward: bool
-) -> str | None:
-    """Why the kernel ``name`` cannot run with these arguments, or None. One tiny call is compared with float64."""
+def probe(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool, backward: bool):
+    """Why (str) the kernel ``name`` cannot run with these arguments, or None. A tiny call is compared with float64."""
     kernel = KERNELS[name]
     if (why := kernel.refuses(device, dtype, head_dim)) is not None:
         return why

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ class Kernel(Protocol):
         """
 
 
-@runtime_checkable
 class PatternKernel(Kernel, Protocol):
     """A kernel that also runs whole patterns. k and v may have fewer heads. ``cached(key, build)`` caches its plans."""
 
@@ -48,7 +47,7 @@ class PatternKernel(Kernel, Protocol):
         """dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse (b, h, n)."""
 
 
-_override: ContextVar[tuple[Kernel, str] | None] = ContextVar("overridden kernel", default=None)
+OVERRIDE: ContextVar[tuple[Kernel, str] | None] = ContextVar("overridden kernel", default=None)  # and device type
 
 
 @contextmanager
@@ -60,22 +59,16 @@ def override_kernel(kernel: Kernel, device_type: str) -> Iterator[None]:
     ...     kernels.choose("cpu", torch.float32, 64).name, device_type_of(torch.zeros(1))
     ('eager', 'cuda')
     """
-    token = _override.set((kernel, device_type))
+    token = OVERRIDE.set((kernel, device_type))
     try:
         yield
     finally:
-        _override.reset(token)
-
-
-def overridden_kernel() -> Kernel | None:
-    """The kernel that ``override_kernel`` forces here, or None."""
-    found = _override.get()
-    return None if found is None else found[0]
+        OVERRIDE.reset(token)
 
 
 def device_type_of(t: Tensor) -> str:
     """The type of a tensor's device, "cpu" or "cuda", or the one that ``override_kernel`` pretends."""
-    found = _override.get()
+    found = OVERRIDE.get()
     return t.device.type if found is None else found[1]
 
 
@@ -97,17 +90,21 @@ def capability(device: torch.device | DeviceSpec) -> tuple[int, int]:
     return device.capability if isinstance(device, DeviceSpec) else torch.cuda.get_device_capability(device)
 
 
-def needs_cuda(
-    device: torch.device | DeviceSpec, least: tuple[int, int], most: tuple[int, int] | None = None
-) -> str | None:
-    """Why a CUDA kernel for capabilities ``least`` to ``most`` cannot run on ``device``, or None."""
+def needs_cuda(device: torch.device | DeviceSpec, least: tuple[int, int], alone: bool = False) -> str | None:
+    """Why a CUDA kernel for the capability ``least`` and, unless ``alone``, newer ones cannot run, or None."""
     if device.type != "cuda":
         return f"needs a CUDA device, this is {device.type}"
     have = capability(device)
-    if have < least or (most is not None and have > most):
-        tail = " or newer" if most is None else f" to {most[0]}.{most[1]}" if most > least else ""
-        bounds = f"{least[0]}.{least[1]}{tail}"
-        return f"needs compute capability {bounds}, this is {have[0]}.{have[1]}"
+    if have < least or (alone and have > least):
+        newer = "" if alone else " or newer"
+        return f"needs compute capability {least[0]}.{least[1]}{newer}, this is {have[0]}.{have[1]}"
+    return None
+
+
+def needs_head_dim(head_dim: int, most: int) -> str | None:
+    """Why a kernel for head_dims up to ``most``, in steps of 8, cannot take ``head_dim``, or None."""
+    if head_dim > most or head_dim % 8:
+        return f"needs a head_dim that is a multiple of 8 and at most {most}, not {head_dim}"
     return None
 
 
@@ -127,8 +124,8 @@ def wants_dtype(dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | N
 
 
 def supports_lower_right_causal(kernel: Kernel) -> bool:
-    """Whether causal calls may have more keys than queries, with the mask of
-    ``torch.nn.attention.bias.causal_lower_right``: the last query sees all keys."""
+    """Whether causal calls may have more keys than queries: the last query then sees all keys, as with the mask
+    ``torch.nn.attention.bias.causal_lower_right``."""
     return getattr(kernel, "lower_right", False)
 
 

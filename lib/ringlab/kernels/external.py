@@ -7,7 +7,7 @@ import importlib
 import torch
 from torch.nn import functional as F
 
-from .base import HALF, needs_bf16, needs_cuda, wants_dtype
+from .base import HALF, needs_bf16, needs_cuda, needs_head_dim, wants_dtype
 
 NOT_INSTALLED = "is not installed"
 
@@ -27,22 +27,13 @@ class Xformers:
     name = "xformers"
 
     def refuses(self, device, dtype, head_dim):
-        return (
-            needs_cuda(device, (5, 0))
-            or needs_bf16(device, dtype)
-            or missing("xformers.ops.fmha", "xformers")
-            or wants_dtype(dtype, (torch.float32, *HALF))
-        )
-
-    def _bias(self, causal):
-        from xformers.ops import fmha
-
-        return fmha.attn_bias.LowerTriangularMask() if causal else None
+        why = needs_cuda(device, (5, 0)) or needs_bf16(device, dtype) or missing("xformers.ops.fmha", "xformers")
+        return why or wants_dtype(dtype, (torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
         from xformers.ops import fmha
 
-        bias = self._bias(causal)
+        bias = fmha.attn_bias.LowerTriangularMask() if causal else None
         out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, bias, 0.0, scale)
         return out, lse[..., : q.shape[1]]
 
@@ -51,7 +42,7 @@ class Xformers:
 
         padding = -lse.shape[-1] % 32
         lse = F.pad(lse, (0, padding), value=torch.inf)[..., : lse.shape[-1]]
-        bias = self._bias(causal)
+        bias = fmha.attn_bias.LowerTriangularMask() if causal else None
         return fmha.memory_efficient_attention_backward(dout, out, lse, q, k, v, bias, 0.0, scale)
 
 
@@ -61,13 +52,8 @@ class FlashAttn2:
     name = "flash_attn_2"
 
     def refuses(self, device, dtype, head_dim):
-        if head_dim > 256 or head_dim % 8:
-            return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
-        return (
-            needs_cuda(device, (8, 0))
-            or missing("flash_attn.flash_attn_interface", "flash-attn")
-            or wants_dtype(dtype, HALF)
-        )
+        why = needs_head_dim(head_dim, 256) or needs_cuda(device, (8, 0))
+        return why or missing("flash_attn.flash_attn_interface", "flash-attn") or wants_dtype(dtype, HALF)
 
     def forward(self, q, k, v, causal, scale):
         from flash_attn.flash_attn_interface import _flash_attn_forward
@@ -95,13 +81,8 @@ class FlashAttn3:
     name = "flash_attn_3"
 
     def refuses(self, device, dtype, head_dim):
-        if head_dim > 256 or head_dim % 8:
-            return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
-        return (
-            needs_cuda(device, (9, 0), (9, 0))
-            or missing("flash_attn_interface", "flash-attn 3")
-            or wants_dtype(dtype, HALF)
-        )
+        why = needs_head_dim(head_dim, 256) or needs_cuda(device, (9, 0), alone=True)
+        return why or missing("flash_attn_interface", "flash-attn 3") or wants_dtype(dtype, HALF)
 
     def forward(self, q, k, v, causal, scale):
         from flash_attn_interface import _flash_attn_forward

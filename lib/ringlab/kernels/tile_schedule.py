@@ -147,7 +147,8 @@ def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Inter
             m = both[:, member == g].sum(1)
             seen = m > 0
             found.append((a[seen], b[seen], torch.full_like(a[seen], g), m[seen]))
-    return Intervals(first, count, (first, count), stride, _joined(found), times, stop - start)
+    pairs = tuple(torch.cat(parts) for parts in zip(*found))
+    return Intervals(first, count, (first, count), stride, pairs, times, stop - start)
 
 
 def _chunks(sizes: Tensor) -> Iterator[Tensor]:
@@ -164,10 +165,6 @@ def ragged(some: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     return i, start[i] + within
 
 
-def _joined(found: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return tuple(torch.cat(parts) for parts in zip(*found))
-
-
 def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
     count = pattern.count(n)
     first = torch.arange(count) * pattern.block_size
@@ -177,7 +174,7 @@ def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
         seen = pattern.blocks(n, some) if by == "query" else pattern.blocks(n, None, some).T  # (some, count)
         a, b = seen.nonzero(as_tuple=True)
         found += [(some[a], b, torch.full_like(a, g), torch.ones_like(a)) for g in range(members)]
-    return Intervals(first, size, (first, size), 1, _joined(found))
+    return Intervals(first, size, (first, size), 1, tuple(torch.cat(parts) for parts in zip(*found)))
 
 
 HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(9)  # the columns of ``TileSchedule.tiles``
@@ -216,48 +213,31 @@ class TileSchedule:
     def to(self, device) -> TileSchedule:
         return replace(self, tiles=self.tiles.to(device), entries=self.entries.to(device))
 
-    def of(self, tile: int) -> list[tuple[int, int, int, int, bool]]:
-        """The visits of tile number ``tile``: (first position, rows, M, member, whether it must be masked)."""
-        _, _, _, _, base, start, partial, full, masked = self.tiles[tile].tolist()
-        whole = range(start + partial, start + partial + full)
-        rest = (start + i + (full if i >= partial else 0) for i in range(masked))
-        found = []
-        for at, mask in [*((i, False) for i in whole), *((i, True) for i in rest)]:
-            first, packed = self.entries[at].tolist()
-            times, member = packed >> ROWS_BITS & (1 << TIMES_BITS) - 1, packed >> ROWS_BITS + TIMES_BITS
-            found.append((base + first, packed & (1 << ROWS_BITS) - 1, times, member, mask))
-        return found
 
-
-def make_schedule(
-    source: Source,
-    n: int,
-    heads: int,
-    kv_heads: int,
-    *,
-    rows: int,
-    cols: int,
-    causal: bool = False,
-    by: str = "query",
-    keys: int | None = None,
-) -> TileSchedule:
+def make_schedule(source: Source, n: int, heads: int, kv_heads: int, *, rows: int, cols: int, causal: bool = False,
+                  by: str = "query", keys: int | None = None) -> TileSchedule:  # fmt: skip
     """The schedule of ``source`` (of ``split``): tiles of ``rows`` rows that visit tiles of ``cols`` rows.
 
     ``by="query"``: query heads own tiles of queries and visit keys (forward, dq). ``by="key"``: K/V heads own tiles of
     keys and visit the queries of every head of their group (dk, dv), so that no sum crosses programs. ``keys``: the
     number of keys if it is not n, for one branch of rate 1 over all rows, not causal.
 
-    Raises ValueError for tiles of more than 256 rows, and for more than 2**31 - 1 positions or 255 branches.
+    Raises ValueError for more than 2**31 - 1 positions, 255 branches or 16,383 query heads per K/V head.
 
     >>> from ringlab.patterns import Dilated
     >>> from ringlab.kernels.tile_schedule import split
     >>> (fold,) = split(Dilated([512, 1024], [1, 2]), 1024, 1, 1, rows=64)
     >>> schedule = make_schedule(fold, 1024, 1, 1, rows=64, cols=64)
-    >>> len(schedule.tiles), schedule.visits, [times for _, _, times, _, _ in schedule.of(0)]
-    (16, 160, [2, 1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1])
+    >>> len(schedule.tiles), schedule.visits
+    (16, 160)
     """
     members = 1 if by == "query" else heads // kv_heads
-    _check(source, n if keys is None else max(n, keys), members, rows, cols)
+    if max(n, keys or 0) >= 1 << 31:
+        raise ValueError(f"positions must fit 32 bits, got a sequence of {max(n, keys or 0)}")
+    if not isinstance(source, BlockSparse) and len(source) >= 1 << TIMES_BITS:
+        raise ValueError(f"at most {(1 << TIMES_BITS) - 1} branches fold together, got {len(source)}")
+    if members >= 1 << (31 - ROWS_BITS - TIMES_BITS):
+        raise ValueError(f"a K/V head cannot serve {members} query heads")
     parts: list[tuple[Tensor, Tensor]] = []
     covered = True
     for owners, specs in equal_heads(source, heads, kv_heads, by):
@@ -285,17 +265,6 @@ def make_schedule(
                  rows, cols, covered, strides[0] if len(strides) == 1 else 0, not tiles[:, MASKED].any())  # fmt: skip
 
 
-def _check(source: Source, n: int, members: int, rows: int, cols: int) -> None:
-    if not (1 <= rows <= 256 and 1 <= cols <= 256):
-        raise ValueError(f"tiles hold 1 to 256 rows, got {rows} and {cols}")
-    if n >= 1 << 31:
-        raise ValueError(f"positions must fit 32 bits, got a sequence of {n}")
-    if not isinstance(source, BlockSparse) and len(source) >= 1 << TIMES_BITS:
-        raise ValueError(f"at most {(1 << TIMES_BITS) - 1} branches fold together, got {len(source)}")
-    if members >= 1 << (31 - ROWS_BITS - TIMES_BITS):
-        raise ValueError(f"a K/V head cannot serve {members} query heads")
-
-
 def _scheduled(intervals: Intervals, rows: int, cols: int, causal: bool, by: str) -> tuple[Tensor, Tensor]:
     """tiles (T, 9) with head 0, and entries (E, 2), both int64."""
     interval, first, count, packed = _visited(intervals, cols)  # (E,)
@@ -314,14 +283,9 @@ def _scheduled(intervals: Intervals, rows: int, cols: int, causal: bool, by: str
         whole = _below(interval[full], high[full], owner, near)
         seen = _below(interval[full], low[full], owner, far)
         partial = _below(interval[~full], low[~full], owner, far)
-    zero = torch.zeros_like(owner)
-    columns = {
-        HEAD: zero, FIRST: begin, COUNT: size, STRIDE: zero + intervals.stride, BASE: zero,
-        START: starts[owner] + partials[owner] - partial, PARTIAL: partial, FULL: whole,
-        MASKED: partial + seen - whole,
-    }  # fmt: skip
-    tiles = torch.stack([columns[i] for i in range(len(columns))], 1)
-    return tiles[whole + partial + seen - whole > 0], torch.stack([first, packed], 1)[order]
+    zero, start = torch.zeros_like(owner), starts[owner] + partials[owner] - partial
+    columns = zero, begin, size, zero + intervals.stride, zero, start, partial, whole, partial + seen - whole
+    return torch.stack(columns, 1)[partial + seen > 0], torch.stack([first, packed], 1)[order]
 
 
 def _below(interval: Tensor, value: Tensor, owner: Tensor, limit: Tensor) -> Tensor:

@@ -1,10 +1,7 @@
-"""Attention by matrix products with materialised scores: the textbook form, and the fast form for short segments.
+"""The kernels of torch: matrix products ("eager") and the operators behind ``scaled_dot_product_attention``.
 
-torch's flash kernel for the CPU, with its log-sum-exp and backward.
-
-torch's CUDA kernels behind ``scaled_dot_product_attention``: cuDNN, flash and memory-efficient, by their own ops.
-
-All three read strided views without a copy as long as the last dimension is contiguous.
+The operators are called directly, because the public function returns no log-sum-exp. All of them read strided views
+without a copy as long as the last dimension is contiguous.
 """
 
 from __future__ import annotations
@@ -13,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import HALF, accumulation_dtype, needs_bf16, needs_cuda, to_bhmd, wants_dtype
+from .base import HALF, accumulation_dtype, needs_bf16, needs_cuda, needs_head_dim, to_bhmd, wants_dtype
+
+_ATEN = torch.ops.aten
 
 
 class Eager:
@@ -31,50 +30,41 @@ class Eager:
     def refuses(self, device, dtype, head_dim):
         return None
 
-    def _tiles(self, q: Tensor, k: Tensor) -> range:
-        b, m, h, _ = q.shape
-        if self.tile_bytes is None:
-            return range(0, b, max(1, b))
-        return range(0, b, max(1, self.tile_bytes // (4 * h * m * k.shape[1])))
+    def _pieces(self, causal: bool, scale: float, q: Tensor, k: Tensor, *others: Tensor):
+        """(batch entries, their masked scores (b', h, m, m_k), the tensors as (b', h, m, d)) of each piece."""
+        (b, m, heads, _), m_k = q.shape, k.shape[1]
+        step = b if self.tile_bytes is None else self.tile_bytes // (4 * heads * m * m_k)
+        hidden = hidden_keys(m, m_k, q.device) if causal else None
+        for i in range(0, b, max(1, step)):
+            piece = slice(i, i + max(1, step))
+            tensors = to_bhmd(*(t[piece].to(accumulation_dtype(q.dtype)) for t in (q, k, *others)))
+            scores = torch.matmul(tensors[0], tensors[1].mT).mul_(scale)
+            if causal:
+                scores.masked_fill_(hidden, -torch.inf)
+            yield piece, scores, *tensors
 
     def forward(self, q, k, v, causal, scale):
         b, m, h, d = q.shape
-        acc = accumulation_dtype(q.dtype)
-        out = torch.empty(q.shape, dtype=acc, device=q.device)  # (b, m, h, d)
-        lse = torch.empty(b, h, m, dtype=acc, device=q.device)
-        hidden = hidden_keys(m, k.shape[1], q.device) if causal else None
-        tiles = self._tiles(q, k)
-        for i in tiles:
-            part = slice(i, i + tiles.step)
-            q_t, k_t, v_t = to_bhmd(*(t[part].to(acc) for t in (q, k, v)))  # (b', h, m, d)
-            scores = torch.matmul(q_t, k_t.mT).mul_(scale)  # (b', h, m, m_k)
-            if causal:
-                scores.masked_fill_(hidden, -torch.inf)
+        out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, m, h, d)
+        lse = torch.empty(b, h, m, dtype=out.dtype, device=q.device)
+        for piece, scores, _, _, v_t in self._pieces(causal, scale, q, k, v):
             top = scores.amax(-1)  # (b', h, m)
             prob = scores.softmax(-1)
             # The largest probability is exp(top - lse): the log-sum-exp without another pass of exponentials.
-            lse[part] = top - prob.amax(-1).log_()
-            out[part] = torch.matmul(prob, v_t).transpose(1, 2)
+            lse[piece] = top - prob.amax(-1).log_()
+            out[piece] = torch.matmul(prob, v_t).transpose(1, 2)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
-        m, acc = q.shape[1], lse.dtype
-        grads = tuple(torch.empty(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
-        hidden = hidden_keys(m, k.shape[1], q.device) if causal else None
-        tiles = self._tiles(q, k)
-        for i in tiles:
-            part = slice(i, i + tiles.step)
-            g, q_t, k_t, v_t, o = to_bhmd(*(t[part].to(acc) for t in (dout, q, k, v, out)))  # (b', h, m, d)
-            scores = torch.matmul(q_t, k_t.mT).mul_(scale)
-            if causal:
-                scores.masked_fill_(hidden, -torch.inf)
-            prob = scores.sub_(lse[part].unsqueeze(-1)).exp_()  # (b', h, m, m_k), against the final lse
+        grads = tuple(torch.empty(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v))
+        for piece, scores, q_t, k_t, v_t, g, o in self._pieces(causal, scale, q, k, v, dout, out):
+            prob = scores.sub_(lse[piece].unsqueeze(-1)).exp_()  # (b', h, m, m_k), against the final lse
             delta = (g * o).sum(-1, keepdim=True)  # (b', h, m, 1)
             # A row that sees one key has gradient 0: sum as delta does, so that the difference is 0 and not rounding.
             d_prob = torch.matmul(g, v_t.mT) if k.shape[1] > 1 else (g * v_t).sum(-1, keepdim=True)
             d_scores = d_prob.sub_(delta).mul_(prob).mul_(scale)
             for grad, product in zip(grads, (d_scores @ k_t, d_scores.mT @ q_t, prob.mT @ g)):
-                grad[part] = product.transpose(1, 2)
+                grad[piece] = product.transpose(1, 2)
         return grads
 
 
@@ -96,9 +86,8 @@ def has_half_units(dtype: torch.dtype) -> bool:
     return any(getattr(torch.cpu, flag, bool)() for flag in flags)
 
 
-def _computable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    dtype = tensors[0].dtype
-    return tuple(t.float() for t in tensors) if dtype in HALF and not has_half_units(dtype) else tensors
+_CPU_FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class CpuFlash:
@@ -116,10 +105,11 @@ class CpuFlash:
         return wants_dtype(dtype, (torch.float64, torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        q, k, v = _computable(q, k, v)
-        square, mask = _mask(q, k, causal)
-        out, lse = op(*to_bhmd(q, k, v), 0.0, square, attn_mask=mask, scale=scale)
+        if q.dtype in HALF and not has_half_units(q.dtype):
+            q, k, v = q.float(), k.float(), v.float()
+        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else None
+        q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = _CPU_FORWARD(q_t, k_t, v_t, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
         if mask is not None and not _finite(lse):
             return _MATMUL.forward(q, k, v, causal, scale)
         return out.transpose(1, 2), lse
@@ -127,38 +117,26 @@ class CpuFlash:
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         if k.shape[1] <= FEW or (q.dtype in HALF and max(q.shape[1], k.shape[1]) <= SHORT):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dout, q, k, v, out = _computable(dout, q, k, v, out)
-        square, mask = _mask(q, k, causal)
-        dq, dk, dv = op(*to_bhmd(dout, q, k, v, out), lse, 0.0, square, attn_mask=mask, scale=scale)
+        if q.dtype in HALF and not has_half_units(q.dtype):
+            dout, q, k, v, out = dout.float(), q.float(), k.float(), v.float(), out.float()
+        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else None
+        reads = dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2)
+        dq, dk, dv = _CPU_BACKWARD(*reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
         if mask is not None and not _finite(dv.sum()):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
-        return to_bhmd(dq, dk, dv)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
-    """(whether the kernel's own causal mask does, or else the mask (1, 1, m, m_k) to add)."""
+def _lower_right(q: Tensor, k: Tensor) -> Tensor:
+    """The causal mask (1, 1, m, m_k) to add; the operator's own one begins in the upper left corner."""
     m, m_k = q.shape[1], k.shape[1]
-    if not causal or m == m_k:  # the kernel's own mask begins in the upper left corner
-        return causal, None
-    mask = torch.zeros(m, m_k, dtype=q.dtype).masked_fill_(hidden_keys(m, m_k, q.device), -torch.inf)
-    return False, mask[None, None]
+    return torch.zeros(1, 1, m, m_k, dtype=q.dtype).masked_fill_(hidden_keys(m, m_k, q.device), -torch.inf)
 
 
 def _finite(t: Tensor) -> bool:
-    """Whether a masked result is free of NaN: an infinite score and the -inf that hides it make one, in rows that must
-    not see that key. A run without data (meta) takes it for granted.
-    """
+    """Whether a masked result has no NaN, which an infinite score and the -inf that hides it make. True for meta."""
     found = t.isfinite().all()
     return found.is_meta or bool(found)
-
-
-_ATEN = torch.ops.aten
-
-
-def _no_state(device):
-    """The random state that the backward ops ask for; dropout is 0, so it is never read."""
-    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 class Flash:
@@ -167,9 +145,7 @@ class Flash:
     name = "flash"
 
     def refuses(self, device, dtype, head_dim):
-        if head_dim > 256 or head_dim % 8:
-            return f"needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
-        return needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
+        return needs_head_dim(head_dim, 256) or needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
 
     def forward(self, q, k, v, causal, scale):
         out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(*to_bhmd(q, k, v), 0.0, causal, scale=scale)
@@ -177,7 +153,7 @@ class Flash:
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         m, state = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
-        # This op reads the log-sum-exp by pointer, without its strides.
+        # This operator reads the log-sum-exp by pointer, without its strides.
         grads = _ATEN._scaled_dot_product_flash_attention_backward(
             *to_bhmd(dout, q, k, v, out), lse.contiguous(), None, None, m, m, 0.0, causal, state, state, scale=scale
         )
@@ -197,14 +173,14 @@ class Efficient:
         return why or wants_dtype(dtype, (torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
-        op = _ATEN._scaled_dot_product_efficient_attention
-        out, lse, *_ = op(*to_bhmd(q, k, v), None, True, 0.0, causal, scale=scale)
+        read = to_bhmd(q, k, v)
+        out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(*read, None, True, 0.0, causal, scale=scale)
         return out.transpose(1, 2), lse[..., : q.shape[1]]  # the kernel pads its rows to 32
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         padding = -lse.shape[-1] % 32
         lse = F.pad(lse, (0, padding), value=torch.inf)[..., : lse.shape[-1]]  # keeps the padded row stride
-        state = _no_state(q.device)
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of random numbers, which dropout 0 never reads
         grads = _ATEN._scaled_dot_product_efficient_attention_backward(
             *to_bhmd(dout, q, k, v), None, out.transpose(1, 2), lse, state, state, 0.0, [True, True, True, False],
             causal, scale=scale,
@@ -218,9 +194,7 @@ class CuDNN:
     name = "cudnn"
 
     def refuses(self, device, dtype, head_dim):
-        if head_dim > 128 or head_dim % 8:
-            return f"needs a head_dim that is a multiple of 8 and at most 128, not {head_dim}"
-        return needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
+        return needs_head_dim(head_dim, 128) or needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
 
     def forward(self, q, k, v, causal, scale):
         op = _ATEN._scaled_dot_product_cudnn_attention
@@ -230,7 +204,7 @@ class CuDNN:
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         # cuDNN's backward graphs are cached by the strides of q, k and v alone, while those of out, dout and lse are
         # baked in: always hand them over dense.
-        m, state = q.shape[1], _no_state(q.device)
+        m, state = q.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
         dense = [t.contiguous().transpose(1, 2) for t in (dout, out)]
         grads = _ATEN._scaled_dot_product_cudnn_attention_backward(
             dense[0], *to_bhmd(q, k, v), dense[1], lse.contiguous().unsqueeze(-1), state, state, None, None, None,

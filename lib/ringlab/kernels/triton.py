@@ -13,7 +13,6 @@ The last part makes the kernel an operator, so that torch.compile traces a call 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Callable
@@ -61,11 +60,8 @@ def shortened(size: Sizes, schedule: TileSchedule) -> str | None:
 def tuned(name: str, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
     """The sizes that were tuned for a launch on this GPU, else the defaults."""
     d, compute = q.shape[3], compute_of(q)
-    found = None
-    if q.is_cuda or interpreted():
-        use = triton_config.Use.of(name, d, q.dtype, causal, joins, q.shape[2] // k.shape[2])
-        found = triton_config.chosen(use, q.device, compute)
-    return found or triton_config.sizes(name, d, q.dtype, compute, joins)
+    use = triton_config.Use.of(name, d, q.dtype, causal, joins, q.shape[2] // k.shape[2])
+    return triton_config.chosen(use, q.device, compute) or triton_config.sizes(name, d, q.dtype, compute, joins)
 
 
 class TritonKernel:
@@ -80,15 +76,12 @@ class TritonKernel:
         self._pick = pick
 
     def refuses(self, device, dtype, head_dim):
-        why = None if interpreted() else needs_cuda(device, (8, 0))
-        why = why or missing("triton", "triton")
-        if why is not None:
-            return why
-        if interpreted() and dtype == torch.bfloat16:
+        why = (None if interpreted() else needs_cuda(device, (8, 0))) or missing("triton", "triton")
+        if why is None and interpreted() and dtype == torch.bfloat16:
             return "triton's interpreter multiplies bfloat16 wrongly"
-        if head_dim > WIDEST:
+        if why is None and head_dim > WIDEST:
             return f"needs a head_dim of at most {WIDEST}, not {head_dim}"
-        return wants_dtype(dtype, (torch.float32, *HALF))
+        return why or wants_dtype(dtype, (torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
         return self.attend(q, k, v, Dense(), causal, scale)
@@ -99,7 +92,7 @@ class TritonKernel:
     def attend(self, q, k, v, pattern: Pattern, causal: bool, scale: float, cached=caches.GLOBAL.get):
         """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k and v (b, m, h_kv, d)."""
         b, n, heads, _ = q.shape
-        launches = self.launches("forward", q, k, v, pattern, causal, cached)
+        launches = self.launches("forward", (q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
@@ -107,49 +100,41 @@ class TritonKernel:
             out.zero_()
             lse.fill_(-torch.inf)
         for i, launch in enumerate(launches):
-            _run("forward", launch, (q, k, v), (), (out, lse), scale, causal, i > 0)
+            _launch("forward", launch, (q, k, v), (), (out, lse), scale, causal, i > 0)
         return out.to(q.dtype), lse
 
     def gradients(self, dout, dlse, q, k, v, out, lse, pattern: Pattern, causal, scale, cached=caches.GLOBAL.get):
         """dq, dk, dv for the cotangents ``dout`` and ``dlse`` (b, h, n) or None, with the final out and lse."""
         dout, lse, less = dense_rows(dout), lse.contiguous(), row_sums(dout, out, dlse)
-        parts = (self.gradient(name, dout, less, q, k, v, lse, pattern, causal, scale, cached)
-                 for name in ("backward_q", "backward_kv"))  # fmt: skip
-        return tuple(t for part in parts for t in part)
+        given = dout, less, q, k, v, lse, pattern, causal, scale, cached
+        return *self.gradient("backward_q", *given), *self.gradient("backward_kv", *given)
 
     def gradient(self, name, dout, less, q, k, v, lse, pattern: Pattern, causal, scale, cached=caches.GLOBAL.get):
         """(dq,) of "backward_q" or (dk, dv) of "backward_kv"; ``less`` is the result of ``row_sums``."""
-        launches = self.launches(name, q, k, v, pattern, causal, cached, dout)
+        launches = self.launches(name, (dout, q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
-        into = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in ((q,) if name == "backward_q" else (k, v))]
-        if not launches[0].schedule.covered:
-            for t in into:
-                t.zero_()
+        made = torch.empty if launches[0].schedule.covered else torch.zeros
+        into = [made(t.shape, dtype=dtype, device=t.device) for t in ((q,) if name == "backward_q" else (k, v))]
         for i, launch in enumerate(launches):
-            _run(name, launch, (dout, q, k, v), (lse, less), into, scale, causal, i > 0)
+            _launch(name, launch, (dout, q, k, v), (lse, less), into, scale, causal, i > 0)
         return tuple(t.to(q.dtype) for t in into)
 
-    def launches(self, name, q, k, v, pattern: Pattern, causal: bool, cached=caches.GLOBAL.get, dout=None):
-        """The launches of the pass ``name``, in order; ``dout`` is given for backward passes."""
-        tensors = (q, k, v) if dout is None else (dout, q, k, v)
+    def launches(self, name, read, pattern: Pattern, causal: bool, cached=caches.GLOBAL.get) -> list[Launch]:
+        """The launches of the pass ``name``, in order; ``read`` is (dout of a backward pass,) q, k, v."""
+        from . import experimental
+
+        q, k = read[-3:-1]
         (_, n, heads, d), kv_heads, by = q.shape, k.shape[2], "key" if name == "backward_kv" else "query"
         found: list[Launch] = []
         for source in tile_schedule.split(pattern, n, heads, kv_heads, self._pick(name, q, k, causal, False).rows):
             joins, why = bool(found), None
             size = self._pick(name, q, k, causal, joins)
             schedule = _schedule(source, size, q, k, causal, by, cached)
-            if size.reads != "pointers" and (why := _experimental().unfit(size, schedule, tensors, joins)):
+            if size.reads != "pointers" and (why := experimental.unfit(size, schedule, read, joins)):
                 size = triton_config.sizes(name, d, q.dtype, compute_of(q), joins)
                 schedule = _schedule(source, size, q, k, causal, by, cached)
             found.append(Launch(size, schedule, why))
         return found
-
-
-def _experimental():
-    """The other ways of reading, which are loaded when sizes ask for them."""
-    from ringlab.kernels import experimental
-
-    return experimental
 
 
 def compute_of(t: Tensor) -> tuple[int, int]:
@@ -169,11 +154,9 @@ def _schedule(source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, b
     cols = size.cols if isinstance(source, BlockSparse) else min(size.cols, short)
     (n, heads), (m, kv_heads) = q.shape[1:3], k.shape[1:3]
 
-    def build() -> TileSchedule:
-        sizes = {"rows": rows, "cols": cols, "keys": None if m == n else m}
-        return tile_schedule.make_schedule(source, n, heads, kv_heads, causal=causal, by=by, **sizes).to(q.device)
-
-    return cached(("tile schedule", source, n, m, heads, kv_heads, rows, cols, causal, by, q.device), build)
+    options = {"rows": rows, "cols": cols, "causal": causal, "by": by, "keys": m}
+    key = ("tile schedule", source, n, heads, kv_heads, *options.values(), q.device)
+    return cached(key, lambda: tile_schedule.make_schedule(source, n, heads, kv_heads, **options).to(q.device))
 
 
 def on_device(t: Tensor):
@@ -181,37 +164,38 @@ def on_device(t: Tensor):
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
-def device_code():
-    """The module of the device code, imported only where Triton is."""
-    return importlib.import_module("ringlab.kernels.triton_kernels")
-
-
 def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, (b, h, n) in fp32, for (b, n, h, d): what every gradient pass subtracts."""
+    from . import triton_kernels
+
     dout, out = dense_rows(dout), dense_rows(out)
     (b, n, heads, d), rows = dout.shape, 32
     found = torch.empty(b, heads, n, dtype=torch.float32, device=dout.device)
     extra = found if dlse is None else dlse.float().contiguous()
     with on_device(dout):
-        device_code().delta[(-(-n // rows), b * heads)](
+        triton_kernels.delta[(-(-n // rows), b * heads)](
             dout, out, extra, found, heads, n, *dout.stride()[:3], *out.stride()[:3],
             ROWS=rows, DIM=d, PAD=padded(d), HAS_LSE=dlse is not None,
         )  # fmt: skip
     return found
 
 
-def _run(name, launch: Launch, read, rows, results, scale, causal, join) -> None:
+def _launch(name, launch: Launch, read, rows, results, scale, causal, join) -> None:
     """One launch: ``read`` is (dout,) q, k, v, ``rows`` lse and less of a backward pass, ``results`` are written."""
+    from . import experimental
+
     if not len(launch.schedule.tiles):
         return
     if launch.size.reads == "pointers":
         start(name, launch, read, (*read, *rows, *results), results[0], scale, causal, join)
     else:
-        _experimental().run(name, launch, read, rows, results, scale, causal, join)
+        experimental.run(name, launch, read, rows, results, scale, causal, join)
 
 
 def start(name, launch: Launch, read, arguments, result, scale, causal, join, **more) -> None:
     """Start one program for each tile and batch entry. ``more`` replaces constants of the kernel."""
+    from . import triton_kernels
+
     (size, schedule, _), (q, k) = launch, read[-3:-1]
     (b, n, heads, d), programs = q.shape, len(schedule.tiles)
     constants = {
@@ -220,7 +204,7 @@ def start(name, launch: Launch, read, arguments, result, scale, causal, join, **
         "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip
     constants |= ({"MASK": True} if name == "forward" else {}) | more
-    kernel = getattr(device_code(), name)[(programs * b,)]
+    kernel = getattr(triton_kernels, name)[(programs * b,)]
     strides = (s for t in (*read, result) for s in t.stride()[:3])
     with on_device(q):
         kernel(*arguments, schedule.tiles, schedule.entries, scale * LOG2E, programs, heads, heads // k.shape[2], n,
@@ -257,19 +241,14 @@ def _pattern(text: str) -> Pattern:
     return from_dict(json.loads(text))
 
 
-def _ready(q: Tensor, *others: Tensor) -> list[Tensor]:
-    why = _KERNEL.refuses(q.device, q.dtype, q.shape[3])
-    if why is not None:
-        raise NotImplementedError(f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}")
-    return [dense_rows(t) for t in (q, *others)]
-
-
 @torch.library.custom_op("ringlab::triton_attention", mutates_args=())
 def triton_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: str, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    return _KERNEL.attend(*_ready(q, k, v), _pattern(pattern), causal, scale)
+    if why := _KERNEL.refuses(q.device, q.dtype, q.shape[3]):
+        raise NotImplementedError(f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}")
+    return _KERNEL.attend(*map(dense_rows, (q, k, v)), _pattern(pattern), causal, scale)
 
 
 @triton_attention.register_fake
@@ -284,7 +263,7 @@ def triton_attention_backward(
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv."""
-    q, k, v = _ready(q, k, v)
+    q, k, v = map(dense_rows, (q, k, v))
     return _KERNEL.gradients(dout, dlse, q, k, v, out, lse, _pattern(pattern), causal, scale)
 
 

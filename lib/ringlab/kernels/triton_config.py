@@ -92,11 +92,7 @@ CANDIDATES = {
         },
     },
     "8.0": {
-        "forward": {
-            64: [(64, 64, 4, 2)],
-            128: [(64, 32, 4, 2), (64, 32, 4, 3)],
-            256: [(64, 32, 8, 2), (32, 32, 4, 2)],
-        },
+        "forward": {64: [(64, 64, 4, 2)], 128: [(64, 32, 4, 2), (64, 32, 4, 3)], 256: [(64, 32, 8, 2), (32, 32, 4, 2)]},
         "backward_q": {
             64: [(128, 32, 8, 2), (128, 64, 8, 3)],
             128: [(64, 64, 8, 2), (128, 32, 8, 3)],
@@ -105,11 +101,7 @@ CANDIDATES = {
         "backward_kv": {64: [(128, 32, 8, 3), (64, 32, 4, 2)], 128: [(64, 64, 8, 1)], 256: [(32, 64, 8, 1)]},
     },
     "small": {
-        "forward": {
-            64: [(64, 64, 4, 2)],
-            128: [(64, 32, 4, 2), (64, 32, 4, 3)],
-            256: [(64, 32, 8, 2), (32, 32, 4, 2)],
-        },
+        "forward": {64: [(64, 64, 4, 2)], 128: [(64, 32, 4, 2), (64, 32, 4, 3)], 256: [(64, 32, 8, 2), (32, 32, 4, 2)]},
         "backward_q": {64: [(128, 32, 8, 2)], 128: [(64, 64, 8, 2), (64, 32, 4, 2)], 256: [(32, 32, 4, 1)]},
         "backward_kv": {64: [(64, 32, 4, 2)], 128: [(32, 32, 4, 2)], 256: []},
     },
@@ -125,15 +117,13 @@ def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int]
     return single if dtype not in HALF else large if compute[0] in (9, 10) and not joins else small
 
 
-def candidates(
-    name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False
-) -> tuple[Sizes, ...]:
-    """The sizes that tuning times, at most eight: the default first, then experimental ones, then other tiles.
+def candidates(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False):
+    """The ``Sizes`` that tuning times, at most eight: the default first, then experimental ones, then other tiles.
 
     >>> candidates("backward_kv", 128, torch.float32, (8, 6))
     (Sizes(rows=32, cols=16, warps=8, stages=1, reads='pointers'),)
     """
-    from ringlab.kernels import experimental
+    from . import experimental
 
     default = sizes(name, head_dim, dtype, compute, joins)
     if dtype not in HALF:
@@ -208,13 +198,13 @@ def folder() -> Path:
 
 
 @lru_cache(maxsize=64)
-def stamp(device: torch.device) -> tuple[tuple[str, str], ...]:
+def stamp(device: torch.device) -> dict[str, str]:
     """The GPU model, Triton's version and a hash of the kernels' code: tuned sizes hold for these alone."""
     model = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     here, sha = Path(__file__).parent, hashlib.sha256()
     for name in CODE:
         sha.update((here / name).read_bytes())
-    return ("device", model), ("triton", version("triton")), ("engine", sha.hexdigest()[:12])
+    return {"device": model, "triton": version("triton"), "engine": sha.hexdigest()[:12]}
 
 
 def path(device: torch.device) -> Path:
@@ -234,7 +224,7 @@ def chosen(use: Use, device: torch.device, compute: tuple[int, int]) -> Sizes | 
         return None
     found = next((x for x in use.candidates(compute) if str(x) == text), None)
     if found is None:
-        _tell(path(device), f"{text} is no candidate for {use}")
+        _warn(path(device), f"{text} is no candidate for {use}")
     return found
 
 
@@ -250,7 +240,7 @@ def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
     handle, made = tempfile.mkstemp(prefix=f"{file.stem}-", suffix=".tmp", dir=file.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump(dict(stamp(device)) | {"choices": dict(sorted(choices.items()))}, out, indent=1)
+            json.dump(stamp(device) | {"choices": dict(sorted(choices.items()))}, out, indent=1)
         os.replace(made, file)
     except BaseException:
         os.unlink(made)
@@ -265,18 +255,15 @@ def _read(file: Path, device: torch.device) -> dict[str, str]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         choices = found.pop("choices")
-        if tuple(found.items()) != stamp(device):
-            _tell(file, f"it is of {found}")
-        elif not all(isinstance(x, str) for x in choices.values()):
-            _tell(file, "it holds other things than sizes")
-        else:
-            return choices
+        if found == stamp(device):
+            return dict(choices)
+        _warn(file, f"it is of {found}")
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # ValueError: not JSON
-        _tell(file, f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+        _warn(file, f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
     return {}
 
 
-def _tell(file: Path, why: str) -> None:
+def _warn(file: Path, why: str) -> None:
     warnings.warn(f"sizes tuned for the Triton kernels are ignored, {file.name}: {why}", RuntimeWarning, stacklevel=2)

@@ -5,13 +5,13 @@ Tuning runs only when asked for. A call of attention times nothing: it uses the 
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..cache import PatternCache
 from ..patterns import Pattern
 from . import PROBE_ERROR, experimental, probe, triton_config
 from .triton import Launch, TritonKernel, compute_of, dense_rows, row_sums, shortened
@@ -38,23 +38,21 @@ class Timed:
         return min(self.seconds, key=lambda x: (self.seconds[x], x != self.default), default=self.default)
 
 
-def tune(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    *,
-    causal: bool = False,
-    passes: tuple[str, ...] = TILE_PASSES,
-    timer: Timer | None = None,
-    keep: bool = True,
-) -> list[Timed]:
+def median(call: Callable[[], object]) -> float:
+    """The median seconds of a call on a GPU."""
+    from triton.testing import do_bench
+
+    return do_bench(call, return_mode="median") * 1e-3
+
+
+def tune(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, causal: bool = False,
+         passes: tuple[str, ...] = TILE_PASSES, timer: Timer = median) -> list[Timed]:  # fmt: skip
     """Time every candidate of each pass on the given tensors, q (b, n, h, d), k and v (b, n, h_kv, d).
 
     A candidate must give the results of the defaults, up to rounding; the probe compares those with float64. One that
     differs, does not compile or cannot read these tensors is refused with the reason. The fastest is stored for its
-    use (``Use``) in the file of this GPU. ``timer(call)`` returns the seconds of a call, by default the median of
-    Triton's ``do_bench``. If a pattern needs several launches, the first is tuned, then the later ones.
+    use (``Use``) in the file of this GPU. If a pattern needs several launches, the first is tuned, then the later ones.
+    ``timer(call)`` returns the seconds of a call.
 
     Raises NotImplementedError, with the reason, where the kernels cannot run, ValueError for an unknown pass and
     OSError if the file cannot be written.
@@ -63,27 +61,20 @@ def tune(
         raise ValueError(f"unknown pass {sorted(unknown)[0]!r}; known: {', '.join(TILE_PASSES)}")
     if why := probe("triton", q.device, q.dtype, q.shape[3], causal, True):
         raise NotImplementedError(f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}")
-    calls = Calls(q, k, v, pattern, causal)
-    timer = timer or _median
-    found = [one for name in passes for one in tune_pass(calls, name, timer)]
-    if keep:
-        triton_config.keep({one.use: one.best for one in found}, q.device)
+    calls, found = Calls(q, k, v, pattern, causal), []
+    for name in passes:
+        taken: dict[Use, Sizes] = {}
+        for joins in (False, True):  # the first launch, and those that add to it
+            if len(calls.launches(name, taken)) > joins:
+                found.append(_timed(calls, calls.use(name, joins), taken, timer))
+                taken[found[-1].use] = found[-1].best
+    triton_config.keep({one.use: one.best for one in found}, q.device)
     return found
 
 
-def tune_pass(calls: Calls, name: str, timer: Timer) -> Iterator[Timed]:
-    """The results for the first launch of a pass and, if there are more, for those that add to it."""
-    taken: dict[Use, Sizes] = {}
-    for joins in (False, True):
-        if len(calls.launches(name, taken)) <= joins:
-            break
-        found = _timed(calls, calls.use(name, joins), taken, timer)
-        taken[found.use] = found.best
-        yield found
-
-
 def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Timed:
-    broken = importlib.import_module("triton.errors").TritonError
+    from triton.errors import TritonError
+
     default, *_ = tried = calls.candidates(use)
     want = calls.call(use.name, taken | {use: default})()
     found = Timed(use, default, {}, {})
@@ -99,7 +90,7 @@ def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Tim
             why = why or differs(call(), want, PROBE_ERROR.get(use.dtype, 0.05))
             if why is None:
                 found.seconds[size] = timer(call)
-        except (RuntimeError, broken) as failure:
+        except (RuntimeError, TritonError) as failure:
             why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
         if why is not None:
             found.refused[size] = why
@@ -113,10 +104,6 @@ def differs(found: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float) ->
         if not off <= most:
             return f"wrong result: off by {off:.1e}"
     return None
-
-
-def _median(call: Callable[[], object]) -> float:
-    return importlib.import_module("triton.testing").do_bench(call, return_mode="median") * 1e-3
 
 
 class Calls:
@@ -146,17 +133,12 @@ class Calls:
         return TritonKernel(pick)
 
     def launches(self, name: str, taken: dict[Use, Sizes]) -> list[Launch]:
-        dout = None if name == "forward" else self.dout
-        return self.kernel(taken).launches(name, *self.tensors, *self.shared[:2], dout=dout)
+        read = self.tensors if name == "forward" else (self.dout, *self.tensors)
+        return self.kernel(taken).launches(name, read, *self.shared[:2])
 
     def call(self, name: str, taken: dict[Use, Sizes]) -> Callable[[], tuple[Tensor, ...]]:
         """One pass, ready to run. It keeps its own plans."""
-        plans: dict = {}
-
-        def cached(key, build):
-            return plans[key] if key in plans else plans.setdefault(key, build())
-
-        kernel = self.kernel(taken)
+        kernel, cached = self.kernel(taken), PatternCache(1 << 30).get
         if name == "forward":
             return lambda: kernel.attend(*self.tensors, *self.shared, cached)
         return lambda: kernel.gradient(name, self.dout, self.less, *self.tensors, self.lse, *self.shared, cached)

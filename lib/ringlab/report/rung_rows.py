@@ -11,7 +11,6 @@ import torch
 from .. import patterns
 from ..engine.dilated import make_plan
 from ..kernels import triton_config
-from ..kernels.experimental.fused_merge import join_bytes
 from ..kernels.tile_schedule import make_schedule, split
 from ..measure import suites as suite
 from ..measure.systems import parts_of
@@ -132,6 +131,8 @@ def least_bytes(way: str, point) -> int | None:
     if way == "strided":
         return 4 * rows + 3 * later
     if way == "fused":
+        from ..kernels.experimental.fused_merge import join_bytes  # which loads Triton
+
         plan = make_plan(pattern_of(point), point.seq_len, point.heads, point.kv_heads)
         dtype = getattr(torch, point.dtype)
         return 4 * rows + sum(join_bytes(plan, point.batch, point.seq_len, point.heads, point.head_dim, dtype))

@@ -14,12 +14,11 @@ runs a candidate first in a process of its own.
 from __future__ import annotations
 
 import importlib
-import json
 import os
+import pickle
 import subprocess
 import sys
 from contextvars import copy_context
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -37,34 +36,31 @@ GROUP_ROWS = 64  # of a warp group in Gluon: a descriptor of a program's own row
 REGISTERS = 168  # of a thread of the twelve warps in Gluon, before the computing ones take from the one that reads
 ALIGNED = 16  # bytes: what a tensor descriptor requires of addresses and strides
 
-# By first digit of the compute capability and pass, then head_dim up to: tiles, warps and stages, as in Sizes.
+# By first digit of the compute capability, pass and head_dim up to: tiles, warps and stages, as in Sizes.
 DESCRIPTORS = {
-    (9, "forward"): {
-        64: [(128, 128, 8, 2), (128, 64, 8, 3)],
-        128: [(128, 64, 8, 3), (128, 128, 8, 2)],
-        256: [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)],
-    },
-    (9, "backward_q"): {
-        64: [(128, 64, 8, 3), (128, 128, 8, 2)],
-        128: [(128, 64, 8, 3), (128, 64, 8, 2)],
-        256: [(64, 32, 8, 2)],
-    },
-    (9, "backward_kv"): {64: [(128, 64, 8, 3), (128, 64, 8, 2)], 128: [(128, 32, 8, 2), (64, 64, 8, 2)]},
-    (10, "forward"): {
-        64: [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2)],
-        128: [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 2)],
-        256: [(128, 64, 8, 2), (128, 32, 8, 2)],
-    },
-    (10, "backward_q"): {64: [(128, 64, 8, 3)]},
-    (10, "backward_kv"): {64: [(128, 64, 8, 2)], 128: [(128, 32, 8, 2)]},
+    (9, "forward", 64): [(128, 128, 8, 2), (128, 64, 8, 3)],
+    (9, "forward", 128): [(128, 64, 8, 3), (128, 128, 8, 2)],
+    (9, "forward", 256): [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)],
+    (9, "backward_q", 64): [(128, 64, 8, 3), (128, 128, 8, 2)],
+    (9, "backward_q", 128): [(128, 64, 8, 3), (128, 64, 8, 2)],
+    (9, "backward_q", 256): [(64, 32, 8, 2)],
+    (9, "backward_kv", 64): [(128, 64, 8, 3), (128, 64, 8, 2)],
+    (9, "backward_kv", 128): [(128, 32, 8, 2), (64, 64, 8, 2)],
+    (10, "forward", 64): [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2)],
+    (10, "forward", 128): [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 2)],
+    (10, "forward", 256): [(128, 64, 8, 2), (128, 32, 8, 2)],
+    (10, "backward_q", 64): [(128, 64, 8, 3)],
+    (10, "backward_kv", 64): [(128, 64, 8, 2)],
+    (10, "backward_kv", 128): [(128, 32, 8, 2)],
 }
-# For 9.0: columns and stages. Triton adds reading warps to the four of "specialized", the code in Gluon adds eight.
-SPECIALIZED = {"forward": {64: [(128, 2), (64, 3)], 128: [(64, 3), (128, 2)]}}
+# For 9.0, in tiles of 128 rows: columns, warps and stages. Triton adds reading warps to the four of "specialized"
+# (forward alone), the code in Gluon adds eight.
+SPECIALIZED = {64: [(128, 4, 2), (64, 4, 3)], 128: [(64, 4, 3), (128, 4, 2)]}
 GLUON = {
-    "forward": {64: [(128, 3)], 128: [(128, 2)], 256: [(32, 3)]},
-    "backward_q": {64: [(128, 2)], 128: [(64, 3)]},
-    "backward_kv": {64: [(64, 3)], 128: [(32, 3)]},
-}
+    ("forward", 64): (128, 4, 3), ("forward", 128): (128, 4, 2), ("forward", 256): (32, 4, 3),
+    ("backward_q", 64): (128, 4, 2), ("backward_q", 128): (64, 4, 3),
+    ("backward_kv", 64): (64, 4, 3), ("backward_kv", 128): (32, 4, 3),
+}  # fmt: skip
 
 
 def candidates(name: str, head_dim: int, compute: tuple[int, int], joins: bool) -> tuple[Sizes, ...]:
@@ -72,13 +68,11 @@ def candidates(name: str, head_dim: int, compute: tuple[int, int], joins: bool) 
     if joins or head_dim != padded(head_dim):  # they start from nothing, and descriptors read whole rows
         return ()
     most = next(x for x in (64, 128, 256) if head_dim <= x)
-    found = [Sizes(*x, "descriptors") for x in DESCRIPTORS.get((compute[0], name), {}).get(most, ())]
-    if compute[0] == 9:
-        found += [
-            Sizes(128, cols, 4, stages, "specialized") for cols, stages in SPECIALIZED.get(name, {}).get(most, ())
-        ]
-        in_gluon = GLUON[name].get(most, ()) if head_dim >= 64 else ()
-        found += [Sizes(128, cols, 4, stages, reads) for cols, stages in in_gluon for reads in IN_GLUON]
+    found = [Sizes(*x, "descriptors") for x in DESCRIPTORS.get((compute[0], name, most), ())]
+    if compute[0] == 9 and name == "forward":
+        found += [Sizes(128, *x, "specialized") for x in SPECIALIZED.get(most, ())]
+    if compute[0] == 9 and head_dim >= 64 and (name, most) in GLUON:
+        found += [Sizes(128, *GLUON[name, most], reads) for reads in IN_GLUON]
     return tuple(found)
 
 
@@ -110,66 +104,61 @@ def unfit(size: Sizes, schedule: TileSchedule, tensors: tuple[Tensor, ...], join
 def run(name, launch: Launch, read, rows, results, scale: float, causal: bool, join: bool) -> None:
     """One launch as ``triton.start`` makes it, reading by ``launch.size.reads``."""
     (size, schedule, _), step = launch, launch.schedule.stride
-    in_gluon = size.reads in IN_GLUON
-    own_rows = GROUP_ROWS if in_gluon else size.rows
-
-    def described(i: int, t: Tensor):
+    in_gluon, arguments = size.reads in IN_GLUON, []
+    for i, t in enumerate(read):
         owned = (i >= len(read) - 2) == (name == "backward_kv")  # dout and q, or k and v
-        if owned and size.reads == "specialized":
-            return t
-        return descriptor(t, step, own_rows if owned else size.cols, in_gluon)
-
-    arguments = tuple(described(i, t) for i, t in enumerate(read))
+        by_kernel = owned and size.reads == "specialized"  # such a kernel makes the descriptor itself
+        rows_of_block = size.cols if not owned else GROUP_ROWS if in_gluon else size.rows
+        arguments.append(t if by_kernel else descriptor(t, step, rows_of_block, in_gluon))
+    arguments += [*rows, *results]
     if in_gluon:
-        return _run_gluon(name, launch, read, (*arguments, *rows, *results), scale, causal)
+        return _run_gluon(name, launch, read, arguments, scale, causal)
     constants = {"READS": size.reads, "STEP": step}
     if name == "forward":
         constants["MASK"] = size.reads != "specialized" or not schedule.whole
 
     def call() -> None:
-        if size.reads == "specialized":  # such a kernel makes a descriptor itself, in memory that it asks for
-            importlib.import_module("triton").set_allocator(
-                lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=read[0].device)
-            )
-        start(name, launch, read, (*arguments, *rows, *results), results[0], scale, causal, join, **constants)
+        if size.reads == "specialized":  # a kernel that makes a descriptor asks for memory
+            from triton import set_allocator
+
+            set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=read[0].device))
+        start(name, launch, read, arguments, results[0], scale, causal, join, **constants)
 
     copy_context().run(call)  # leaves Triton's allocator outside as it was
 
 
-def _run_gluon(name, launch: Launch, read, arguments, scale, causal) -> None:
+def _run_gluon(name, launch: Launch, read, arguments: list, scale, causal) -> None:
     (size, schedule, _), (q, k) = launch, read[-3:-1]
-    (b, n, heads, d), programs = q.shape, len(schedule.tiles)
-    work = programs * b
-    at_once = min(work, multiprocessors(q.device)) if size.reads == "persistent" else work
+    (b, n, heads, _), programs = q.shape, len(schedule.tiles)
+    work = at_once = programs * b
+    if size.reads == "persistent":  # two for the CPU of a test
+        at_once = min(work, torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 2)
     if name != "forward":  # lse in log2, inf for rows that see nothing, so that their probabilities are 0
-        lse = arguments[4]
-        arguments = (*arguments[:4], torch.where(lse == -torch.inf, torch.inf, lse * LOG2E), *arguments[5:])
+        arguments[4] = torch.where(arguments[4] == -torch.inf, torch.inf, arguments[4] * LOG2E)
     lengths = (n, k.shape[1]) if name == "backward_kv" else (n,)
-    constants = {"COLS": schedule.cols, "DIM": d, "STEP": schedule.stride, "CAUSAL": causal, "STAGES": size.stages}
+    constants = {"STEP": schedule.stride, "CAUSAL": causal, "STAGES": size.stages}
     kernel = getattr(importlib.import_module(f"{__name__}.gluon"), name)[(at_once,)]
     with on_device(q):
         kernel(*arguments, schedule.tiles, schedule.entries, scale * LOG2E, programs, work, heads, heads // k.shape[2],
                *lengths, **constants, num_warps=size.warps, maxnreg=REGISTERS)  # fmt: skip
 
 
-def descriptor(t: Tensor, stride: int, rows: int, in_gluon: bool = False):
+def descriptor(t: Tensor, stride: int, rows: int, in_gluon: bool):
     """A descriptor of ``t`` (b, n, h, d) for blocks of ``rows`` rows that lie ``stride`` apart."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     (b, n, h, d), (s_b, s_n, s_h, _) = t.shape, t.stride()
     view = [b, stride, h, n // stride, d], [s_b, s_n, s_h, stride * s_n, 1], [1, 1, 1, rows, d]
     if in_gluon:
         return importlib.import_module(HOPPER).TensorDescriptor(t, *view, layout(d, 8 * t.element_size()))
-    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor(t, *view)
+    return TensorDescriptor(t, *view)
 
 
 def layout(head_dim: int, bits: int):
     """The layout of a block in shared memory, for the kernels in Gluon."""
-    made = importlib.import_module("triton.experimental.gluon.language").NVMMASharedLayout
-    return made(swizzle_byte_width=min(128, head_dim * bits // 8), element_bitwidth=bits, rank=5)
+    from triton.experimental.gluon.language import NVMMASharedLayout
 
-
-def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU; two for the CPU of a test."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return NVMMASharedLayout(swizzle_byte_width=min(128, head_dim * bits // 8), element_bitwidth=bits, rank=5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,13 +173,10 @@ TRIAL_HEADS = 8  # so many tiles that a persistent program serves three: the pha
 
 def trial(use: Use, size: Sizes, device: torch.device) -> str | None:
     """Run a candidate in Gluon in another process. Why that failed, or None: its last line, or that it did not end."""
-    asked = {
-        "name": use.name, "head_dim": use.head_dim, "dtype": str(use.dtype).removeprefix("torch."),
-        "causal": use.causal, "group": use.group, "size": asdict(size), "device": str(device),
-    }  # fmt: skip
-    code = f"import json, sys; from {__name__} import prove; sys.exit(prove(**json.loads(sys.argv[1])))"
+    load = "import pickle, sys; arguments = pickle.loads(bytes.fromhex(sys.argv[1]))"
+    code = f"{load}; from {__name__} import prove; sys.exit(prove(*arguments))"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", code, json.dumps(asked)]
+    command = [sys.executable, "-c", code, pickle.dumps((use, size, device)).hex()]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -201,23 +187,21 @@ def trial(use: Use, size: Sizes, device: torch.device) -> str | None:
     return None
 
 
-def prove(name: str, head_dim: int, dtype: str, causal: bool, group: int, size: dict, device: str) -> str | None:
+def prove(use: Use, size: Sizes, device: torch.device) -> str | None:
     """What is wrong with a pass by these sizes on a GPU, compared with the defaults, or None."""
-    from ringlab.kernels import PROBE_ERROR
-    from ringlab.kernels.triton_tune import Calls, differs
+    from .. import PROBE_ERROR
+    from ..triton_tune import Calls, differs
 
-    kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, TRIAL_LENGTH, heads, head_dim, generator=generator).to(device, kind)
-               for heads in (TRIAL_HEADS * group, TRIAL_HEADS, TRIAL_HEADS))  # fmt: skip
-    calls = Calls(q, k, v, TRIAL_PATTERN, causal)
-    tried = {calls.use(name, joins): Sizes(**size) for joins in (False, True)}
-    if why := next((launch.why for launch in calls.launches(name, tried) if launch.why), None):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, TRIAL_LENGTH, heads, use.head_dim, generator=generator).to(device, use.dtype)
+               for heads in (TRIAL_HEADS * use.group, TRIAL_HEADS, TRIAL_HEADS))  # fmt: skip
+    calls = Calls(q, k, v, TRIAL_PATTERN, use.causal)
+    tried = {calls.use(use.name, joins): size for joins in (False, True)}
+    if why := next((launch.why for launch in calls.launches(use.name, tried) if launch.why), None):
         return why
-    want, call = calls.call(name, {})(), calls.call(name, tried)
+    want, call = calls.call(use.name, {})(), calls.call(use.name, tried)
     first = call()
-    if why := differs(first, want, PROBE_ERROR.get(kind, 0.05)):
+    if why := differs(first, want, PROBE_ERROR.get(use.dtype, 0.05)):
         return why
-    for _ in range(REPEATS):
-        if not all(map(torch.equal, call(), first)):
-            return "other bits the next time"
-    return None
+    same = all(torch.equal(x, y) for _ in range(REPEATS) for x, y in zip(call(), first))
+    return None if same else "other bits the next time"

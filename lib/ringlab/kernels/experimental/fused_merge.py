@@ -16,9 +16,9 @@ The engine passes its plan, of which this module reads ``calls`` and ``whole``.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from math import gcd
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ from ..base import HALF, DeviceSpec, Kernel, accumulation_dtype, needs_cuda, wan
 from ..external import missing
 from ..triton import interpreted, on_device
 from ..triton_config import padded
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # ``check`` refuses to run, and an estimate starts no kernel
+    triton, tl = SimpleNamespace(jit=lambda *f, **_: f[0] if f else lambda g: g), SimpleNamespace(constexpr=int)
 
 ELEMENTS = 2048  # of a program's tile, in 64 registers of four warps
 
@@ -91,11 +97,6 @@ def make_rows(calls: list, heads: int, n: int, group: int, strides: tuple, over:
     return Rows(torch.tensor(lines, device=device), torch.tensor(firsts, device=device), step, aligned)
 
 
-def tile_rows(head_dim: int) -> int:
-    """Rows that a program owns."""
-    return max(1, ELEMENTS // padded(head_dim))
-
-
 def join_bytes(plan, batch: int, n: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """(read, written) bytes of the merge in a forward: rows of out in ``dtype``, and their lse in fp32.
 
@@ -109,14 +110,15 @@ def join_bytes(plan, batch: int, n: int, heads: int, head_dim: int, dtype: torch
     """
     first = plan.whole(n, heads)
     held = torch.zeros(1, n, heads, 1, dtype=torch.bool)
-    parts = 0
-    for call in _rest(plan, first):
+    rest = [call for call in plan.calls if call is not first]
+    for call in rest:
         ((view,),) = call.views((held,), ())
         view.fill_(True)
-        parts += call.nodes * call.q.rows * call.heads
-    written = n * heads if first is None else int(held.sum())
-    row = batch * (head_dim * dtype.itemsize + 4)
-    return (parts + (written if first is not None else 0)) * row, written * row
+    read, row = sum(call.nodes * call.q.rows * call.heads for call in rest), batch * (head_dim * dtype.itemsize + 4)
+    if first is None:
+        return read * row, n * heads * row
+    written = int(held.sum())
+    return (read + written) * row, written * row
 
 
 def forward(q, k, v, plan, pattern: Pattern, causal: bool, scale: float, kernel: Kernel, cached):
@@ -124,6 +126,7 @@ def forward(q, k, v, plan, pattern: Pattern, causal: bool, scale: float, kernel:
     b, n, heads, _ = q.shape
     reads, kv = (q, k, v), (1, 2)
     first, views = _first(plan, n, reads, kv)
+    rest = [call for call in plan.calls if call is not first]
     if first is not None:
         o, l = kernel.forward(*views, causal, scale)  # (b', m, h, d), (b', h, m)
         out = o.reshape(q.shape).to(q.dtype)
@@ -132,11 +135,9 @@ def forward(q, k, v, plan, pattern: Pattern, causal: bool, scale: float, kernel:
     else:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, heads, n, dtype=accumulation_dtype(q.dtype), device=q.device)
-    rest = _rest(plan, first)
     for some, calls in _entries(rest, reads, kv):
-        found = [kernel.forward(*views, causal, scale) for views in calls]
-        if found:
-            _join(out[some], lse[some], rest, *zip(*found), 1, first is not None, pattern, cached)
+        if found := [kernel.forward(*views, causal, scale) for views in calls]:
+            _merge(out[some], lse[some], rest, *zip(*found), 1, first is not None, pattern, cached)
         del found  # before those of the next entry are made
     return out, lse
 
@@ -145,23 +146,18 @@ def backward(dout, q, k, v, out, lse, plan, pattern: Pattern, causal: bool, scal
     """dq (b, n, h, d), dk, dv (b, n, h_kv, d): the kernel's backward per call, with the final out and lse (b, h, n)."""
     n, group = q.shape[1], q.shape[2] // k.shape[2]
     reads, kv = (dout, q, k, v, out, lse.transpose(1, 2)), (2, 3)  # lse: (b, n, h)
-
     first, views = _first(plan, n, reads, kv) if group == 1 else (None, None)
+    rest = [call for call in plan.calls if call is not first]
     if first is not None:
         grads = tuple(g.reshape(q.shape).to(q.dtype) for g in kernel.backward(*views, causal, scale))
     else:
         grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    rest = _rest(plan, first)
     for some, calls in _entries(rest, reads, kv):
         found = [kernel.backward(*views, causal, scale) for views in calls]
         for grad, parts, members in zip(grads, zip(*found), (1, group, group)):
-            _join(grad[some], None, rest, parts, parts, members, first is not None, pattern, cached)
+            _merge(grad[some], None, rest, parts, parts, members, first is not None, pattern, cached)
         del found
     return grads
-
-
-def _rest(plan, first) -> list:
-    return [call for call in plan.calls if call is not first]
 
 
 def _first(plan, n: int, reads, kv):
@@ -182,7 +178,7 @@ def _entries(calls: list, reads, kv) -> list[tuple[slice, list[list[Tensor]]]]:
     return [(some, [views for (views,) in each]) for some, each in found]
 
 
-def _join(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, over: bool, pattern, cached) -> None:
+def _merge(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, over: bool, pattern, cached) -> None:
     """Sum the results of ``calls``, ``parts`` (b', m, h', d), in ``into`` (b, n, owners, d).
 
     ``lses`` (b', h', m) are ignored unless there is an ``lse`` (b, owners, n) to write.
@@ -194,11 +190,10 @@ def _join(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, over
     rows = cached(key, lambda: make_rows(calls, owners * group, n, group, strides, over, into.device))
     if into.is_meta:  # a run without data
         return
-    size = tile_rows(d)
+    size = max(1, ELEMENTS // padded(d))
     tiles = -(-n // (rows.step * size))
-    code = importlib.import_module("ringlab.kernels.experimental.fused_merge_code")
     with on_device(into):
-        code.join[(tiles * owners * b,)](
+        join[(tiles * owners * b,)](
             parts, lses, into, into if lse is None else lse, rows.table, rows.firsts, rows.step, n, tiles,
             owners, *into.stride()[:3], WEIGH=lse is not None, OVER=over, GROUP=group, ROWS=size, DIM=d, PAD=padded(d),
             ALIGNED=gcd(rows.aligned, *into.stride()[:3]), num_warps=4,
@@ -208,3 +203,106 @@ def _join(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, over
 def _strides(t: Tensor) -> tuple[int, ...]:
     """Strides, with 0 for dimensions of one element, whose strides have no meaning."""
     return tuple(step if size > 1 else 0 for size, step in zip(t.shape, t.stride()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# device code: a program owns ROWS positions of one head and reads these rows once from the result of every call that
+# has them. The offset of a row is 64 bits wide before it is multiplied. No program writes another's rows.
+
+# Columns of the table, one line per (head, call), see ``Rows``
+START, LENGTH, SEGMENTS, RATE, KEPT, OUT, LSE = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8))
+COLUMNS = tl.constexpr(11)
+
+
+@triton.jit
+def _rows_of(line, positions, valid):
+    """(whether a call has the ``positions``, their segment, their row in the segment), each (ROWS,)."""
+    start, length = tl.load(line + START).to(tl.int32), tl.load(line + LENGTH).to(tl.int32)
+    segments, rate = tl.load(line + SEGMENTS).to(tl.int32), tl.load(line + RATE).to(tl.int32)
+    since = positions - start
+    segment = since // length
+    within = since - segment * length
+    row = within // rate
+    wrote = valid & (since >= 0) & (segment < segments) & (row * rate == within)
+    wrote = wrote & (row < tl.load(line + KEPT).to(tl.int32))
+    return wrote, segment.to(tl.int64), row.to(tl.int64)
+
+
+@triton.jit
+def _elements(place, entries, segment, row):
+    """The first element of rows in a result, from (offset, stride of the batch, stride of rows) at ``place``."""
+    step = tl.load(place + 1)
+    return tl.load(place) + entries * step + segment * step + row * tl.load(place + 2)  # two products: fewer registers
+
+
+@triton.jit
+def _values(pointer, at, rows, DIM: tl.constexpr, PAD: tl.constexpr, ALIGNED: tl.constexpr):
+    """(ROWS, PAD) from the elements ``at`` on, in fp32; zeros where not ``rows`` and past DIM."""
+    dims = tl.arange(0, PAD)
+    first = tl.multiple_of(at[:, None], [ALIGNED, ALIGNED])
+    found = tl.load(pointer + first + dims[None, :], mask=rows[:, None] & (dims < DIM)[None, :], other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _joined(acc, top, total, values, lse):
+    """Add the result of a softmax over other keys to (acc, top, total), sums relative to the maximum."""
+    high = tl.maximum(top, lse)
+    shift = tl.where(high == float("-inf"), 0.0, high)
+    fade, weight = tl.exp(top - shift), tl.exp(lse - shift)
+    return acc * fade[:, None] + values * weight[:, None], high, total * fade + weight
+
+
+@triton.jit(do_not_specialize=["step", "n", "tiles", "owners"])
+def join(
+    parts, lses, out, lse, table, firsts, step, n, tiles, owners, s_b, s_n, s_h,
+    WEIGH: tl.constexpr, OVER: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Every ``step``-th row of ``out`` (b, n, owners, d) from ``firsts`` on: the sum of the parts that have it.
+
+    WEIGH: parts are softmax results with their log-sum-exps ``lses``, and the merged one goes to ``lse``
+    (b, owners, n). A row that no part has gets 0 and -inf. OVER: the values in out are a part too, and rows that no
+    other part has stay as they are. An owner sums the parts of GROUP heads.
+    """
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    owner, batch = (rest % owners).to(tl.int64), (rest // owners).to(tl.int64)
+    positions = tl.load(firsts + owner).to(tl.int32) + (tile * ROWS + tl.arange(0, ROWS)) * step  # (ROWS,)
+    valid = positions < n
+    held = tl.zeros([ROWS], tl.int1)
+    acc = tl.zeros([ROWS, PAD], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for member in range(GROUP):
+        for i in tl.static_range(len(parts)):
+            line = table + ((owner * GROUP + member) * len(parts) + i) * COLUMNS
+            segments = tl.load(line + SEGMENTS)
+            if segments > 0:  # the call has this head
+                wrote, segment, row = _rows_of(line, positions, valid)
+                at = _elements(line + OUT, batch * segments, segment, row)
+                values = _values(parts[i], at, wrote, DIM, PAD, ALIGNED)
+                if WEIGH:
+                    at = _elements(line + LSE, batch * segments, segment, row)
+                    found = tl.load(lses[i] + at, mask=wrote, other=float("-inf"))
+                    acc, top, total = _joined(acc, top, total, values, found)
+                else:
+                    acc += values
+                held = held | wrote
+    into = batch * s_b + owner * s_h + positions.to(tl.int64) * s_n
+    final = (batch * owners + owner) * n + positions
+    if OVER:
+        values = _values(out, into, held, DIM, PAD, ALIGNED)
+        if WEIGH:
+            acc, top, total = _joined(acc, top, total, values, tl.load(lse + final, mask=held, other=float("-inf")))
+        else:
+            acc += values
+        valid = held
+        # Several warps may have read a row, and one of them writes it: none before all have read.
+        tl.debug_barrier()
+    if WEIGH:
+        total = tl.where(total == 0.0, 1.0, total)  # top of a row that sees nothing is -inf
+        acc = acc / total[:, None]
+        tl.store(lse + final, top + tl.log(total), mask=valid)
+    dims = tl.arange(0, PAD)
+    first = tl.multiple_of(into[:, None], [ALIGNED, ALIGNED])
+    tl.store(out + first + dims[None, :], acc.to(out.dtype.element_ty), mask=valid[:, None] & (dims < DIM)[None, :])

@@ -35,11 +35,11 @@ KINDS = gl.constexpr(6)
 
 
 @gluon.jit
-def rings(own, a, b, OWNED: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr):
+def allocate(own, a, b, OWNED: gl.constexpr, STAGES: gl.constexpr):
     """Shared memory for OWNED tensors' owned rows, for STAGES tiles of a and of b, and for their barriers."""
-    own_ring = gl.allocate_shared_memory(own.dtype, [2 * OWNED, 1, 1, 1, GROUP_ROWS, DIM], own.layout)
-    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, 1, 1, 1, COLS, DIM], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, 1, 1, 1, COLS, DIM], b.layout)
+    own_ring = gl.allocate_shared_memory(own.dtype, [2 * OWNED] + own.block_type.shape, own.layout)
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [KINDS * STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         for kind in gl.static_range(KINDS):  # the copy engine completes the even ones, both groups free the odd ones
@@ -48,20 +48,22 @@ def rings(own, a, b, OWNED: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr,
 
 
 @gluon.jit
-def wait(barriers, met, KIND: gl.constexpr, STAGES: gl.constexpr):
-    """Until tile number ``met`` is there."""
-    mbarrier.wait(barriers.index(KIND * STAGES + met % STAGES), met // STAGES & 1)
+def wait(barriers, nth, KIND: gl.constexpr):
+    """Until tile number ``nth`` is there."""
+    STAGES: gl.constexpr = barriers.shape[0] // KINDS
+    mbarrier.wait(barriers.index(KIND * STAGES + nth % STAGES), nth // STAGES & 1)
 
 
 @gluon.jit
-def free(barriers, met, KIND: gl.constexpr, STAGES: gl.constexpr):
-    """This group needs tile number ``met`` no more."""
-    mbarrier.arrive(barriers.index(KIND * STAGES + met % STAGES))
+def free(barriers, nth, KIND: gl.constexpr):
+    """This group needs tile number ``nth`` no more."""
+    STAGES: gl.constexpr = barriers.shape[0] // KINDS
+    mbarrier.arrive(barriers.index(KIND * STAGES + nth % STAGES))
 
 
 @gluon.jit
 def entry_of(entries, tile, i):
-    """Where entry i of a tile lies: those met whole come first, then those to be masked."""
+    """Where entry i of a tile lies: full ones come first, then masked ones."""
     partial, full = gl.load(tile + PARTIAL), gl.load(tile + FULL)
     at = gl.where(i < full, partial + i, gl.where(i - full < partial, i - full, i))
     return entries + 2 * (gl.load(tile + START) + at)
@@ -86,15 +88,18 @@ def valid_rows(tile, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def places(tile, entry, WHICH: gl.constexpr, COLS: gl.constexpr, STEP: gl.constexpr, SCORES: gl.constexpr):
-    """Positions of a group's rows (64, 1) and of those of an entry (1, COLS), for masks.
-
-    The latter from a number that each step loads: of columns alone, they would be kept from step to step, and registers
-    are what there is least of.
-    """
-    mine = positions(tile, WHICH, STEP, gl.SliceLayout(1, SCORES))
-    other = gl.load(tile + BASE) + gl.load(entry) + gl.arange(0, COLS, gl.SliceLayout(0, SCORES)) * STEP
-    return mine[:, None], other[None, :]
+def visible(
+    tile, entry, packed, s, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr
+):
+    """Which rows of an entry the rows of a group see, for scores s: (64, COLS), or (1, COLS) without a causal mask."""
+    COLS: gl.constexpr = s.shape[1]
+    span = gl.arange(0, COLS, gl.SliceLayout(0, SCORES))
+    seen = (span < (packed & ROWS_MASK))[None, :]
+    if CAUSAL:
+        # From a number that each step loads: of columns alone, positions would take registers from step to step.
+        other = gl.load(tile + BASE) + gl.load(entry) + span * STEP
+        seen = seen & (other[None, :] <= positions(tile, WHICH, STEP, gl.SliceLayout(1, SCORES))[:, None])
+    return seen
 
 
 @gluon.jit
@@ -105,11 +110,12 @@ def _fetch(source, batch, head, first, ready, into, STEP: gl.constexpr):
 
 @gluon.jit
 def producer(
-    own, also, a, b, tiles, entries, programs, work, group, own_ring, a_ring, b_ring, barriers, OWNED: gl.constexpr,
-    BY_KEY: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    own, also, a, b, tiles, entries, programs, work, group, rings, OWNED: gl.constexpr, BY_KEY: gl.constexpr,
+    STEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch owned rows, of ``also`` too if OWNED is 2, and all that they meet."""
-    own_ready, turn, met = barriers.index(OWN_READY * STAGES), 0, 0
+    """Fetch owned rows, of ``also`` too if OWNED is 2, and every tile that they visit."""
+    own_ring, a_ring, b_ring, barriers = rings
+    own_ready, turn, nth = barriers.index(OWN_READY * STAGES), 0, 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         batch, tile = index // programs, tiles + (index % programs) * COLUMNS
         head, first, base = gl.load(tile + HEAD), gl.load(tile + FIRST), gl.load(tile + BASE)
@@ -127,7 +133,7 @@ def producer(
                 other_head = head * group + (gl.load(entry + 1) >> MEMBER_AT)
             else:
                 other_head = head // group
-            slot, phase = met % STAGES, (met // STAGES & 1) ^ 1
+            slot, phase = nth % STAGES, (nth // STAGES & 1) ^ 1
             a_ready, b_ready = barriers.index(A_READY * STAGES + slot), barriers.index(B_READY * STAGES + slot)
             mbarrier.wait(barriers.index(A_FREE * STAGES + slot), phase)
             mbarrier.expect(a_ready, a.block_type.nbytes)
@@ -135,31 +141,30 @@ def producer(
             mbarrier.wait(barriers.index(B_FREE * STAGES + slot), phase)
             mbarrier.expect(b_ready, b.block_type.nbytes)
             _fetch(b, batch, other_head, other, b_ready, b_ring.index(slot), STEP)
-            met += 1
+            nth += 1
 
 
 @gluon.jit
-def scores(own, ring, met, COLS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr):
-    """Issue the product of owned rows with those of tile number ``met``: (64, COLS)."""
+def tile_in(ring, nth):
+    """Tile number ``nth``: (COLS, DIM)."""
+    COLS: gl.constexpr = ring.shape[4]
+    DIM: gl.constexpr = ring.shape[5]
+    return ring.index(nth % ring.shape[0]).reshape([COLS, DIM])
+
+
+@gluon.jit
+def scores(own, ring, nth, SCORES: gl.constexpr):
+    """Issue the product of owned rows with those of tile number ``nth``: (64, COLS)."""
+    COLS: gl.constexpr = ring.shape[4]
     zeros = gl.zeros([GROUP_ROWS, COLS], gl.float32, SCORES)
-    other = ring.index(met % STAGES).reshape([COLS, DIM]).permute((1, 0))
-    return warpgroup_mma(own, other, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(own, tile_in(ring, nth).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def scores_less(own, ring, met, less, COLS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                SCORES: gl.constexpr):  # fmt: skip
-    """The same, less a number for each column (COLS,): as what the product is added to, it takes no register more."""
-    acc = gl.zeros([GROUP_ROWS, COLS], gl.float32, SCORES) - less[None, :]
-    other = ring.index(met % STAGES).reshape([COLS, DIM]).permute((1, 0))
-    return warpgroup_mma(own, other, acc, is_async=True)
-
-
-@gluon.jit
-def weighted(p, ring, met, acc, COLS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RESULT: gl.constexpr):
-    """Issue the sum of the rows of tile number ``met``, weighted by p (64, COLS), onto acc (64, DIM)."""
+def weighted(p, ring, nth, acc, RESULT: gl.constexpr):
+    """Issue the sum of the rows of tile number ``nth``, weighted by p (64, COLS), onto acc (64, DIM)."""
     p = gl.convert_layout(p.to(ring.dtype), gl.DotOperandLayout(0, RESULT, 2))
-    return warpgroup_mma(p, ring.index(met % STAGES).reshape([COLS, DIM]), acc, is_async=True)
+    return warpgroup_mma(p, tile_in(ring, nth), acc, is_async=True)
 
 
 @gluon.jit
@@ -174,55 +179,51 @@ def put(into, values, tile, batch, heads, n, WHICH: gl.constexpr, DIM: gl.conste
 
 @gluon.jit
 def _forward_step(
-    s, acc, total, top, met, i, queries, entries, tile, scale, k_ring, v_ring, barriers, WHICH: gl.constexpr,
-    COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-    SCORES: gl.constexpr, RESULT: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr,
+    s, acc, total, top, nth, i, entries, tile, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
+    CAUSAL: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """Take the scores ``s`` of entry i, tile number ``met``, into acc, total and top; the next scores unless LAST."""
+    """Take the scores ``s`` of entry i, tile number ``nth``, into acc, total and top; the next scores unless LAST."""
+    q_ring, k_ring, v_ring, barriers = rings
     entry = entry_of(entries, tile, i)
     packed = gl.load(entry + 1)
     bonus = bonus_of(packed)
     if not LAST:
-        wait(barriers, met + 1, A_READY, STAGES)
-        following = scores(queries, k_ring, met + 1, COLS, DIM, STAGES, SCORES)
-    wait(barriers, met, B_READY, STAGES)
+        wait(barriers, nth + 1, A_READY)
+        following = scores(tile_in(q_ring, WHICH), k_ring, nth + 1, SCORES)
+    wait(barriers, nth, B_READY)
     if MASK:
-        span = gl.arange(0, COLS, gl.SliceLayout(0, SCORES))
-        seen = (span < (packed & ROWS_MASK))[None, :]
-        if CAUSAL:
-            mine, other = places(tile, entry, WHICH, COLS, STEP, SCORES)
-            seen = seen & (other <= mine)
-        s = gl.where(seen, s, float("-inf"))
-    # M is left out of the maximum: a probability is then at most M, which no sum minds.
+        s = gl.where(visible(tile, entry, packed, s, WHICH, STEP, CAUSAL, SCORES), s, float("-inf"))
+    # M is left out of the maximum: a probability is then at most M, so no sum overflows.
     high = gl.maximum(top, gl.max(s, 1) * scale)
     shift = gl.where(high == float("-inf"), 0.0, high) if MASK else high
     p = gl.exp2(s * scale - (shift - bonus)[:, None])
     fade = gl.exp2(top - shift)
     total = total * fade + gl.sum(p, 1)
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, RESULT))[:, None]
-    acc = weighted(p, v_ring, met, acc, COLS, DIM, STAGES, RESULT)
+    acc = weighted(p, v_ring, nth, acc, RESULT)
     if LAST:
         acc = warpgroup_mma_wait(0, [acc])
     else:
         s, acc = warpgroup_mma_wait(0, [following, acc])
-        free(barriers, met + 1, A_FREE, STAGES)
-    free(barriers, met, B_FREE, STAGES)
-    return s, acc, total, high, met + 1
+        free(barriers, nth + 1, A_FREE)
+    free(barriers, nth, B_FREE)
+    return s, acc, total, high, nth + 1
 
 
 @gluon.jit
-def _forward_consumer(
-    out, lse, tiles, entries, scale, programs, work, heads, n, q_ring, k_ring, v_ring, barriers, WHICH: gl.constexpr,
-    COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _forward_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr):
+    out, lse, tiles, entries, scale, programs, work, heads, n = given
+    q_ring, k_ring, v_ring, barriers = rings
+    STAGES: gl.constexpr = k_ring.shape[0]
+    COLS: gl.constexpr = k_ring.shape[4]
+    DIM: gl.constexpr = k_ring.shape[5]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORED: gl.constexpr = (  # of 256 columns, another layout takes more registers than there are
         gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0]) if DIM < 256 else RESULT
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    queries = q_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
-    turn, met = 0, 0
+    turn, nth = 0, 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         full = gl.load(tile + FULL)
@@ -231,27 +232,19 @@ def _forward_consumer(
         top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROWS)
         total = gl.zeros([GROUP_ROWS], gl.float32, ROWS)
 
-        wait(barriers, turn * STAGES, OWN_READY, STAGES)
-        wait(barriers, met, A_READY, STAGES)
-        s = warpgroup_mma_wait(0, [scores(queries, k_ring, met, COLS, DIM, STAGES, SCORES)])
-        free(barriers, met, A_FREE, STAGES)
+        wait(barriers, turn * STAGES, OWN_READY)
+        wait(barriers, nth, A_READY)
+        s = warpgroup_mma_wait(0, [scores(tile_in(q_ring, WHICH), k_ring, nth, SCORES)])
+        free(barriers, nth, A_FREE)
         whole = gl.minimum(full, last)
-        for i in range(0, whole):
-            s, acc, total, top, met = _forward_step(
-                s, acc, total, top, met, i, queries, entries, tile, scale, k_ring, v_ring, barriers, WHICH, COLS, DIM,
-                STEP, CAUSAL, STAGES, SCORES, RESULT, False, False,
-            )  # fmt: skip
-        for i in range(whole, last):
-            s, acc, total, top, met = _forward_step(
-                s, acc, total, top, met, i, queries, entries, tile, scale, k_ring, v_ring, barriers, WHICH, COLS, DIM,
-                STEP, CAUSAL, STAGES, SCORES, RESULT, True, False,
-            )  # fmt: skip
-        free(barriers, turn * STAGES, OWN_FREE, STAGES)
+        for MASK in gl.static_range(2):
+            for i in range(whole if MASK else 0, last if MASK else whole):
+                s, acc, total, top, nth = _forward_step(s, acc, total, top, nth, i, entries, tile, scale, rings, WHICH,
+                                                        STEP, CAUSAL, SCORES, RESULT, MASK, False)  # fmt: skip
+        free(barriers, turn * STAGES, OWN_FREE)
         turn += 1
-        s, acc, total, top, met = _forward_step(
-            s, acc, total, top, met, last, queries, entries, tile, scale, k_ring, v_ring, barriers, WHICH, COLS, DIM,
-            STEP, CAUSAL, STAGES, SCORES, RESULT, True, True,
-        )  # fmt: skip
+        s, acc, total, top, nth = _forward_step(s, acc, total, top, nth, last, entries, tile, scale, rings, WHICH,
+                                                STEP, CAUSAL, SCORES, RESULT, True, True)  # fmt: skip
 
         total = gl.where(total == 0.0, 1.0, total)  # a query that sees nothing: out 0, lse -inf, as top is
         batch = index // programs
@@ -263,69 +256,59 @@ def _forward_consumer(
 
 @gluon.jit(do_not_specialize=["programs", "work", "heads", "group", "n"])
 def forward(
-    q, k, v, out, lse, tiles, entries, scale, programs, work, heads, group, n, COLS: gl.constexpr, DIM: gl.constexpr,
-    STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, out, lse, tiles, entries, scale, programs, work, heads, group, n, STEP: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of ``work`` tiles of 128 queries, none with an empty list; q, k and v are descriptors."""
-    q_ring, k_ring, v_ring, barriers = rings(q, k, v, 1, COLS, DIM, STAGES)
+    """out and lse of ``work`` tiles of 128 queries, each visiting something; q, k and v are descriptors."""
+    rings = allocate(q, k, v, 1, STAGES)
+    given = (out, lse, tiles, entries, scale, programs, work, heads, n)
     gl.warp_specialize(
-        [
-            (_forward_consumer, (out, lse, tiles, entries, scale, programs, work, heads, n, q_ring, k_ring, v_ring,
-                                 barriers, 0, COLS, DIM, STEP, CAUSAL, STAGES)),
-            (_forward_consumer, (out, lse, tiles, entries, scale, programs, work, heads, n, q_ring, k_ring, v_ring,
-                                 barriers, 1, COLS, DIM, STEP, CAUSAL, STAGES)),
-            (producer, (q, q, k, v, tiles, entries, programs, work, group, q_ring, k_ring, v_ring, barriers, 1, False,
-                        STEP, STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
+        [(_forward_consumer, (given, rings, 0, STEP, CAUSAL)),
+         (_forward_consumer, (given, rings, 1, STEP, CAUSAL)),
+         (producer, (q, q, k, v, tiles, entries, programs, work, group, rings, 1, False, STEP, STAGES))],
+        [4, 1], [240, 24],
     )  # fmt: skip
 
 
 @gluon.jit
 def _dq_step(
-    s, acc, met, i, own_ring, entries, tile, final, minus, scale, k_ring, v_ring, barriers, WHICH: gl.constexpr,
-    COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-    SCORES: gl.constexpr, RESULT: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr,
+    s, acc, nth, i, entries, tile, final, minus, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
+    CAUSAL: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
+    own_ring, k_ring, v_ring, barriers = rings
     entry = entry_of(entries, tile, i)
     packed = gl.load(entry + 1)
-    wait(barriers, met, B_READY, STAGES)
-    dp = scores(own_ring.index(2 + WHICH).reshape([GROUP_ROWS, DIM]), v_ring, met, COLS, DIM, STAGES, SCORES)
-    wait(barriers, met, A_READY, STAGES)  # it is there; see the top
+    wait(barriers, nth, B_READY)
+    dp = scores(tile_in(own_ring, 2 + WHICH), v_ring, nth, SCORES)
+    wait(barriers, nth, A_READY)  # it is there; see the top
     p = gl.exp2(s * scale - (final - bonus_of(packed))[:, None])
     if MASK:
-        span = gl.arange(0, COLS, gl.SliceLayout(0, SCORES))
-        seen = (span < (packed & ROWS_MASK))[None, :]
-        if CAUSAL:
-            mine, other = places(tile, entry, WHICH, COLS, STEP, SCORES)
-            seen = seen & (other <= mine)
-        p = gl.where(seen, p, 0.0)
+        p = gl.where(visible(tile, entry, packed, s, WHICH, STEP, CAUSAL, SCORES), p, 0.0)
     if not LAST:
-        wait(barriers, met + 1, A_READY, STAGES)
+        wait(barriers, nth + 1, A_READY)
     dp = warpgroup_mma_wait(0, [dp])
-    free(barriers, met, B_FREE, STAGES)
-    acc = weighted(p * (dp - minus[:, None]), k_ring, met, acc, COLS, DIM, STAGES, RESULT)
+    free(barriers, nth, B_FREE)
+    acc = weighted(p * (dp - minus[:, None]), k_ring, nth, acc, RESULT)
     if LAST:
         acc = warpgroup_mma_wait(0, [acc])
     else:
-        queries = own_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
-        s, acc = warpgroup_mma_wait(0, [scores(queries, k_ring, met + 1, COLS, DIM, STAGES, SCORES), acc])
-    free(barriers, met, A_FREE, STAGES)
-    return s, acc, met + 1
+        s, acc = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), k_ring, nth + 1, SCORES), acc])
+    free(barriers, nth, A_FREE)
+    return s, acc, nth + 1
 
 
 @gluon.jit
-def _dq_consumer(
-    lse, less, dq, tiles, entries, scale, programs, work, heads, n, own_ring, k_ring, v_ring, barriers,
-    WHICH: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def _dq_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr):
+    lse, less, dq, tiles, entries, scale, programs, work, heads, n = given
+    own_ring, k_ring, v_ring, barriers = rings
+    STAGES: gl.constexpr = k_ring.shape[0]
+    COLS: gl.constexpr = k_ring.shape[4]
+    DIM: gl.constexpr = k_ring.shape[5]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    turn, met = 0, 0
+    turn, nth = 0, 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         full = gl.load(tile + FULL)
@@ -336,57 +319,44 @@ def _dq_consumer(
         minus = gl.load(less + at, mask=valid_rows(tile, WHICH, ROWS), other=0.0)
         acc = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
 
-        wait(barriers, turn * STAGES, OWN_READY, STAGES)
-        wait(barriers, met, A_READY, STAGES)
-        queries = own_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
-        s = warpgroup_mma_wait(0, [scores(queries, k_ring, met, COLS, DIM, STAGES, SCORES)])
+        wait(barriers, turn * STAGES, OWN_READY)
+        wait(barriers, nth, A_READY)
+        s = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), k_ring, nth, SCORES)])
         whole = gl.minimum(full, last)
-        for i in range(0, whole):
-            s, acc, met = _dq_step(
-                s, acc, met, i, own_ring, entries, tile, final, minus, scale, k_ring, v_ring, barriers, WHICH, COLS,
-                DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, False, False,
-            )  # fmt: skip
-        for i in range(whole, last):
-            s, acc, met = _dq_step(
-                s, acc, met, i, own_ring, entries, tile, final, minus, scale, k_ring, v_ring, barriers, WHICH, COLS,
-                DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, True, False,
-            )  # fmt: skip
-        s, acc, met = _dq_step(
-            s, acc, met, last, own_ring, entries, tile, final, minus, scale, k_ring, v_ring, barriers, WHICH, COLS,
-            DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, True, True,
-        )  # fmt: skip
-        free(barriers, turn * STAGES, OWN_FREE, STAGES)
+        for MASK in gl.static_range(2):
+            for i in range(whole if MASK else 0, last if MASK else whole):
+                s, acc, nth = _dq_step(s, acc, nth, i, entries, tile, final, minus, scale, rings, WHICH, STEP, CAUSAL,
+                                       SCORES, RESULT, MASK, False)  # fmt: skip
+        s, acc, nth = _dq_step(s, acc, nth, last, entries, tile, final, minus, scale, rings, WHICH, STEP, CAUSAL,
+                               SCORES, RESULT, True, True)  # fmt: skip
+        free(barriers, turn * STAGES, OWN_FREE)
         turn += 1
         put(dq, acc * scale * LN2, tile, index // programs, heads, n, WHICH, DIM, STEP, STORED)
 
 
 @gluon.jit(do_not_specialize=["programs", "work", "heads", "group", "n"])
 def backward_q(
-    dout, q, k, v, lse, less, dq, tiles, entries, scale, programs, work, heads, group, n, COLS: gl.constexpr,
-    DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    dout, q, k, v, lse, less, dq, tiles, entries, scale, programs, work, heads, group, n, STEP: gl.constexpr,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dq of ``work`` tiles of 128 queries, none with an empty list; dout, q, k and v are descriptors."""
-    own_ring, k_ring, v_ring, barriers = rings(q, k, v, 2, COLS, DIM, STAGES)
+    """dq of ``work`` tiles of 128 queries, each visiting something; dout, q, k and v are descriptors."""
+    rings = allocate(q, k, v, 2, STAGES)
+    given = (lse, less, dq, tiles, entries, scale, programs, work, heads, n)
     gl.warp_specialize(
-        [
-            (_dq_consumer, (lse, less, dq, tiles, entries, scale, programs, work, heads, n, own_ring, k_ring, v_ring,
-                            barriers, 0, COLS, DIM, STEP, CAUSAL, STAGES)),
-            (_dq_consumer, (lse, less, dq, tiles, entries, scale, programs, work, heads, n, own_ring, k_ring, v_ring,
-                            barriers, 1, COLS, DIM, STEP, CAUSAL, STAGES)),
-            (producer, (q, dout, k, v, tiles, entries, programs, work, group, own_ring, k_ring, v_ring, barriers, 2,
-                        False, STEP, STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
+        [(_dq_consumer, (given, rings, 0, STEP, CAUSAL)),
+         (_dq_consumer, (given, rings, 1, STEP, CAUSAL)),
+         (producer, (q, dout, k, v, tiles, entries, programs, work, group, rings, 2, False, STEP, STAGES))],
+        [4, 1], [240, 24],
     )  # fmt: skip
 
 
 @gluon.jit
 def _dkv_step(
-    s, dk, dv, met, i, own_ring, entries, tile, lse, less, rows, n, scale, q_ring, g_ring, barriers,
-    WHICH: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, LAST: gl.constexpr,
+    s, dk, dv, nth, i, entries, tile, lse, less, rows, n, scale, rings, WHICH: gl.constexpr, STEP: gl.constexpr,
+    CAUSAL: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
+    own_ring, q_ring, g_ring, barriers = rings
+    COLS: gl.constexpr = q_ring.shape[4]
     entry = entry_of(entries, tile, i)
     packed = gl.load(entry + 1)
     span = gl.arange(0, COLS, gl.SliceLayout(0, SCORES))
@@ -395,38 +365,39 @@ def _dkv_step(
     valid = span < (packed & ROWS_MASK)
     final = gl.load(lse + at, mask=valid, other=float("inf")) - bonus_of(packed)
     minus = gl.load(less + at, mask=valid, other=0.0)
-    wait(barriers, met, B_READY, STAGES)
-    values = own_ring.index(2 + WHICH).reshape([GROUP_ROWS, DIM])
-    dp = scores_less(values, g_ring, met, minus, COLS, DIM, STAGES, SCORES)
-    wait(barriers, met, A_READY, STAGES)  # it is there; see the top
+    wait(barriers, nth, B_READY)
+    # The row sums are subtracted as what the product is added to, which takes no more registers.
+    acc = gl.zeros([GROUP_ROWS, COLS], gl.float32, SCORES) - minus[None, :]
+    dp = warpgroup_mma(tile_in(own_ring, 2 + WHICH), tile_in(g_ring, nth).permute((1, 0)), acc, is_async=True)
+    wait(barriers, nth, A_READY)  # it is there; see the top
     p = gl.exp2(s * scale - final[None, :])
     if CAUSAL:
         p = gl.where(positions(tile, WHICH, STEP, gl.SliceLayout(1, SCORES))[:, None] <= other[None, :], p, 0.0)
-    dv = weighted(p, g_ring, met, dv, COLS, DIM, STAGES, RESULT)
+    dv = weighted(p, g_ring, nth, dv, RESULT)
     dp = warpgroup_mma_wait(1, [dp])
-    dk = weighted(p * dp, q_ring, met, dk, COLS, DIM, STAGES, RESULT)
+    dk = weighted(p * dp, q_ring, nth, dk, RESULT)
     if LAST:
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
     else:
-        wait(barriers, met + 1, A_READY, STAGES)
-        keys = own_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
-        following = scores(keys, q_ring, met + 1, COLS, DIM, STAGES, SCORES)
+        wait(barriers, nth + 1, A_READY)
+        following = scores(tile_in(own_ring, WHICH), q_ring, nth + 1, SCORES)
         s, dk, dv = warpgroup_mma_wait(0, [following, dk, dv])
-    free(barriers, met, A_FREE, STAGES)
-    free(barriers, met, B_FREE, STAGES)
-    return s, dk, dv, met + 1
+    free(barriers, nth, A_FREE)
+    free(barriers, nth, B_FREE)
+    return s, dk, dv, nth + 1
 
 
 @gluon.jit
-def _dkv_consumer(
-    lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, own_ring, q_ring, g_ring, barriers,
-    WHICH: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def _dkv_consumer(given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr):
+    lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys = given
+    own_ring, q_ring, g_ring, barriers = rings
+    STAGES: gl.constexpr = q_ring.shape[0]
+    COLS: gl.constexpr = q_ring.shape[4]
+    DIM: gl.constexpr = q_ring.shape[5]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORED: gl.constexpr = RESULT
-    turn, met = 0, 0
+    turn, nth = 0, 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         last = gl.load(tile + FULL) + gl.load(tile + MASKED) - 1
@@ -434,20 +405,15 @@ def _dkv_consumer(
         sum_k = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
         sum_v = gl.zeros([GROUP_ROWS, DIM], gl.float32, RESULT)
 
-        wait(barriers, turn * STAGES, OWN_READY, STAGES)
-        wait(barriers, met, A_READY, STAGES)
-        mine = own_ring.index(WHICH).reshape([GROUP_ROWS, DIM])
-        s = warpgroup_mma_wait(0, [scores(mine, q_ring, met, COLS, DIM, STAGES, SCORES)])
+        wait(barriers, turn * STAGES, OWN_READY)
+        wait(barriers, nth, A_READY)
+        s = warpgroup_mma_wait(0, [scores(tile_in(own_ring, WHICH), q_ring, nth, SCORES)])
         for i in range(0, last):
-            s, sum_k, sum_v, met = _dkv_step(
-                s, sum_k, sum_v, met, i, own_ring, entries, tile, lse, less, at, n, scale, q_ring, g_ring, barriers,
-                WHICH, COLS, DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, False,
-            )  # fmt: skip
-        s, sum_k, sum_v, met = _dkv_step(
-            s, sum_k, sum_v, met, last, own_ring, entries, tile, lse, less, at, n, scale, q_ring, g_ring,
-            barriers, WHICH, COLS, DIM, STEP, CAUSAL, STAGES, SCORES, RESULT, True,
-        )  # fmt: skip
-        free(barriers, turn * STAGES, OWN_FREE, STAGES)
+            s, sum_k, sum_v, nth = _dkv_step(s, sum_k, sum_v, nth, i, entries, tile, lse, less, at, n, scale, rings,
+                                             WHICH, STEP, CAUSAL, SCORES, RESULT, False)  # fmt: skip
+        s, sum_k, sum_v, nth = _dkv_step(s, sum_k, sum_v, nth, last, entries, tile, lse, less, at, n, scale, rings,
+                                         WHICH, STEP, CAUSAL, SCORES, RESULT, True)  # fmt: skip
+        free(barriers, turn * STAGES, OWN_FREE)
         turn += 1
         put(dk, sum_k * scale * LN2, tile, index // programs, heads // group, keys, WHICH, DIM, STEP, STORED)
         put(dv, sum_v, tile, index // programs, heads // group, keys, WHICH, DIM, STEP, STORED)
@@ -455,20 +421,15 @@ def _dkv_consumer(
 
 @gluon.jit(do_not_specialize=["programs", "work", "heads", "group", "n", "keys"])
 def backward_kv(
-    dout, q, k, v, lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, COLS: gl.constexpr,
-    DIM: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    dout, q, k, v, lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, STEP: gl.constexpr,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of ``work`` tiles of 128 of the ``keys`` keys, no list empty; what is read by descriptors."""
-    own_ring, q_ring, g_ring, barriers = rings(k, q, dout, 2, COLS, DIM, STAGES)
+    """dk and dv of ``work`` tiles of 128 of the ``keys`` keys, each visiting something; reads by descriptors."""
+    rings = allocate(k, q, dout, 2, STAGES)
+    given = (lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys)
     gl.warp_specialize(
-        [
-            (_dkv_consumer, (lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, own_ring,
-                             q_ring, g_ring, barriers, 0, COLS, DIM, STEP, CAUSAL, STAGES)),
-            (_dkv_consumer, (lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys, own_ring,
-                             q_ring, g_ring, barriers, 1, COLS, DIM, STEP, CAUSAL, STAGES)),
-            (producer, (k, v, q, dout, tiles, entries, programs, work, group, own_ring, q_ring, g_ring, barriers, 2,
-                        True, STEP, STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
+        [(_dkv_consumer, (given, rings, 0, STEP, CAUSAL)),
+         (_dkv_consumer, (given, rings, 1, STEP, CAUSAL)),
+         (producer, (k, v, q, dout, tiles, entries, programs, work, group, rings, 2, True, STEP, STAGES))],
+        [4, 1], [240, 24],
     )  # fmt: skip
