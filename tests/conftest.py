@@ -1,5 +1,8 @@
 """How `make test` shares out the tests among processes, which are no trouble to each other's measurements."""
 
+import functools
+import sys
+
 import pytest
 
 # A fixture of many seconds serves the whole file.
@@ -34,19 +37,24 @@ def beside_other_tests():
 
 @pytest.fixture(autouse=True, scope="session")
 def library_hashed_once():
-    """The code of the library, which no test changes: reading it takes a second, for each report that is made."""
+    """The code of the library, which no test changes: to read it takes a second for each report."""
     from ringlab.measure import provenance
 
-    code_hash, known = provenance.code_hash, {}
+    code_hash = provenance.code_hash
+    known = functools.cache(lambda paths: code_hash(paths, provenance.PACKAGE))
 
     def once(paths, root):
-        if root != provenance.PACKAGE:
-            return code_hash(paths, root)
-        paths = frozenset(paths)
-        if paths not in known:
-            known[paths] = code_hash(paths, root)
-        return known[paths]
+        return known(frozenset(paths)) if root == provenance.PACKAGE else code_hash(paths, root)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "code_hash", once)
         yield
+
+
+@pytest.fixture
+def frequent_switches():
+    """Threads change places between almost any two bytecodes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)

@@ -1,6 +1,4 @@
-"""Which blocks of keys a block of queries chooses by content, and the weights that logits give them.
-
-Block sparsity that follows the content and trains: each block of queries chooses its top-k blocks of keys.
+"""Block-sparse attention whose blocks are chosen by content: each block of queries sees its top-k blocks of keys.
 
 A scorer gives every (query block, key block) a logit z. S, the ``top_k`` visible blocks of a row of blocks with the
 largest z, is chosen per batch entry and head; then ``out = softmax(scale * q k^T + log M) v`` with M = 0 off S and on S
@@ -16,19 +14,20 @@ the block itself the mask is exact. Logits of block i may then use blocks 0 .. i
 the mean q of block i-1, and a block's logit for itself is 0.
 
 Across ranks shards are contiguous, equal and of whole blocks. Every rank gets the means of all blocks, chooses for its
-own rows, and receives what these chose.
+own rows, and receives the blocks that it chose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import check_tensors
+from .block_patterns import block_count
 from .checks import FLOATS, LARGEST, check_backend, check_bool, check_float_dtype, check_int, is_real, short_repr
 from .engine import topk
 from .engine.autograd import without_autocast
@@ -40,10 +39,10 @@ from .ring.group import Group
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Each block of ``block_size`` queries sees ``top_k`` blocks of keys, whichever the content asks for.
+    """Each block of ``block_size`` queries sees the ``top_k`` blocks of keys with the largest logits.
 
     Raises ValueError for numbers that are not positive; and, once n is known, for blocks longer than the sequence or
-    more of them than there are.
+    a ``top_k`` above their number.
 
     >>> Adaptive(64, 4).pairs(1024, causal=True), Adaptive(64, 16).pairs(1000) == 1000**2
     (205312, True)
@@ -58,10 +57,7 @@ class Adaptive:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        n = check_int("the sequence length", n, most=LARGEST)
-        if self.block_size > n:
-            raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
-        count = -(-n // self.block_size)
+        count = block_count(n, self.block_size)
         if self.top_k > count:
             raise ValueError(f"top_k {self.top_k} exceeds the {count} blocks of n = {n}")
         return count
@@ -79,22 +75,13 @@ class Adaptive:
         lengths = [size] * (count - 1) + [n - (count - 1) * size]
         return sum(m * (m + 1) // 2 + m * size * min(i, self.top_k - 1) for i, m in enumerate(lengths))
 
-    def to_dict(self) -> dict:
-        return {"kind": "adaptive"} | asdict(self)
-
     def __str__(self) -> str:
         return f"blocks of {self.block_size}: the best {self.top_k} by content"
 
 
 @torch.no_grad()
 def best_blocks(
-    q: Tensor,
-    k: Tensor,
-    pattern: Adaptive,
-    scale: float | None = None,
-    causal: bool = False,
-    ranks: Group | None = None,
-    first: int = 0,
+    q, k, pattern: Adaptive, scale: float | None = None, causal=False, ranks: Group | None = None
 ) -> Tensor:
     """The blocks that ``adaptive_attention`` chooses without z, as indices (batch, heads, blocks, top_k).
 
@@ -105,6 +92,7 @@ def best_blocks(
     [0, 1, 2, 3]
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    *_, first = rows_of_blocks(q, pattern, ranks)
     with without_autocast(q):
         z = logits(q, k, pattern.block_size, ranks, lambda *means: block_logits(*means, scale, causal))
         return choose(z, pattern.top_k, causal, first)
@@ -132,11 +120,14 @@ def block_logits(q: Tensor, k: Tensor, scale: float, causal: bool = False) -> Te
 
 
 def rows_of_blocks(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int, int]:
-    """The numbers of all blocks, of the rows of blocks here, and of those before them; ValueError for a bad fit."""
+    """How many blocks there are, how many blocks of queries are here, and how many come before these.
+
+    Raises ValueError where the pattern does not fit the sequence, or the shards are not of whole blocks.
+    """
+    n = q.shape[1] if ranks is None else topk_exchange.sequence_length(ranks, q.shape[1], pattern.block_size)
+    count = pattern.count(n)
     if ranks is None:
-        count = pattern.count(q.shape[1])
         return count, count, 0
-    count = pattern.count(topk_exchange.sequence_length(ranks, q.shape[1], pattern.block_size))
     return count, count // ranks.size * len(ranks.here), count // ranks.size * ranks.here[0]
 
 
@@ -189,7 +180,7 @@ def adaptive_attention(
     group=None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention to the blocks that z chooses and weighs, or that the means of q and k choose: see this module.
+    """Attention to the blocks that z chooses and weighs, or that the means of q and k choose, as this module says.
 
     q is (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); z (batch, heads, blocks, blocks), of
     queries by keys, may have another float dtype; causal reads it on and below its diagonal alone. Returns out and,
@@ -215,11 +206,11 @@ def adaptive_attention(
         raise ValueError(f"scale must be a finite number, got {short_repr(scale)}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     backend = check_backend(backend)
-    (b, _, heads, _), (count, rows, first), log_m = q.shape, rows_of_blocks(q, pattern, ranks), None
+    count, rows, first = rows_of_blocks(q, pattern, ranks)
     if z is None:
-        picks = best_blocks(q, k, pattern, scale, causal, ranks, first)
+        picks, log_m = best_blocks(q, k, pattern, scale, causal, ranks), None
     else:
-        wanted = (b, heads, rows, count)
+        wanted = (q.shape[0], q.shape[2], rows, count)
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
             got = f"{tuple(z.shape)}, {z.dtype} on {z.device}" if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}")
@@ -227,9 +218,9 @@ def adaptive_attention(
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
         log_m = log_multiplicity(z, picks, causal, first).to(accumulation_dtype(q.dtype))
     if ranks is None:
-        out, lse = topk.attend(q, k, v, log_m, picks, pattern.block_size, causal, float(scale), backend)
+        out, lse = topk.attend(q, k, v, log_m, picks, pattern.block_size, causal, scale, backend)
     else:
-        out, lse = topk_exchange.attend(ranks, q, k, v, log_m, picks, pattern, causal, float(scale), backend)
+        out, lse = topk_exchange.attend(ranks, q, k, v, log_m, picks, pattern, causal, scale, backend)
     return (out, lse) if return_lse else out
 
 
@@ -261,7 +252,7 @@ class AdaptiveBlockSparse(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        Group.sharing(group)  # raises what is wrong with it now, not at the first call
+        Group.sharing(group)  # raises for a wrong group now, not at the first call
         check_int("head_dim", head_dim, most=LARGEST)
         backend = check_backend(backend)
         if dtype is not None:
@@ -274,23 +265,21 @@ class AdaptiveBlockSparse(nn.Module):
         """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b, n, h_kv, d); a rank's rows."""
         check_tensors(q, k, k)
         check_bool("causal", causal)
-        weights = self.q_score, self.k_score
+        if q.shape[3] != len(self.q_score):
+            raise ValueError(f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}")
+        ranks, weights = Group.sharing(self.group), (self.q_score, self.k_score)
+        rows_of_blocks(q, self.pattern, ranks)  # raises where the pattern does not fit
 
         def score(*means: Tensor) -> Tensor:
             scored = (m @ w.to(m.dtype) for m, w in zip(means, weights))  # (b, h, blocks, d)
             return block_logits(*scored, q.shape[3] ** -0.5, causal)
 
         with without_autocast(q):
-            return logits(q, k, self.pattern.block_size, Group.sharing(self.group), score)
+            return logits(q, k, self.pattern.block_size, ranks, score)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        check_tensors(q, k, v)
-        if q.shape[3] != len(self.q_score):
-            raise ValueError(f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}")
-        rows_of_blocks(q, self.pattern, Group.sharing(self.group))
-        z = self.logits(q, k, is_causal)
-        options = {"causal": is_causal, "backend": self.backend, "group": self.group}
-        return adaptive_attention(q, k, v, self.pattern, z, **options)
+        z, options = self.logits(q, k, is_causal), {"backend": self.backend, "group": self.group}
+        return adaptive_attention(q, k, v, self.pattern, z, causal=is_causal, **options)
 
     def extra_repr(self) -> str:
         return f"head_dim={len(self.q_score)}, {self.pattern}"

@@ -46,8 +46,9 @@ def attention(
     Any sequence length is legal, of block-sparse patterns from their block size on. ``causal`` hides keys after the
     query's position. ``scale`` defaults to 1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype,
     contiguous, and with ``return_lse`` also lse (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that
-    sees nothing gets out 0 and lse -inf. As in torch's own kernels, a value in v that is not finite may make NaN of
-    queries that it is hidden from.
+    sees nothing gets out 0 and lse -inf. A key that is not finite changes no query that it is hidden from. A value in
+    v that is not finite may make NaN of queries that it is hidden from, and products of q and k that overflow fp32
+    (fp64 for fp64) make wrong or NaN the queries that see them, as in torch's own kernels.
 
     ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of these to try in order;
     ``execution``: switches that change no value.

@@ -2,15 +2,17 @@
 
 The sequence is cut into blocks of ``block_size`` positions; the last one may be short. A block sees another one whole;
 ``causal`` cuts the diagonal block exactly. All heads see the same blocks. A pattern is a union of parts: local,
-strided, global, random, hierarchical or given ones. Patterns are values, as in ``patterns``. Random and given parts
-need the sequence length, so every question is asked with ``n``.
+strided, global, random, hierarchical or given ones. Patterns are values, as in ``patterns``. Some parts depend on the
+sequence length, so every method takes it as ``n``.
 """
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from zlib import crc32
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from .checks import LARGEST, check_bool, check_int, is_real, short_repr
 
-AT_ONCE = 512  # blocks of queries that are looked at together
+AT_ONCE = 512  # blocks of queries whose masks are made together
 MAY_BE_0 = ("before", "after", "reach", "seed")
 
 
@@ -26,8 +28,8 @@ class Part:
     """One part of a block-sparse pattern, over ``count`` blocks.
 
     ``seen(rows, cols, count)``: which of the blocks of keys ``cols`` (1, c) each block of queries ``rows`` (r, 1) sees,
-    bool (r, c). ``near(first, last, count)``: (start, stop) of the blocks outside of which the blocks first .. last see
-    nothing; these may lie beyond the sequence.
+    bool (r, c). ``near(first, last, count)``: the blocks first .. last see nothing outside of the blocks
+    [start, stop), which may lie beyond the sequence.
     """
 
     def __post_init__(self):
@@ -127,7 +129,7 @@ class Random(Part):
     seed: int = 0
 
     def seen(self, rows, cols, count):
-        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, drawn)
+        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, self.count)
         found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
         return found[:, cols.flatten().cpu()].to(rows.device)
 
@@ -136,9 +138,10 @@ class Random(Part):
 
 
 @lru_cache(maxsize=8)
-def _drawn(some: int, of: int, seed: int) -> Tensor:
+def _drawn(number: int, blocks: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(of, generator=generator)[:some] for _ in range(of)])  # (of, some)
+    rows = [torch.randperm(blocks, generator=generator)[:number] for _ in range(blocks)]
+    return torch.stack(rows)  # (blocks, number)
 
 
 @dataclass(frozen=True)
@@ -188,15 +191,23 @@ def _bits(rows: tuple[str, ...]) -> Tensor:
 PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
 
 
-def _restored(given: dict) -> Part:
-    """The part that ``BlockSparse.to_dict`` wrote as a dict."""
-    name = given.get("part") if isinstance(given, dict) else None
+def part_from_dict(data: dict) -> Part:
+    """The part that ``BlockSparse.to_dict`` wrote as a dict; ValueError for anything else."""
+    name = data.get("part") if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in PARTS:
-        raise ValueError(f"unknown part of a block-sparse pattern: {short_repr(given)}; known: {', '.join(PARTS)}")
+        raise ValueError(f"unknown part of a block-sparse pattern: {short_repr(data)}; known: {', '.join(PARTS)}")
     try:
-        return PARTS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k != "part"})
+        return PARTS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "part"})
     except TypeError as error:  # for fields that are missing or unknown
-        raise ValueError(f"no part of a block-sparse pattern: {short_repr(given)}: {error}") from None
+        raise ValueError(f"no part of a block-sparse pattern: {short_repr(data)}: {error}") from None
+
+
+def block_count(n: int, block_size: int) -> int:
+    """The number of blocks of ``n`` positions; ValueError where a block is longer."""
+    n = check_int("the sequence length", n, most=LARGEST)
+    if block_size > n:
+        raise ValueError(f"block_size {block_size} exceeds the sequence length {n}")
+    return -(-n // block_size)
 
 
 @dataclass(frozen=True)
@@ -238,10 +249,7 @@ class BlockSparse:
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
-        n = check_int("the sequence length", n, most=LARGEST)
-        count = -(-n // self.block_size)
-        if self.block_size > n:
-            raise ValueError(f"block_size {self.block_size} exceeds the sequence length {n}")
+        count = block_count(n, self.block_size)
         for part in self.parts:
             if isinstance(part, Global | Random) and part.count > count:
                 raise ValueError(f"{part.count} {type(part).__name__.lower()} blocks exceed the {count} of n = {n}")
@@ -249,19 +257,14 @@ class BlockSparse:
                 raise ValueError(f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}")
         return count
 
-    def blocks(self, n: int, queries: range | Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    def blocks(self, n: int, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """Which of the blocks ``keys`` the blocks ``queries`` see, bool (queries, keys), without ``causal``.
 
         Both are numbers of blocks in any order (default: all).
         """
         count = self.count(n)
-        rows = torch.arange(queries.start, queries.stop) if isinstance(queries, range) else queries
-        rows, cols = (torch.arange(count) if some is None else some for some in (rows, keys))
-        return self._seen(rows, cols, count)
-
-    def _seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
-        found = [part.seen(rows[:, None], cols[None, :], count) for part in self.parts]
-        return torch.stack(found).any(0) if len(found) > 1 else found[0]
+        rows, cols = (torch.arange(count) if numbers is None else numbers for numbers in (queries, keys))
+        return reduce(operator.or_, (part.seen(rows[:, None], cols[None, :], count) for part in self.parts))
 
     def near(self, rows: range, n: int) -> Tensor:
         """Numbers of blocks (c,), ascending, outside of which the blocks ``rows`` see nothing.
@@ -275,13 +278,13 @@ class BlockSparse:
             found[max(0, start) : min(count, stop) + 1] = True
         return found.nonzero().flatten()
 
-    def _in_turn(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _chunks(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield blocks of queries (r,), the blocks of keys near them (c,), and which they see, bool (r, c)."""
         count = self.count(n)
         for start in range(0, count, AT_ONCE):
-            some = range(start, min(count, start + AT_ONCE))
-            rows, cols = torch.arange(some.start, some.stop), self.near(some, n)
-            yield rows, cols, self._seen(rows, cols, count)
+            chunk = range(start, min(count, start + AT_ONCE))
+            rows, cols = torch.arange(chunk.start, chunk.stop), self.near(chunk, n)
+            yield rows, cols, self.blocks(n, rows, cols)
 
     def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of ``n``, as int64 (q, k)."""
@@ -290,8 +293,8 @@ class BlockSparse:
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
         """Key positions [start, stop) outside of which the queries first .. last see nothing."""
-        rows = range(first // self.block_size, last // self.block_size + 1)
-        cols = self.near(rows, n)
+        rows = torch.arange(first // self.block_size, last // self.block_size + 1)
+        cols = self.near(range(int(rows[0]), int(rows[-1]) + 1), n)
         seen = cols[self.blocks(n, rows, cols).any(0)]
         if not len(seen):
             return first, first
@@ -299,7 +302,7 @@ class BlockSparse:
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
         """The fewest keys that a query sees, of those queries that see any."""
-        counts = torch.cat([seen.sum(1) for *_, seen in self._in_turn(n)])
+        counts = torch.cat([seen.sum(1) for *_, seen in self._chunks(n)])
         return min(n, self.block_size * int(counts[counts > 0].min())) if counts.any() else 1
 
     def pairs(self, n: int, causal: bool = False) -> int:
@@ -313,7 +316,7 @@ class BlockSparse:
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
         total, missing = 0, self.block_size - int(lengths[-1])
-        for rows, cols, seen in self._in_turn(n):
+        for rows, cols, seen in self._chunks(n):
             mine = lengths[rows]
             if causal:
                 itself = (seen & (cols == rows[:, None])).any(1)
@@ -339,41 +342,33 @@ class BlockSparse:
         """
         if not is_real(density) or not 0 < density <= 1:
             raise ValueError(f"density must be in (0, 1], got {short_repr(density)}")
-        kinds = (Window, Random)
-        found = [i for kind in kinds for i, part in enumerate(self.parts) if isinstance(part, kind)]
-        if not found:
+        for kind in (Window, Random):
+            found = [part for part in self.parts if isinstance(part, kind)]
+            if found:
+                break
+        else:
             raise ValueError(f"{self} has no window and no random blocks whose number could be solved for")
-        index, part = found[0], self.parts[found[0]]
-        if sum(isinstance(p, type(part)) for p in self.parts) > 1:
+        if len(found) > 1:
             raise ValueError(f"{self} has several parts of a kind, of which one would be solved for: leave one")
-        fields = ("count",) if isinstance(part, Random) else ("before", "after") if part.after else ("before",)
-        if fields == ("before", "after") and part.before == 0:
-            fields = ("after",)  # a window on one side stays there
+        [part] = found
+        if kind is Random:
+            names, least = ("count",), 1
+        else:  # a window on one side stays there
+            names, least = ("before",) if not part.after else ("before", "after") if part.before else ("after",), 0
 
         def sized(size: int) -> BlockSparse:
-            grown = replace(part, **dict.fromkeys(fields, size))
-            return replace(self, parts=(*self.parts[:index], grown, *self.parts[index + 1 :]))
+            grown = replace(part, **dict.fromkeys(names, size))
+            return replace(self, parts=tuple(grown if p is part else p for p in self.parts))
 
-        least = int(isinstance(part, Random))
-        low, high = least, self.count(n)
-        while low < high:  # the least size that reaches the density
-            middle = (low + high) // 2
-            low, high = (low, middle) if sized(middle).density(n, causal) >= density else (middle + 1, high)
-        near = [sized(size) for size in (low - 1, low) if size >= least]
+        sizes = range(self.count(n))
+        enough = bisect_left(sizes, density, lo=least, key=lambda size: sized(size).density(n, causal))
+        near = [sized(size) for size in (enough - 1, enough) if size >= least]
         return min(near, key=lambda p: abs(p.density(n, causal) - density))
 
     def to_dict(self) -> dict:
         parts = [{"part": type(p).__name__.lower()} | asdict(p) for p in self.parts]
         parts = [{k: list(v) if isinstance(v, tuple) else v for k, v in part.items()} for part in parts]
         return {"kind": "block_sparse", "parts": parts, "block_size": self.block_size}
-
-    @classmethod
-    def from_dict(cls, fields: dict) -> BlockSparse:
-        """The pattern that ``to_dict`` wrote, given without its kind."""
-        if not isinstance(fields, dict) or fields.keys() - cls.__dataclass_fields__.keys():
-            raise ValueError(f"a block-sparse pattern has parts and block_size alone, got {short_repr(fields)}")
-        parts = fields.get("parts", ())
-        return cls(**fields | {"parts": [_restored(x) for x in parts] if isinstance(parts, list | tuple) else parts})
 
     def __str__(self) -> str:
         return f"blocks of {self.block_size}: {', '.join(map(str, self.parts))}"
@@ -403,8 +398,7 @@ def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> Blo
     >>> hierarchical([(1, 1), (4, 8)], block_size=16).blocks(256)[9].nonzero().flatten().tolist()
     [4, 8, 9, 10, 12]
     """
-    pairs = isinstance(levels, list | tuple) and all(isinstance(x, list | tuple) and len(x) == 2 for x in levels)
-    if not pairs:
+    if not isinstance(levels, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in levels):
         raise ValueError(f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {short_repr(levels)}")
     return BlockSparse([Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size)
 
@@ -419,6 +413,5 @@ def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
     if not fits:
         wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
         raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
-    return BlockSparse(
-        [Given(tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist()))], block_size
-    )
+    rows = tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist())
+    return BlockSparse([Given(rows)], block_size)

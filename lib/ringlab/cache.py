@@ -3,26 +3,18 @@
 import dataclasses
 import threading
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .checks import is_real, short_repr
 from .tracking import not_counted, storages
 
 T = TypeVar("T")
-
-
-def key(*parts: Hashable) -> Hashable:
-    """A cache key: a name for the kind of value first, then all that it depends on.
-
-    Patterns, numbers, strings, dtypes, devices and tuples of these are compared by value. Pass a tensor's own device,
-    which names the GPU: ``torch.device("cuda")`` does not.
-    """
-    return parts
 
 
 @dataclass(frozen=True)
@@ -46,9 +38,7 @@ class _Entry:
 
 
 class _Build:
-    """One key under construction: whoever holds the lock builds; those who wait for it take the entry."""
-
-    __slots__ = ("entry", "lock")
+    """A key under construction: whoever holds the lock builds, and those who wait for it take the entry."""
 
     def __init__(self) -> None:
         self.lock, self.entry = threading.RLock(), None
@@ -57,17 +47,20 @@ class _Build:
 class PatternCache:
     """Values by key, within ``max_bytes`` of tensor storage and ``max_entries``; evicts the least recently used.
 
+    A key names the kind of value first, then all that it depends on: patterns, numbers, strings, dtypes, devices and
+    tuples of these compare by value. Use a tensor's own device: ``torch.device("cuda")`` does not name the GPU.
+
     A hit returns the object that was built, without a copy: treat it as read-only. Threads that miss the same key
     wait for one build. If a build fails, its caller gets the error and the next thread tries. A build may use the cache
     for other keys. A value larger than ``max_bytes`` is returned but not stored.
 
-    The bytes of a value are those of all storages under its tensors (in sequences, mappings, dataclasses and objects),
+    The bytes of a value are those of all storages under its tensors (in sequences, dicts, dataclasses and objects),
     each counted once. Values are built outside inference mode, so that training can use them, and must not require
     grad. A copied or unpickled cache is empty and has the same bounds.
 
     >>> cache = PatternCache(max_bytes=1 << 20)
-    >>> index = cache.get(key("rows", 8, torch.int64), lambda: torch.arange(8))
-    >>> cache.get(key("rows", 8, torch.int64), lambda: torch.arange(8)) is index, cache.stats().bytes
+    >>> index = cache.get(("rows", 8, torch.int64), lambda: torch.arange(8))
+    >>> cache.get(("rows", 8, torch.int64), lambda: torch.arange(8)) is index, cache.stats().bytes
     (True, 64)
     """
 
@@ -83,8 +76,8 @@ class PatternCache:
 
     def _reset(self) -> None:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # least recently used first
-        self._building: dict[Hashable, _Build] = {}
-        self._bytes = self._hits = self._misses = self._evictions = self._uncached = 0
+        self._builds: dict[Hashable, _Build] = {}
+        self._bytes, self._counts = 0, Counter()
 
     def get(self, key: Hashable, build: Callable[[], T]) -> T:
         """The value of ``key``, built if it is missing.
@@ -95,9 +88,9 @@ class PatternCache:
             entry = self._entries.get(key)
             if entry is not None:
                 self._entries.move_to_end(key)
-                self._hits += 1
+                self._counts["hits"] += 1
             else:
-                work = self._building.setdefault(key, _Build())
+                work = self._builds.setdefault(key, _Build())
         if entry is None:
             entry = self._built(key, build, work)
         for tensor in entry.cuda:
@@ -108,50 +101,45 @@ class PatternCache:
     def stats(self) -> CacheStats:
         """A consistent snapshot of the counters."""
         with self._lock:
-            counts = (self._hits, self._misses, self._evictions, len(self._entries), self._bytes, self._uncached)
-            return CacheStats(*counts)
+            return CacheStats(**self._counts, entries=len(self._entries), bytes=self._bytes)
 
     def clear(self) -> None:
         """Drop all entries and counts. Values under construction are returned to their callers but not stored."""
         with self._lock:
             dropped = self._entries
             self._reset()
-        del dropped
+        del dropped  # freeing may take long, so it is done outside the lock
 
     def _built(self, key: Hashable, build: Callable[[], T], work: _Build) -> _Entry:
         with work.lock:
             with self._lock:
                 if work.entry is not None:  # another thread built it meanwhile
-                    self._hits += 1
+                    self._counts["hits"] += 1
                     return work.entry
-                self._misses += 1
-                self._building[key] = work  # a failed build before this one removed it
+                self._counts["misses"] += 1
+                self._builds[key] = work  # a failed build before this one removed it
+            evicted = []  # freed after the lock is released
             try:
                 with torch.inference_mode(False), not_counted():
                     work.entry = _entry(build())
             finally:  # also after KeyboardInterrupt
                 with self._lock:
-                    current = self._building.get(key) is work  # else the cache was cleared meanwhile
-                    if current:
-                        del self._building[key]
-                    evicted = self._store(key, work.entry) if current and work.entry is not None else []
-            del evicted  # freeing may take long, so it is done outside the lock
+                    if self._builds.get(key) is work:  # else the cache was cleared meanwhile
+                        del self._builds[key]
+                        if work.entry is not None:
+                            self._store(key, work.entry, evicted)
             return work.entry
 
-    def _store(self, key: Hashable, entry: _Entry) -> list[_Entry]:
-        """Store an entry and return those that it evicts."""
-        evicted = []
+    def _store(self, key: Hashable, entry: _Entry, evicted: list[_Entry]) -> None:
         if not entry.storable or entry.bytes > self.max_bytes or not self.max_entries:
-            self._uncached += 1
-            return evicted
+            self._counts["uncached"] += 1
+            return
         self._entries[key] = entry
         self._bytes += entry.bytes
         while self._bytes > self.max_bytes or len(self._entries) > self.max_entries:
-            _, oldest = self._entries.popitem(last=False)
-            self._bytes -= oldest.bytes
-            self._evictions += 1
-            evicted.append(oldest)
-        return evicted
+            evicted.append(self._entries.popitem(last=False)[1])
+            self._bytes -= evicted[-1].bytes
+            self._counts["evictions"] += 1
 
 
 def _entry(value: Any) -> _Entry:
@@ -160,35 +148,27 @@ def _entry(value: Any) -> _Entry:
         raise ValueError("cache: a cached value must not require grad; detach it, or do not cache it")
     sizes = {s._cdata: s.nbytes() for t in tensors for s in storages(t)}
     cuda = tuple(t for t in tensors if t.is_cuda)
+    capturing = bool(cuda) and torch.cuda.is_current_stream_capturing()
     # Tensor subclasses, as a compiler's fake tensors, belong to whoever made them, and memory that is made while a CUDA
     # graph is captured to that graph.
-    storable = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
-    if cuda and torch.cuda.is_current_stream_capturing():
-        storable = False
-    else:
+    storable = not capturing and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    if not capturing:
         for device in {t.device for t in cuda}:
             torch.cuda.current_stream(device).synchronize()  # so that readers on other streams need not wait
     return _Entry(value, sum(sizes.values()), storable, cuda)
 
 
 def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors in a value, in sequences, mappings, dataclasses and objects."""
-    if id(value) in seen or isinstance(value, type | types.ModuleType | types.FunctionType):
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-        parts = ()
-    elif isinstance(value, dict):
-        parts = [*value.keys(), *value.values()]
-    elif isinstance(value, tuple | list | set | frozenset):
-        parts = value
-    elif dataclasses.is_dataclass(value):  # also with slots
-        parts = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    else:
-        parts = vars(value).values() if hasattr(value, "__dict__") else ()
-    for part in parts:
-        yield from _tensors(part, seen)
+    """The tensors in a value, in sequences, dicts, dataclasses and objects."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif id(leaf) not in seen and not isinstance(leaf, type | types.ModuleType | types.FunctionType):
+            seen.add(id(leaf))
+            if dataclasses.is_dataclass(leaf):  # also with slots
+                yield from _tensors([getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)], seen)
+            else:
+                yield from _tensors(list(getattr(leaf, "__dict__", {}).values()), seen)
 
 
 GLOBAL = PatternCache()

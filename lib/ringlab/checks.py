@@ -14,8 +14,6 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def as_int(value) -> int | None:
     """An integer of Python, NumPy or torch as Python's; None for anything else, booleans included."""
-    if type(value) is int:
-        return value
     if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
         return None
     try:
@@ -93,9 +91,8 @@ def check_float_dtype(value) -> None:
 
 def check_one_device(scheme, layout) -> None:
     """Raise ValueError for a scheme or layout other than the default: these need several ranks."""
-    for given, usual in ((scheme, "auto"), (layout, "contiguous")):
-        if not isinstance(given, str) or given != usual:
-            raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
+    if not (isinstance(scheme, str) and isinstance(layout, str) and (scheme, layout) == ("auto", "contiguous")):
+        raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
 
 
 def check_backend(value) -> str | tuple[str, ...]:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from importlib.util import find_spec
@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from . import __version__, block_patterns, hardware
+from .advise import advise
+from .advise.render import columns
 from .block_patterns import BlockSparse
 from .cost import PASSES, format_bytes, format_seconds
 from .engine import Execution
@@ -31,7 +33,6 @@ OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser
 # What pyproject.toml's [report] installs, asked for before minutes are spent on measuring.
 REPORT_PACKAGES = ("ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill", "seaborn")
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-HEAD_DIMS = (64, 128)  # that tune takes
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
 
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in vars(given).items():
         if value == [] or value == [[]]:  # what argparse makes of a bare "--"
             parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
+    if "strict" in given:
+        given.strict |= os.environ.get("STRICT", "") not in ("", "0")
     try:
         code = given.run(given) or OK
         sys.stdout.flush()
@@ -104,14 +107,14 @@ def _parser() -> argparse.ArgumentParser:
     add = command("report", _report, "measure what is missing and write reports/<profile>/")
     add("--strict", action="store_true", help="refuse a rehearsal or recorded rows, exit 2 (default: no, or STRICT=1)")
     add("--reports", type=folder, metavar="DIR", help="where reports go (default: reports/ of the checkout)")
-    add("--force", action="store_true",
-        help="run and render the notebooks even if nothing changed (default: no)")  # fmt: skip
+    add("--force", action="store_true", help="run and render the notebooks even if nothing changed (default: no)")
     add("--remeasure", action="store_true", help="measure again what is there already (default: no)")
 
     add = command("measure", _measure, "measure what is missing, without a report (torch alone)", ValueError)
     add("--suite", default="all", metavar="NAME", help="the points of which pages (default: all)")
     add("--group", action="append", metavar="NAME", help="only this group of points; may be repeated (default: all)")
-    add("--minutes", type=_minutes, metavar="N", help="begin no group after so long; a rerun goes on (default: none)")
+    text = "begin no group after so long; a rerun goes on (default: none)"
+    add("--minutes", type=_number("number of minutes"), metavar="N", help=text)
     add("--data", type=folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
     add("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
     add("--force", action="store_true", help="measure again what is there already (default: no)")
@@ -127,9 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "exit 1 where rows are significantly slower or larger than earlier ones"
     add = command("check", _check, about, profile=False)
     add("base", metavar="BASE", help=ROWS)
-    add("--against", default="auto", metavar="ROWS",
-        help="which rows are checked; auto: this machine's (default: auto)")  # fmt: skip
-    add("--tolerance", type=_part, default=0.10, metavar="PART", help="slower by so much is no failure (default: 0.10)")
+    add("--against", default="auto", metavar="ROWS", help="rows to check; auto: this machine's (default: auto)")
+    tolerance, text = _number("part: 0.10 is 10 %", zero=True), "slower by so much is no failure (default: 0.10)"
+    add("--tolerance", type=tolerance, default=0.10, metavar="PART", help=text)
     _add_comparison(add)
 
     about = "what a call needs, without running it, and the longest sequence that fits"
@@ -146,8 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", default="auto", metavar="B", help="a kernel's name (default: auto)")
     add("--blocks", default="auto", metavar="WAY", help="how a block-sparse pattern runs (default: auto)")
     add("--merge", default="auto", metavar="WAY", help="how results of branches are joined, or fused (default: auto)")
-    add("--memory", type=size_in_bytes, metavar="SIZE",
-        help="of a rank, as 8GiB, and the longest sequence for it (default: the profile's)")  # fmt: skip
+    text = "of a rank, as 8GiB, and the longest sequence for it (default: the profile's)"
+    add("--memory", type=size_in_bytes, metavar="SIZE", help=text)
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
     about = "say what to run for a length, on what evidence, with code (torch alone)"
@@ -159,8 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--pattern", default="auto", help="auto, dense, ladder or local (default: auto)")
     add("--memory", type=size_in_bytes, metavar="SIZE", help="of a rank, as 8GiB (default: the profile's)")
     add("--seconds", type=float, metavar="S", help="what a call may take at its bound (default: any)")
-    add("--show", choices=("text", "table", "code"),
-        help="text, Markdown table or code alone (default: text and code)")  # fmt: skip
+    text = "text, Markdown table or code alone (default: text and code)"
+    add("--show", choices=("text", "table", "code"), help=text)
 
     about = "time the Triton kernels' tile sizes on this GPU and keep the fastest"
     add = command("tune", _tune, about, ValueError, NotImplementedError, torch.OutOfMemoryError)
@@ -188,9 +191,8 @@ def _add_shape(add, **defaults: int | None) -> None:
 
 def _add_pattern(add) -> None:
     """The options that ``_pattern_of`` reads."""
-    add("--pattern", default="dilated", metavar="P",
-        help="dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON "
-             "(default: dilated)")  # fmt: skip
+    names = "dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON"
+    add("--pattern", default="dilated", metavar="P", help=f"{names} (default: dilated)")
     add("--segments", type=_numbers, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
     add("--rates", type=_numbers, metavar="R,R", help="their dilation rates (default: 1,2)")
     add("--block-size", type=int, default=128, metavar="B", help="of block-sparse patterns (default: 128)")
@@ -230,23 +232,19 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"numbers with commas between them, as 2048,4096, not {text!r}") from None
 
 
-def _part(text: str) -> float:
-    if not 0 <= (found := _real(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part: 0.10 is 10 %")
-    return found
+def _number(kind: str, zero: bool = False) -> Callable[[str], float]:
+    """A reader of positive numbers, or of 0 too; ``kind`` says in an error what the text is not."""
 
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = -1.0
+        if not (0 < found < float("inf") or (zero and found == 0)):
+            raise argparse.ArgumentTypeError(f"{text!r} is no {kind}")
+        return found
 
-def _minutes(text: str) -> float:
-    if not 0 < (found := _real(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes")
-    return found
-
-
-def _real(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
+    return read
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,23 +252,12 @@ def _real(text: str) -> float:
 
 
 def _report(given) -> int:
-    if lacking := [name for name in REPORT_PACKAGES if not _installed(name)]:
+    if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
         return _refuse(f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'")
     from ringlab.report import driver
 
-    return _show(driver.run(given.profile, strict=_strict(given), reports=given.reports, force=given.force,
-                            remeasure=given.remeasure))  # fmt: skip
-
-
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # an import hook that hides it
-        return False
-
-
-def _strict(given) -> bool:
-    return given.strict or os.environ.get("STRICT", "") not in ("", "0")
+    how = {name: getattr(given, name) for name in ("strict", "reports", "force", "remeasure")}
+    return _show(driver.run(given.profile, **how))
 
 
 def _show(paths: Sequence[Path]) -> int:
@@ -285,23 +272,20 @@ def _pdf(given) -> int:
     return _show(pdf.run(given.profile, reports=given.reports))
 
 
-def _compare(given) -> int:
-    return _side_by_side(given, given.first, given.second)
-
-
 def _check(given) -> int:
-    now = hardware.match(hardware.detect()) if given.against == "auto" else given.against
-    return _side_by_side(given, now, given.base, tolerance=given.tolerance)
+    given.first = hardware.match(hardware.detect()) if given.against == "auto" else given.against
+    given.second = given.base
+    return _compare(given, given.tolerance)
 
 
-def _side_by_side(given, first: str, second: str, tolerance: float | None = None) -> int:
+def _compare(given, tolerance: float | None = None) -> int:
     """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED where one is worse."""
     from ringlab.report import compare_table
     from ringlab.report.compare import check, compare
     from ringlab.report.compare_sides import read_side
 
     reports = given.reports or reports_folder()
-    sides = read_side(first, reports), read_side(second, reports)
+    sides = read_side(given.first, reports), read_side(given.second, reports)
     found, failures = (compare(*sides), []) if tolerance is None else check(*sides, tolerance)
     if given.csv:
         compare_table.write_csv(given.csv, found)
@@ -315,16 +299,17 @@ def _side_by_side(given, first: str, second: str, tolerance: float | None = None
 
 
 def _profiles(given) -> None:
+    machine = hardware.detect()
     rows = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
-    for row in hardware.table(hardware.detect()):
-        memory = f"{row['memory_bytes'] / 2**30:.0f} GiB" if row["memory_bytes"] else "-"
-        runs = ("yes: " if row["runnable"] else "no: ") + row["why"]
-        name = f"{row['name']} *" if row["matches"] else row["name"]
-        rows.append((name, row["title"], row["sm"], memory, row["dtype"], runs))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        print("  ".join([*(text.ljust(width) for text, width in zip(row, widths)), row[5]]).rstrip())
-    print("\n* matches this machine (GPU=auto)")
+    for name, profile in hardware.profiles().items():
+        runnable, why = profile.runnable(machine)
+        here = profile.on(machine)
+        memory = f"{here.memory_bytes / 2**30:.0f} GiB" if here.memory_bytes else "-"
+        dtype = str(here.default_dtype()).removeprefix("torch.")
+        marked = f"{name} *" if name == hardware.match(machine) else name
+        told = f"{'yes' if runnable else 'no'}: {why}"
+        rows.append((marked, here.title, hardware.sm(here.capability), memory, dtype, told))
+    print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -340,7 +325,7 @@ def _measure(given) -> int:
         raise ValueError(f"unknown suite {given.suite!r}; known: all, {', '.join(suites.SUITES)}")
     asked_for = [given.suite] if given.suite != "all" else list(suites.SUITES)
     reports = reports_folder()
-    asked = plan(given.profile, hardware.detect(), reports, strict=_strict(given), recorded=False)
+    asked = plan(given.profile, hardware.detect(), reports, strict=given.strict, recorded=False)
     how = {"device": asked.device, "rehearsal": asked.rehearsal}
     groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)]
     if not groups:
@@ -387,7 +372,7 @@ def _pattern_of(given) -> Pattern:
     if name.lstrip().startswith("{"):
         try:
             return from_dict(json.loads(name))
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"--pattern {name} is no pattern's to_dict(): {error}") from None
     if name == "dilated":
         return Dilated(given.segments or [2048, 4096], given.rates or [1, 2])
@@ -414,35 +399,29 @@ def _estimate(given) -> None:
     sought = given.seq_len is None or given.memory is not None  # it takes many runs without data
     if sought and budget is None:
         raise ValueError(f"profile {profile.name!r} states no memory; give --memory")
-    most = _longest(found, pattern, budget, call) if sought else None
+    most = None
+    if sought:
+        try:
+            most = longest(pattern, budget, **call)
+        except ValueError:  # where an estimate is printed it says itself that it does not fit
+            if found is None or found.peak_bytes <= budget or budget < 1:
+                raise
     if given.json:
         about = {
             "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": str(dtype)[6:],
             "shape": {name: getattr(given, name) for name in ("seq_len", "batch", "heads", "head_dim")},
-            "passes": given.passes, "causal": given.causal, "memory_bytes": budget, "longest": most,
+            "passes": given.passes, "causal": given.causal, "memory_bytes": budget, "longest": most, "estimate": None,
         }  # fmt: skip
-        print(json.dumps(about | {"estimate": found and _as_dict(found)}, indent=1))
+        if found:
+            sent = [{"from": a, "to": b, "bytes": nbytes} for (a, b), nbytes in sorted(found.sent.items())]
+            about["estimate"] = asdict(found) | {"sent": sent, "bound_s": found.bound_s, "binds": found.binds}
+        print(json.dumps(about, indent=1))
         return
     print(f"{pattern}, {str(dtype)[6:]}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}")
-    for line in _estimate_lines(found, given.seq_len, budget) if found else ():
-        print(line)
+    if found:
+        print(*_estimate_lines(found, given.seq_len, budget), sep="\n")
     if most:
         print(f"longest    {most:,} tokens in {format_bytes(budget)} a rank")
-
-
-def _longest(found: Estimate | None, pattern: Pattern, budget: int, call: dict) -> int | None:
-    """The longest sequence; where none fits, None beside an estimate that says so, else ValueError."""
-    try:
-        return longest(pattern, budget, **call)
-    except ValueError:
-        if found is None or found.peak_bytes <= budget or budget < 1:
-            raise
-        return None
-
-
-def _as_dict(found: Estimate) -> dict:
-    sent = [{"from": a, "to": b, "bytes": nbytes} for (a, b), nbytes in sorted(found.sent.items())]
-    return asdict(found) | {"sent": sent, "bound_s": found.bound_s, "binds": found.binds}
 
 
 def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterator[str]:
@@ -469,7 +448,6 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 
 
 def _advise(given) -> None:
-    from ringlab.advise import advise
     from ringlab.report.evidence import stored
 
     profile, _ = _hardware(given)
@@ -495,7 +473,7 @@ def _tune(given) -> None:
     if min(given.seq_len, given.batch, kv_heads) < 1 or given.heads % kv_heads:
         raise ValueError("--seq-len, --batch and --heads are positive, and --heads a multiple of --kv-heads")
     pattern, every = _pattern_of(given), []
-    for head_dim in given.head_dim or HEAD_DIMS:
+    for head_dim in given.head_dim or (64, 128):
         q, k, v = (torch.randn(given.batch, given.seq_len, heads, head_dim, device="cuda", dtype=dtype)
                    for heads in (given.heads, kv_heads, kv_heads))  # fmt: skip
         for causal in (False, True):
@@ -514,8 +492,7 @@ def record(found: list, shape: dict, data: Path, device: torch.device) -> Path:
     from ringlab.measure import provenance
 
     commit, dirty = provenance.git_state()
-    stamp = dict(triton_config.stamp(device))
-    about = {"torch": str(torch.__version__), "commit": commit or "unknown", "dirty": dirty} | stamp
+    about = {"torch": str(torch.__version__), "commit": commit, "dirty": dirty} | dict(triton_config.stamp(device))
     timed = [
         {"use": str(one.use), "dtype": str(one.use.dtype).removeprefix("torch."), "size": asdict(size)}
         | {name: getattr(one.use, name) for name in ("name", "head_dim", "causal", "joins")}
@@ -524,9 +501,8 @@ def record(found: list, shape: dict, data: Path, device: torch.device) -> Path:
         for one in found for size in (*one.seconds, *one.refused)
     ]  # fmt: skip
     data.mkdir(parents=True, exist_ok=True)
-    file, made = data / "tuned.json", data / ".tuned.json.tmp"
-    made.write_text(json.dumps({"about": about, "shape": shape, "timed": timed}, indent=1), encoding="utf-8")
-    os.replace(made, file)
+    file = data / "tuned.json"
+    file.write_text(json.dumps({"about": about, "shape": shape, "timed": timed}, indent=1), encoding="utf-8")
     return file
 
 

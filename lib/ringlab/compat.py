@@ -27,14 +27,13 @@ from .ring import Simulated, group_size
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
 FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
+NO_MASKS = "masks are not arguments; use is_causal=True"
 REASONS = {
     "sparsity_ratio": "it changed nothing in the original; state a density",
     **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
     "need_weights": "the attention weights are never formed",
     **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "attention dropout is not supported"),
-    **dict.fromkeys(
-        ("attn_mask", "attention_mask", "mask", "key_padding_mask"), "masks are not arguments; use is_causal=True"
-    ),
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "key_padding_mask"), NO_MASKS),
 }
 
 
@@ -52,14 +51,14 @@ class PublishedAttention(nn.Module):
     the last call followed.
 
     Raises TypeError for an argument that this system does not have, ValueError for bad values, NotImplementedError for
-    several ring members in a system of one device.
+    several ranks in a system of one device.
 
-    >>> from ringlab import DilatedAttention
     >>> DilatedAttention([4, 8], [1, 2]).to(torch.bfloat16).dtype
     torch.bfloat16
     """
 
     gather = False  # index-select copies instead of strided views
+    blocks = "auto"  # how a block-sparse pattern runs
     scheme: str | None = None  # how ranks share the work; None: one device
     backend: str | tuple[str, ...] = "auto"
     auto_dtype = False  # dtype=None means the hardware's best, not the inputs' own
@@ -95,27 +94,30 @@ class PublishedAttention(nn.Module):
             raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {short_repr(mb)}")
         if dtype is not None:
             check_float_dtype(dtype)
-        for argument, value in (
-            ("use_pattern_cache", use_pattern_cache),
-            ("enable_memory_pool", enable_memory_pool),
-            ("use_flash_attention", use_flash_attention),
-            ("use_gradient_checkpointing", use_gradient_checkpointing),
-        ):
-            check_bool(argument, value)
+        check_bool("use_pattern_cache", use_pattern_cache)
+        check_bool("enable_memory_pool", enable_memory_pool)
+        check_bool("use_flash_attention", use_flash_attention)
+        check_bool("use_gradient_checkpointing", use_gradient_checkpointing)
         self.pattern = self._made_pattern(segment_lengths, dilation_rates, block_size, density)
         self.device = None if device is None else kernels.device_of(device)
         self.auto = None if config is None else Auto(config)
         if dtype is None and self.auto_dtype:
-            dtype = self._policy_dtype() if self.advice is None else self.advice["dtype"]
+            if self.advice is None:
+                on_gpu = torch.cuda.is_available() if self.device is None else self.device.type == "cuda"
+                dtype = hardware.default_dtype(torch.cuda.get_device_capability(self.device) if on_gpu else None)
+            else:
+                dtype = self.advice["dtype"]
         self.dtype = dtype
         self.group = Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
-        self.chain = self.backend if use_flash_attention else FALLBACK
         self.use_gradient_checkpointing = use_gradient_checkpointing
         pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
-        self.execution = Execution(gather=self.gather, cache=use_pattern_cache, pool=pool)
-        if self.auto is not None:  # advice replaces the system's own settings, not those that were asked for
+        asked = {"cache": use_pattern_cache, "pool": pool}
+        if self.auto is None:
+            self.chain = self.backend if use_flash_attention else FALLBACK
+            self.execution = Execution(gather=self.gather, blocks=self.blocks, **asked)
+        else:  # advice replaces the system's own settings, not those that were asked for
             self.chain = "auto" if use_flash_attention else FALLBACK
-            self.execution = replace(self.execution, gather=False)
+            self.execution = Execution(**asked)
             self.scheme = self.scheme and "auto"
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
@@ -124,10 +126,6 @@ class PublishedAttention(nn.Module):
                 name = type(self).__name__
                 raise TypeError(f"{name} cannot honour {argument!r}: it belongs to the block-sparse systems")
         return Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
-
-    def _policy_dtype(self) -> torch.dtype:
-        on_gpu = torch.cuda.is_available() if self.device is None else self.device.type == "cuda"
-        return hardware.default_dtype(torch.cuda.get_device_capability(self.device) if on_gpu else None)
 
     def _apply(self, fn, recurse=True):
         """Follow ``.half()``, ``.to(...)`` and so on: empty tensors show what fn does, since there are no weights."""
@@ -159,14 +157,16 @@ class PublishedAttention(nn.Module):
         return out.to(q.dtype)
 
     def _attend(self, q, k, v, is_causal):
-        return self._attend_to(self.pattern, q, k, v, is_causal)
-
-    def _attend_to(self, pattern, q, k, v, is_causal):
+        pattern = self._pattern_of(q.shape[1], is_causal)
         options = {"causal": is_causal, "backend": self.chain, "execution": self.execution}
         options |= self._ranks(q.shape[1])
         if self.auto is not None:
             options = self.auto.fill(options, pattern, q, k)
         return attention(q, k, v, pattern, **options)
+
+    def _pattern_of(self, rows: int, causal: bool):
+        """The pattern for q, k, v of so many rows, of the whole sequence or of a shard."""
+        return self.pattern
 
     @property
     def advice(self) -> Advice | None:
@@ -174,7 +174,7 @@ class PublishedAttention(nn.Module):
         return self.auto and self.auto.advice
 
     def _ranks(self, rows: int) -> dict:
-        """Arguments for ``attention`` across ranks, for q, k, v of so many rows."""
+        """The arguments of ``attention`` across ranks, for q, k, v of so many rows."""
         return {} if self.group is None else {"group": self.group, "scheme": self.scheme}
 
     def backends(self, device: torch.device | str = "cpu", head_dim: int = 64) -> list[tuple]:
@@ -185,14 +185,13 @@ class PublishedAttention(nn.Module):
         return [(name, runs, why, name == chosen) for name, runs, why, _ in rows]
 
     def extra_repr(self) -> str:
-        said = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
-        return said if self.auto is None else f"{said}, {self.auto}"
+        text = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
+        return text if self.auto is None else f"{text}, {self.auto}"
 
 
 class DilatedAttention(PublishedAttention):
     """Dilated attention by gathering each group's rows: the published definition, without its double dropout.
 
-    >>> import torch
     >>> DilatedAttention([4, 8], [1, 2])(*[torch.randn(1, 16, 2, 8)] * 3).shape
     torch.Size([1, 16, 2, 8])
     """
@@ -207,7 +206,6 @@ class ImprovedDilatedAttention(PublishedAttention):
 class RingDilatedAttentionV2(PublishedAttention):
     """The ring simulated on one device, any ``ring_size``: K/V shards hop from rank to rank.
 
-    >>> import torch
     >>> q = torch.randn(1, 16, 2, 8); a, b = (RingDilatedAttentionV2([8, 16], [1, 2], ring_size=p) for p in (1, 4))
     >>> torch.allclose(a(q, q, q), b(q, q, q), atol=1e-6)
     True
@@ -288,6 +286,9 @@ class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
         return {"group": group, "scheme": self.scheme, "layout": ring.hilbert(height, rows // height, group.ranks)}
 
 
+_solved = lru_cache(maxsize=64)(BlockSparse.with_density)
+
+
 class BlockSparseRingDilatedAttention(PublishedAttention):
     """Block-sparse attention, a call for each block of queries: the published definition, with one softmax per row.
 
@@ -296,7 +297,6 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     blocks that comes nearest; or ``pattern``, a ``ringlab.BlockSparse``. ``block_size`` is 128 by default. Raises
     ValueError for none or several of them, and for lengths that are not multiples.
 
-    >>> import torch
     >>> q = torch.randn(1, 64, 2, 8); a = BlockSparseRingDilatedAttention([32], [2], block_size=8)
     >>> torch.allclose(a(q, q, q), BlockSparseOptimized([32], [2], block_size=8)(q, q, q), atol=1e-6)
     True
@@ -308,8 +308,6 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     def __init__(self, segment_lengths=None, dilation_rates=None, ring_size=None, *, pattern=None, **options):
         self.given = pattern
         super().__init__(segment_lengths, dilation_rates, ring_size, **options)
-        if self.auto is None:
-            self.execution = replace(self.execution, blocks=self.blocks)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         name = type(self).__name__
@@ -345,9 +343,9 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.density is None else f", density={self.density}")
 
-    def _attend(self, q, k, v, is_causal):
+    def _pattern_of(self, rows, causal):
         shards = 1 if self.group is None or isinstance(self.group, Simulated) else group_size(self.group)
-        return self._attend_to(self.pattern_for(q.shape[1] * shards, is_causal), q, k, v, is_causal)
+        return self.pattern_for(rows * shards, causal)
 
 
 class BlockSparseOptimized(BlockSparseRingDilatedAttention):
@@ -360,8 +358,3 @@ class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
     """The same with the probabilities in a ``torch.sparse`` BSR tensor, in float32 or float64."""
 
     blocks = "bsr"
-
-
-@lru_cache(maxsize=64)
-def _solved(pattern: BlockSparse, density: float, n: int, causal: bool) -> BlockSparse:
-    return pattern.with_density(density, n, causal)

@@ -27,8 +27,8 @@ LONGEST_IRREGULAR = 2**31  # products of two positions stay below 2**63
 class Cost:
     """Counts for one call: ``pairs`` branch by branch, ``distinct_pairs`` with each visible pair once (folded).
 
-    ``flops`` = useful FLOPs from ``pairs``; ``folded_flops`` from ``distinct_pairs``; ``floor_bytes`` = every input and
-    output tensor read or written once.
+    ``flops`` follow from ``pairs``, ``folded_flops`` from ``distinct_pairs``. ``floor_bytes``: every input and output
+    is read or written once.
     """
 
     pairs: int
@@ -94,10 +94,10 @@ def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = Non
     return pairs, distinct
 
 
-def check_countable(pattern: Pattern, n: int, heads: int = 1, kv_heads: int | None = None) -> None:
+def check_countable(pattern: Pattern, n: int) -> None:
     """Raise ValueError in one line for a dilated pattern whose pairs over ``n`` positions take too long to count."""
     if not isinstance(pattern, BlockSparse):
-        for _ in _terms(pattern, n, heads, kv_heads):
+        for _ in _terms(pattern, n, heads=1, kv_heads=None):
             pass
 
 

@@ -21,9 +21,9 @@ from .hardware import Rates
 from .meta_run import MetaCall
 from .patterns import Pattern
 
-ROWS = 128  # what the longest sequence is a multiple of, a rank
+ROWS = 128  # the longest sequence is a multiple of so many positions a rank
 MOST_BYTES = 2**50  # of a rank's memory: beyond any machine
-FEW_BLOCKS = 1024  # up to which calls of a block-sparse pattern are planned; random parts take quadratic time
+FEW_BLOCKS = 1024  # longer block-sparse calls are extrapolated, as planning random parts takes quadratic time
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Estimate:
     """What one call costs. ``cost`` is of all ranks together.
 
     ``parts`` (bytes, see ``meta_run.PARTS``) and ``peak_bytes`` are of the rank that holds most, at its peak; the part
-    ``gradients`` holds those of out, given, and of q, k, v. ``sent``: bytes of one call by (from rank, to rank).
-    ``bounds``: lower bounds in seconds by resource, "compute", "memory", "network", where a rate is known.
-    ``at_least``: why the peak may be higher, or "".
+    ``gradients`` holds those of out, q, k and v. ``sent``: bytes of one call by (from rank, to rank). ``bounds``: lower
+    bounds in seconds by resource, "compute", "memory", "network", where a rate is known. ``at_least``: why the peak may
+    be higher, or "".
     """
 
     cost: cost.Cost
@@ -151,9 +151,8 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     1010304
     """
     if not is_int(memory_bytes) or memory_bytes > MOST_BYTES:
-        raise ValueError(
-            f"the memory budget must be a positive number of bytes up to 2**50, got {short_repr(memory_bytes)}"
-        )
+        given = short_repr(memory_bytes)
+        raise ValueError(f"the memory budget must be a positive number of bytes up to 2**50, got {given}")
     memory_bytes = int(memory_bytes)
     peak, unit, low, fixed = _peaks(MetaCall(pattern, **call))
     if (at_low := peak(low)) > memory_bytes:

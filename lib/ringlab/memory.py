@@ -1,20 +1,18 @@
-"""Huge pages for large CPU tensors, and a pool that lends memory again once nothing refers to it.
+"""A pool that lends memory again once nothing refers to it, on the CPU in huge pages.
 
-torch's CUDA allocator caches already, so there the pool mostly repeats its work. On the CPU a large fresh buffer costs
-page faults on first touch: reuse avoids them, huge pages reduce them.
+torch's CUDA allocator caches already, so there the pool mostly repeats its work. On the CPU a large new buffer costs
+page faults at its first write: reuse avoids them, huge pages reduce them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
 import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,45 +20,24 @@ import torch
 from .checks import check_device, is_real, short_repr
 from .tracking import is_out_of_memory
 
-_HUGE_FROM, _MADV_HUGEPAGE = 4 << 20, 14  # a smaller buffer holds at most one huge page, and malloc recycles it
+_HUGE_FROM = 4 << 20  # a smaller buffer holds at most one huge page, and malloc recycles it
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
-@functools.cache
-def _madvise():
-    if not sys.platform.startswith("linux"):
-        return None
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is not None:
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise
-
-
-def advise_huge(tensor: torch.Tensor) -> bool:
-    """Ask Linux to back a CPU tensor of 4 MiB or more with huge pages; True if the system accepted.
-
-    Call it before the first write: pages already touched stay as they are. The advice covers the whole pages inside the
-    tensor's storage, changes no value, and ends with the memory. Elsewhere, or for smaller tensors: False.
-
-    >>> advise_huge(torch.empty(8))
-    False
-    """
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return False
-    storage = tensor.untyped_storage()  # a fake tensor's is on the meta device
-    madvise = _madvise() if storage.device.type == "cpu" and storage.nbytes() >= _HUGE_FROM else None
-    if madvise is None:
-        return False
-    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    return madvise(start, stop - start, _MADV_HUGEPAGE) == 0
+def _use_huge_pages(storage: torch.UntypedStorage) -> None:
+    """Ask Linux for huge pages in the whole pages of a new CPU storage, before its first write."""
+    if storage.device.type == "cpu" and storage.nbytes() >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+        # A system that refuses changes nothing.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
 
 
 @dataclass(frozen=True)
 class PoolStats:
     """Counts since the last clear: borrows = reuses + allocations + bypassed (served by torch.empty).
 
-    ``idle_bytes`` can be lent now; ``held_bytes`` are lent and still referred to.
+    ``idle_bytes`` can be lent now, ``held_bytes`` are lent and still referred to.
     """
 
     borrows: int = 0
@@ -79,10 +56,8 @@ class _Buffer:
 
     def __init__(self, capacity: int, device: torch.device, place: tuple) -> None:
         self.capacity, self.place = capacity, place
-        tensor = torch.empty(capacity, dtype=torch.uint8, device=device)
-        advise_huge(tensor)
-        self.storage = tensor.untyped_storage()
-        del tensor
+        self.storage = torch.empty(capacity, dtype=torch.uint8, device=device).untyped_storage()
+        _use_huge_pages(self.storage)
         self.alone = self.references()
 
     def references(self) -> tuple[int, int]:
@@ -107,10 +82,8 @@ class _Buffer:
 def counts_references() -> bool:
     """Whether a reference to a buffer is seen while it lives and not after: torch has no public function for that.
 
-    Free-threaded builds of Python defer their counts, so there it is not.
+    It is not in free-threaded builds of Python, which defer their counts.
     """
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return False
     try:
         buffer = _Buffer(64, torch.device("cpu"), ())
         for refer in (lambda: buffer.tensor(torch.Size([64]), torch.uint8)[1:], lambda: buffer.storage):
@@ -119,9 +92,9 @@ def counts_references() -> bool:
             del reference
             if not (seen and buffer.idle()):
                 return False
-        return True
     except (AttributeError, TypeError):  # another version of torch
         return False
+    return getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 COUNTED = counts_references()
@@ -161,16 +134,26 @@ class MemoryPool:
     def lend(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """An uninitialised contiguous tensor, to keep as long as one likes; ValueError for a negative size."""
-        shape, device, nbytes = _checked(shape, dtype, device)
+        """An uninitialised contiguous tensor, to keep for as long as it is needed.
+
+        Raises TypeError for a dtype or a shape that is none, ValueError for a negative size or an unknown device.
+        """
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}")
+        try:
+            shape = torch.Size(shape)
+        except (TypeError, OverflowError):
+            raise TypeError(f"a shape must be a sequence of integers, got {short_repr(shape)}") from None
+        if any(size < 0 for size in shape):
+            raise ValueError(f"sizes of a tensor must be >= 0, got {tuple(shape)}")
+        device, nbytes = check_device(device), math.prod(shape) * dtype.itemsize
         place = self._place(device, nbytes) if COUNTED else None
         with self._lock:
-            buffer = self._idle(nbytes, place) if place else None
-            self._counts["borrows"] += 1
-            self._counts["reuses" if buffer else "allocations" if place else "bypassed"] += 1
+            buffer = self._take_idle(nbytes, place) if place else None
+            self._counts.update(("borrows", "reuses" if buffer else "allocations" if place else "bypassed"))
         if place is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        buffer = buffer or self._allocated(nbytes, device, place)
+        buffer = buffer or self._allocate(nbytes, device, place)
         tensor = buffer.tensor(shape, dtype)
         with self._lock:
             self._kept.append(buffer)
@@ -180,20 +163,6 @@ class MemoryPool:
                 kept -= evicted[-1].capacity
             self._counts["evictions"] += len(evicted)
         return tensor
-
-    def borrow(
-        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> AbstractContextManager[torch.Tensor]:
-        """``lend`` for a ``with`` scope. It is the last reference that ends the loan, as everywhere.
-
-        >>> pool = MemoryPool(threshold_bytes=0)
-        >>> with pool.borrow((2, 3)) as t:
-        ...     total = t.fill_(2).sum().item()
-        >>> del t
-        >>> total, pool.stats().idle_bytes
-        (12.0, 24)
-        """
-        return nullcontext(self.lend(shape, dtype, device))
 
     def stats(self) -> PoolStats:
         """A consistent snapshot of the counters and of the bytes idle and held."""
@@ -220,14 +189,14 @@ class MemoryPool:
             return ("cuda", stream.device_index, stream.cuda_stream)
         return None
 
-    def _idle(self, nbytes: int, place: tuple) -> _Buffer | None:
+    def _take_idle(self, nbytes: int, place: tuple) -> _Buffer | None:
         """Take out the smallest idle buffer that fits; of equal ones the last lent, which may still be in a cache."""
         fits = [b for b in self._kept if b.place == place and 1 <= b.capacity / nbytes <= self.waste and b.idle()]
         best = min(reversed(fits), key=lambda b: b.capacity, default=None)
         self._kept = [b for b in self._kept if b is not best and b.intact()]
         return best
 
-    def _allocated(self, nbytes: int, device: torch.device, place: tuple) -> _Buffer:
+    def _allocate(self, nbytes: int, device: torch.device, place: tuple) -> _Buffer:
         try:
             return _Buffer(nbytes, device, place)
         except (MemoryError, RuntimeError) as error:
@@ -241,19 +210,6 @@ class MemoryPool:
             if not freed:
                 raise
             return _Buffer(nbytes, device, place)
-
-
-def _checked(shape, dtype, device) -> tuple[torch.Size, torch.device, int]:
-    """A tensor's shape as torch.Size, its device, and its bytes; TypeError or ValueError for bad arguments."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}")
-    try:
-        shape = torch.Size(shape)
-    except (TypeError, OverflowError):
-        raise TypeError(f"a shape must be a sequence of integers, got {short_repr(shape)}") from None
-    if any(size < 0 for size in shape):
-        raise ValueError(f"sizes of a tensor must be >= 0, got {tuple(shape)}")
-    return shape, check_device(device), math.prod(shape) * dtype.itemsize
 
 
 GLOBAL_POOL = MemoryPool()

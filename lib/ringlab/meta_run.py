@@ -16,20 +16,13 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from . import cache as caches
-from . import checks, cost, hardware, kernels, memory
+from . import cost, hardware, kernels, memory
 from .attention import DEFAULT
 from .block_patterns import BlockSparse
-from .checks import (
-    LARGEST,
-    check_bool,
-    check_choice,
-    check_float_dtype,
-    check_int,
-    check_one_device,
-    short_repr,
-)
+from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.experimental import fused_merge
@@ -47,10 +40,7 @@ PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
 _ATEN = torch.ops.aten
 _TAKE_INDICES = {_ATEN.index, _ATEN.index_select}
 # torch's own rules for these without data are in Python, slow, and import the compiler.
-_ELEMENTWISE = {
-    _ATEN.add, _ATEN.div, _ATEN.exp, _ATEN.floor_divide, _ATEN.log, _ATEN.logaddexp, _ATEN.mul, _ATEN.sigmoid,
-    _ATEN.sub,
-}  # fmt: skip
+_ELEMENTWISE = {getattr(_ATEN, name) for name in "add div exp floor_divide log logaddexp mul sigmoid sub".split()}
 
 
 def _like(args) -> Tensor | None:
@@ -74,7 +64,7 @@ def _without_data(value):
 
 
 class MetaRun(LiveStorageTracker):
-    """The tracker of one call without data: ``tensor`` makes its inputs, ``name`` says what storages are for.
+    """Track one call without data: ``tensor`` makes its inputs, ``name`` says what storages are for.
 
     ``peak_bytes``, ``parts`` and ``traffic`` are what the call would hold and send.
 
@@ -101,7 +91,7 @@ class MetaRun(LiveStorageTracker):
             yield
 
     def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
-        """An input of the call."""
+        """Make an input of the call, or a tensor that stands for what the call would hold."""
         made = torch.empty(shape, dtype=dtype, device="meta")
         self.register(made)
         self.name(part, made)
@@ -139,11 +129,11 @@ class MetaRun(LiveStorageTracker):
     @contextmanager
     def real(self) -> Iterator[None]:
         """Inside, tensors that are asked for on the meta device are made with data."""
-        self._real = self._count_arguments = True  # torch.tensor(...) makes them out of sight
+        self._real = True
         try:
             yield
         finally:
-            self._real = self._count_arguments = False
+            self._real = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if kwargs and (asked := kwargs.get("device")) is not None and asked.type == "meta":
@@ -157,6 +147,8 @@ class MetaRun(LiveStorageTracker):
             func, args, kwargs = _ATEN.empty_like.default, (like,), {}
         if func.overloadpacket in _TAKE_INDICES:
             args = _without_data(args) if args[0].is_meta else args
+        if self._real:  # torch.tensor(...) makes its result out of sight
+            self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, True))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, found) -> None:
@@ -234,10 +226,10 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
     """
     if device_type == "cpu":
         return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
-    backend = checks.check_backend(backend)
+    backend = check_backend(backend)
     names = (backend,) if isinstance(backend, str) else backend
     for name in names:
-        checks.check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
+        check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
     if capability is not None:
         device = DeviceSpec(device_type, capability)
         known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
@@ -247,9 +239,7 @@ def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, 
             raise NotImplementedError(f"backend {backend!r} cannot run on this hardware in {dtype}: {why}")
     half = dtype == torch.float16 or (dtype == torch.bfloat16 and (capability or (8, 0)) >= (8, 0))
     fused = (dtype == torch.float32 or half) and head_dim * dtype.itemsize % 16 == 0
-    return (
-        FusedMeta() if fused and any(name not in ("eager", "cpu_flash") for name in names) else kernels.KERNELS["eager"]
-    )
+    return FusedMeta() if fused and {*names} - {"eager", "cpu_flash"} else kernels.KERNELS["eager"]
 
 
 MOST_ELEMENTS = {"cpu": 2**35, "cuda": 2**40}  # beyond, a run takes minutes: the engine cuts it into small pieces
@@ -311,12 +301,10 @@ class MetaCall:
                           backward=self.passes != "fwd", backend=self.backend)  # fmt: skip
 
     def check(self, n: int) -> None:
-        """Raise ValueError for a length that is none, and for what takes minutes to run without data."""
-        check_int("seq_len", n, most=LARGEST)
+        """Raise ValueError for what takes minutes to run without data."""
         if self.ranks > MOST_RANKS:
-            raise ValueError(
-                f"every rank is run without data, so at most {MOST_RANKS} ranks, got {short_repr(self.ranks)}"
-            )
+            given = short_repr(self.ranks)
+            raise ValueError(f"every rank is run without data, so at most {MOST_RANKS} ranks, got {given}")
         elements, most = self.batch * n * self.heads * self.head_dim, MOST_ELEMENTS[self.device_type]
         check_int("batch * seq_len * heads * head_dim", elements, most=most)
 
@@ -324,24 +312,22 @@ class MetaCall:
         """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
         self.check(n)
         if self.ranks > 1:
-            check_merge(self.execution, self.ranks)
-            return *self._on_ranks(layout_named(self.layout, n, self.ranks)), ""
+            return self._on_ranks(n)
         if self.execution.merge == "fused":
             have = self.profile and self.profile.capability
             fused_merge.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
-        run = MetaRun()
+        run, way = MetaRun(), self.execution.blocks
         rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", FirstCall.of(self.execution, run)
         with torch.no_grad(), run.on(self.kernel, self.device_type):
             q, k, v, dout = self._inputs(run, n)
-            if isinstance(self.pattern, BlockSparse) and (way := self.execution.blocks) in ("bsr", "flex"):
+            if isinstance(self.pattern, BlockSparse) and way in ("bsr", "flex"):
                 self._lower_bound(run, way, q, k, dout)
                 return run, None, f"blocks={way!r} does not run without data"
             out, lse = autograd.forward(q, k, v, *rest)
             run.name("out", out)
             run.name("lse", lse)
             if dout is not None:
-                grads = autograd.backward(dout, None, q, k, v, out, lse, *rest)
-                run.name("gradients", *grads)
+                run.name("gradients", *autograd.backward(dout, None, q, k, v, out, lse, *rest))
         return run, None, ""
 
     def _inputs(self, run: MetaRun, rows: int):
@@ -361,16 +347,18 @@ class MetaCall:
         made += [run.tensor("workspace", (held,), q.dtype)]
         made += [run.tensor("gradients", t.shape, t.dtype) for t in (q, k, k)] if dout is not None else []
 
-    def _on_ranks(self, layout) -> tuple[MetaRun, str]:
-        """(run of the rank that holds most, scheme)."""
+    def _on_ranks(self, n: int) -> tuple[MetaRun, str, str]:
+        """What ``at`` returns for several ranks: each is run alone."""
+        check_merge(self.execution, self.ranks)
+        layout = layout_named(self.layout, n, self.ranks)
         problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
-        runs = [self._on_rank(problem, scheme, rank) for rank in range(layout.ranks)]
+        runs = [self._on_rank(problem, scheme, rank) for rank in range(self.ranks)]
         most = max(runs, key=lambda run: run.peak_bytes)
         most.traffic.sent = {link: size for run in runs for link, size in run.traffic.sent.items()}
-        return most, scheme
+        return most, scheme, ""
 
     def _on_rank(self, problem: Problem, scheme: str, number: int) -> MetaRun:
         """One rank of several, alone."""
@@ -380,18 +368,14 @@ class MetaCall:
         with torch.no_grad(), run.on(self.kernel, self.device_type):
             q, k, v, dout = self._inputs(run, problem.layout.size(number))
             rank = rank_of(problem, number, self.kernel, self.head_dim**-0.5, execution)
-
-            def drive(steps, parts=()):
-                found = run.drive(steps, number)
-                for part, t in zip(parts, found):  # before they are made contiguous
-                    run.name(part, t)
-                return found
-
-            out, lse, *saved = drive(forward(rank, q, k, v), ("out", "lse", "received", "received"))
-            out, lse = out.contiguous(), lse.contiguous()
-            for part, t in (("out", out), ("lse", lse), *(("received", t) for t in saved)):
+            held = run.drive(forward(rank, q, k, v), number)
+            for part, t in zip(("out", "lse", *["received"] * len(held)), held):
                 run.name(part, t)
+            out, lse, saved = held[0].contiguous(), held[1].contiguous(), held[2:]
+            del held, t  # what was copied is freed here
+            run.name("out", out)
+            run.name("lse", lse)
             if dout is not None:
-                grads = drive(backward(rank, dout, None, q, k, v, out, lse, *saved))
+                grads = run.drive(backward(rank, dout, None, q, k, v, out, lse, *saved), number)
                 run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
         return run

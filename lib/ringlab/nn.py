@@ -66,7 +66,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"{wanted}, got {embed_dim}, {num_heads}, {num_kv_heads}")
         check_bool("causal", causal)
         for name, value in (("bias", bias), ("use_gradient_checkpointing", use_gradient_checkpointing)):
-            if not isinstance(value, int | None):  # 0, 1 and None, as torch's modules take them
+            if not isinstance(value, int | None):  # torch's modules take 0, 1 and None too
                 check_bool(name, value)
         if dtype is not None:
             check_float_dtype(dtype)
@@ -110,5 +110,5 @@ class MultiheadAttention(nn.Module):
         return self.auto and self.auto.advice
 
     def extra_repr(self) -> str:
-        said = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
-        return said if self.auto is None else f"{said}, {self.auto}"
+        text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
+        return text if self.auto is None else f"{text}, {self.auto}"

@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
-from .block_patterns import BlockSparse
+from .block_patterns import BlockSparse, part_from_dict
 from .checks import LARGEST, check_bool, check_choice, check_int, check_ints
 
 MIXINGS = ("lse", "head_groups")
@@ -182,7 +182,9 @@ def from_dict(data: dict) -> Pattern:
         raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(map(str, unknown)))}")
     if lacking := [f.name for f in fields(kinds[kind]) if f.default is MISSING and f.name not in given]:
         raise ValueError(f"pattern {kind!r} lacks {', '.join(lacking)}")
-    return BlockSparse.from_dict(given) if kind == "block_sparse" else kinds[kind](**given)
+    if isinstance(given.get("parts"), list | tuple):
+        given["parts"] = [part_from_dict(part) for part in given["parts"]]
+    return kinds[kind](**given)
 
 
 def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, head: int = 0, heads: int = 1) -> str:

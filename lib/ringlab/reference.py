@@ -32,13 +32,9 @@ def attention(q, k, v, pattern: Pattern, *, causal: bool = False, scale: float |
     for h in range(heads):
         bias = _log_multiplicity(pattern, every, every, n, h, heads, kv_heads, causal)  # (n, n)
         kv = h // (heads // kv_heads)
-        q_h, k_h, v_h = q[:, :, h].double(), k[:, :, kv].double(), v[:, :, kv].double()  # (b, n, d)
-        scores = scale * q_h @ k_h.mT + bias  # (b, n, n)
-        dead = (bias == -torch.inf).all(-1)  # (n,)
-        lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(-1)  # (b, n)
-        prob = (scores - lse[..., None]).exp()  # dead rows: exp(-inf) = 0
-        outs.append(prob @ v_h)  # (b, n, d)
-        lses.append(lse.masked_fill(dead, -torch.inf))
+        prob, lse = _softmax(q[:, :, h].double(), k[:, :, kv].double(), bias, scale)  # (b, n, n), (b, n)
+        outs.append(prob @ v[:, :, kv].double())  # (b, n, d)
+        lses.append(lse)
     return torch.stack(outs, 2), torch.stack(lses, 1)
 
 
@@ -115,20 +111,7 @@ def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, 
 
 
 def sampled_errors(
-    q,
-    k,
-    v,
-    pattern: Pattern,
-    *,
-    out,
-    lse,
-    causal=False,
-    scale=None,
-    dout=None,
-    grads=None,
-    samples=32,
-    seed=0,
-    start=None,
+    q, k, v, pattern, *, out, lse, causal=False, scale=None, dout=None, grads=None, samples=32, seed=0, start=None
 ) -> dict[str, float]:
     """Errors of a result at full size, exact on sampled rows: out, lse and dq by query, dk and dv by key.
 
@@ -145,8 +128,7 @@ def sampled_errors(
     anywhere = int(torch.randint(n - stretch + 1, (1,), generator=generator))
     start = anywhere if start is None else min(start, n - stretch)
     cols = start + torch.randperm(stretch, generator=generator)[:samples].sort().values.to(q.device)  # (c,)
-    got: dict[str, list] = {"out": [], "lse": [], "dq": []}
-    want: dict[str, list] = {"out": [], "lse": [], "dq": []}
+    pairs: dict[str, list] = {"out": [], "lse": [], "dq": []}  # of the result and the reference, by head
     d_k, d_v = (torch.zeros(b, len(cols), kv_heads, d, dtype=torch.float64, device=q.device) for _ in range(2))
     for i in range(b):
         for h in range(heads):
@@ -155,27 +137,21 @@ def sampled_errors(
             g_h = None if dout is None else dout[i, :, h].double()  # (n, d)
             head = (pattern, h, heads, kv_heads, causal, scale)
             o_r, l_r, dq_r = _query_rows(q_h, k_h, v_h, rows, g_h, head)
-            for name, mine, ref in (
-                ("out", out[i, rows, h], o_r),
-                ("lse", None if lse is None else lse[i, h, rows], l_r),
-                ("dq", None if grads is None else grads[0][i, rows, h], dq_r),
-            ):
-                if mine is not None:
-                    got[name].append(mine.double())
-                    want[name].append(ref)
+            pairs["out"].append((out[i, rows, h], o_r))
+            if lse is not None:
+                pairs["lse"].append((lse[i, h, rows], l_r))
             if grads is not None:
+                pairs["dq"].append((grads[0][i, rows, h], dq_r))
                 dk_c, dv_c = _key_columns(q_h, k_h, v_h, cols, g_h, head)
                 d_k[i, :, kv] += dk_c
                 d_v[i, :, kv] += dv_c
-    found = {}
-    for name in got:
-        if got[name]:
-            floor = 1.0 if name != "dq" else gradient_floor(q, k, dout, scale) * (len(rows) / n) ** 0.5
-            found[name] = error(torch.cat(got[name]), torch.cat(want[name]), floor)
+    results = {name: [torch.cat(parts) for parts in zip(*both)] for name, both in pairs.items() if both}
+    found = {name: error(*results[name], 1.0) for name in ("out", "lse") if name in results}
     if grads is not None:
-        floor = gradient_floor(q, k, dout, scale) * (len(cols) / n) ** 0.5
-        found["dk"] = error(grads[1][:, cols], d_k, floor)
-        found["dv"] = error(grads[2][:, cols], d_v, floor)
+        zero = gradient_floor(q, k, dout, scale)
+        found["dq"] = error(*results["dq"], zero * (len(rows) / n) ** 0.5)
+        zero *= (len(cols) / n) ** 0.5
+        found |= {"dk": error(grads[1][:, cols], d_k, zero), "dv": error(grads[2][:, cols], d_v, zero)}
     return found
 
 
@@ -186,17 +162,27 @@ def _log_multiplicity(pattern, queries, keys, n, head, heads, kv_heads, causal) 
     return m.double().log()
 
 
+def _scores(q, k, bias, scale: float) -> Tensor:
+    """``scale * q k^T + log M``, and -inf where M is 0 whatever q and k hold."""
+    return torch.where(bias == -torch.inf, bias, scale * q @ k.mT + bias)
+
+
+def _softmax(q, k, bias, scale: float) -> tuple[Tensor, Tensor]:
+    """The probabilities (..., q, k) and their lse (..., q); 0 and -inf for a query that sees nothing."""
+    dead = (bias == -torch.inf).all(-1)  # (q,)
+    scores = _scores(q, k, bias, scale)
+    lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(-1)  # finite, and so are its gradients
+    return (scores - lse[..., None]).exp(), lse.masked_fill(dead, -torch.inf)
+
+
 def _query_rows(q, k, v, rows, dout, head):
     """Exact out (s, d), lse (s,), dq (s, d) of one head at query positions ``rows``; q, k, v are (n, d) float64."""
     pattern, h, heads, kv_heads, causal, scale = head
     n = len(k)
     start, stop = pattern.reach(int(rows.min()), int(rows.max()), n)
     keys, k, v = torch.arange(start, stop, device=k.device), k[start:stop], v[start:stop]
-    scores = scale * q[rows] @ k.T + _log_multiplicity(pattern, rows, keys, n, h, heads, kv_heads, causal)  # (s, keys)
-    lse = scores.logsumexp(-1)  # (s,); -inf for a dead row
-    prob = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp()  # (s, keys)
-    out = prob @ v
-    dq = None
+    prob, lse = _softmax(q[rows], k, _log_multiplicity(pattern, rows, keys, n, h, heads, kv_heads, causal), scale)
+    out, dq = prob @ v, None
     if dout is not None:
         g = dout[rows]  # (s, d)
         dq = scale * (prob * (g @ v.T - (g * out).sum(-1, keepdim=True))) @ k
@@ -219,7 +205,7 @@ def _key_columns(q, k, v, cols, dout, head, block: int = 1024):
         rows, bias = rows[sees], bias[sees]
         out, lse, _ = _query_rows(q, k, v, rows, None, head)
         g = dout[rows]  # (rows, d)
-        prob = (scale * q[rows] @ k[cols].T + bias - lse[:, None]).exp()  # (rows, s)
+        prob = (_scores(q[rows], k[cols], bias, scale) - lse[:, None]).exp()  # (rows, s)
         delta = (g * out).sum(-1, keepdim=True)  # (rows, 1)
         dv += prob.T @ g
         dk += scale * (prob * (g @ v[cols].T - delta)).T @ q[rows]

@@ -1,7 +1,7 @@
 """Measure memory: bytes of live tensor storages, and the process's own high-water mark.
 
-Two instruments, because each is blind where the other sees. `LiveStorageTracker` counts tensor storages exactly, page
-by page or not; the high-water mark (Linux) sees everything the process really touched, scratch and libraries included.
+Each sees what the other does not. `LiveStorageTracker` counts tensor storages exactly, touched or not; the high-water
+mark (Linux) sees everything that the process really touched, scratch and libraries included.
 """
 
 import re
@@ -49,12 +49,9 @@ def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage
     >>> [s.nbytes() for s in storages(torch.zeros(4, 4)[0])]
     [64]
     """
-    if isinstance(value, torch.UntypedStorage):
-        parts = [value]
-    elif isinstance(value, torch.Tensor) and value.layout in _HELD:
+    parts = [value] if isinstance(value, torch.UntypedStorage) else []
+    if isinstance(value, torch.Tensor) and value.layout in _HELD:
         parts = [t.untyped_storage() for t in _HELD[value.layout](value)]
-    else:
-        parts = []
     yield from (part for part in parts if meta or part.device.type != "meta")
 
 
@@ -65,9 +62,8 @@ class LiveStorageTracker(TorchDispatchMode):
     """Count the bytes of live tensor storages, and their peak, while torch ops run; each storage counts once.
 
     A storage counts from the op that made it (or from `register`) until it is really freed, whoever holds it: names,
-    views, saved tensors of a graph. Views and in-place ops add nothing. Memory that existed before and was not
-    registered does not count, unless `count_arguments=True`, which counts every storage an op reads or writes.
-    The backward pass is seen too. Nesting is fine: each tracker sees all ops inside it. Units: bytes.
+    views, saved tensors of a graph. Views and in-place ops add nothing. Memory that existed before counts only if it is
+    registered. The backward pass is seen too. Trackers may be nested: each sees all ops inside it. Units: bytes.
     `operators` counts the aten ops, `views` those of them that only make another view and so start no kernel. Neither
     counts what is built once and cached (`not_counted`).
 
@@ -86,9 +82,8 @@ class LiveStorageTracker(TorchDispatchMode):
 
     _meta = False  # whether tensors without data count, as if they had some
 
-    def __init__(self, *, count_arguments: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._count_arguments = count_arguments
         self._lock = threading.RLock()
         # StorageImpl address -> (weak reference, bytes). The weak reference keeps the address from being given to
         # another storage for as long as the entry exists; the bytes themselves are freed without regard to it.
@@ -112,13 +107,11 @@ class LiveStorageTracker(TorchDispatchMode):
 
     def register(self, *tensors: torch.Tensor) -> None:
         """Count tensors that exist already, such as the inputs; raise TypeError for anything else."""
-        for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"register: expected tensors, got {type(tensor).__name__}")
+        if odd := [t for t in tensors if not isinstance(t, torch.Tensor)]:
+            raise TypeError(f"register: expected tensors, got {type(odd[0]).__name__}")
         with self._lock:
             self._drop_freed()
-            for tensor in tensors:
-                self._count(storages(tensor, self._meta))
+            self._count(s for t in tensors for s in storages(t, self._meta))
 
     def __enter__(self):
         _at_work.set((*_at_work.get(), self))
@@ -139,8 +132,6 @@ class LiveStorageTracker(TorchDispatchMode):
                 self.operators += 1
                 self.views += func.is_view
             given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
-            if self._count_arguments:
-                self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta))
         out = func(*args, **kwargs)
         if func in _SHOWS_NEW_MEMORY:
             given = {}
@@ -210,8 +201,7 @@ def reset_high_water() -> bool:
 def high_water_bytes() -> int | None:
     """Largest resident size in bytes since start or `reset_high_water`; None where the system does not tell.
 
-    It is VmHWM of proc(5): pages really touched, all threads, everything in the process, kept by the kernel to within
-    a fraction of a MiB. It sees no GPU memory.
+    VmHWM of proc(5): all touched pages of the process, to within a fraction of a MiB. It sees no GPU memory.
     """
     return _status("VmHWM")
 

@@ -5,14 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import Case, adaptive_reference, chosen, drawn, logits_of_means, means
-from ringlab import (
-    Adaptive,
-    AdaptiveBlockSparse,
-    adaptive_attention,
-    attention,
-    patterns,
-    reference,
-)
+from ringlab import Adaptive, AdaptiveBlockSparse, adaptive_attention, reference
 
 SIZE, TOP_K = 8, 3
 ONE = Case(Adaptive(SIZE, TOP_K), 101, heads=2, kv_heads=2, weighted=True)  # a last block of 5 rows
@@ -38,15 +31,6 @@ def test_small_and_large_scales_of_half_precision(dtype):
         assert max(apart) <= 10 * torch.finfo(dtype).eps and (scale is not None or apart[1] <= 1e-4), (scale, apart)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_all_blocks_of_equal_weight_are_dense_attention(causal):
-    q, k, v, *_ = tensors(THREE)
-    want, lse = attention(q, k, v, patterns.Dense(), causal=causal, return_lse=True)
-    for z in (None, torch.full((3, 4, 13, 13), 2.5)):
-        got = adaptive_attention(q, k, v, Adaptive(SIZE, 13), z, causal=causal, return_lse=True)
-        assert reference.error(got[0], want, 1.0) <= 1e-12 and reference.error(got[1], lse, 1.0) <= 1e-12
-
-
 def test_ones_stay_ones_and_extreme_weights_stay_finite():
     for dtype, most in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 2e-3)):
         q, k, _, z, *_ = tensors(THREE, dtype)
@@ -61,18 +45,17 @@ def test_ones_stay_ones_and_extreme_weights_stay_finite():
             assert all(torch.isfinite(g).all() for g in grads)
 
 
-def scored(layer, q, k, weights, causal):
+def scored(q, k, weights, causal):
     """The module's logits by definition, in float64: (b, h, blocks, blocks)."""
     q_, k_ = means(q, SIZE) @ weights[0], means(k.repeat_interleave(q.shape[2] // k.shape[2], 2), SIZE) @ weights[1]
-    z = torch.zeros(*q_.shape[:3], q_.shape[2], dtype=q.dtype)
-    for i in range(causal, q_.shape[2]):
-        cols = slice(0, i if causal else None)
-        z[:, :, i, cols] = torch.einsum("bhd,bhkd->bhk", q_[:, :, i - causal], k_[:, :, cols]) * q.shape[3] ** -0.5
-    return z
+    z = q.shape[3] ** -0.5 * (q_.roll(1, 2) if causal else q_) @ k_.mT
+    return z.tril(-1) if causal else z
 
 
-def scorer_errors(attend, causal, case=THREE, dtype=torch.float64):
-    """Errors of out and of the gradients of q, k, v and the scorer's weights; ``attend(layer, q, k, v)`` gives out."""
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", [ONE, THREE, EVEN], ids=["one", "three", "even"])
+def test_the_scorer_gets_the_oracles_gradient(case, dtype, causal):
     torch.manual_seed(1)
     q, k, v, _, dout, _ = tensors(case, dtype)
     layer = AdaptiveBlockSparse(16, SIZE, TOP_K, dtype=dtype)
@@ -80,40 +63,14 @@ def scorer_errors(attend, causal, case=THREE, dtype=torch.float64):
         for weight in layer.parameters():
             weight.add_(0.3 * torch.randn_like(weight)).mul_(2)
     given = (q, k, v, *layer.parameters())
-    out = attend(layer, q, k, v)
+    out = layer(q, k, v, is_causal=causal)
     exact = [t.detach().double().requires_grad_() for t in given]
-    z = scored(layer, *exact[:2], exact[3:], causal)
+    z = scored(*exact[:2], exact[3:], causal)
     want, _ = adaptive_reference(replace(case, causal=causal), *exact[:3], z)
+    grads, wanted = (torch.autograd.grad((o * dout).sum(), of) for o, of in ((out, given), (want, exact)))
     floor = reference.gradient_floor(q, k, dout)
-    grads = torch.autograd.grad((out * dout).sum(), given, allow_unused=True)
-    grads = [torch.zeros_like(t) if g is None else g for t, g in zip(given, grads)]
-    wanted = torch.autograd.grad((want * dout).sum(), exact)
     found = [reference.error(out, want, 1.0), *(reference.error(g, w, floor) for g, w in zip(grads, wanted))]
-    return dict(zip(("out", "dq", "dk", "dv", "q_score", "k_score"), found))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_scorer_gets_the_oracles_gradient(causal):
-    for case in (ONE, THREE, EVEN):
-        for dtype in (torch.float64, torch.float32):
-            found = scorer_errors(lambda layer, q, k, v: layer(q, k, v, is_causal=causal), causal, case, dtype)
-            assert max(found.values()) <= reference.EXACT[dtype], (case, dtype, found)
-
-
-def test_mutants_fail():
-    """What the originals did: a scorer without a gradient, or one whose scores do not reach the result."""
-
-    def detached(layer, q, k, v):
-        return adaptive_attention(q, k, v, layer.pattern, layer.logits(q, k).detach())
-
-    def chooses_only(layer, q, k, v):
-        seen = chosen(layer.logits(q, k), TOP_K, False)
-        return adaptive_attention(q, k, v, layer.pattern, torch.where(seen, 0.0, -1.0).double())
-
-    found = scorer_errors(detached, False)
-    assert found["out"] <= 1e-12 and found["q_score"] > 0.5 and found["k_score"] > 0.5 and found["dq"] > 1e-3
-    found = scorer_errors(chooses_only, False)
-    assert found["out"] > 1e-2 and found["q_score"] > 0.5
+    assert max(found) <= reference.EXACT[dtype], dict(zip(("out", "dq", "dk", "dv", "q_score", "k_score"), found))
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
@@ -142,7 +99,7 @@ def test_training_moves_the_scorer_and_lowers_the_loss(causal):
     with torch.no_grad():
         teacher.q_score.copy_(6 * torch.randn(d, d))
     optimizer, losses = torch.optim.Adam(layer.parameters(), lr=0.1), []
-    start = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    start = [p.detach().clone() for p in layer.parameters()]
     q, k, v = (torch.randn(b, n // SIZE, 1, h, d).expand(-1, -1, SIZE, -1, -1).flatten(1, 2) for _ in range(3))
     want = teacher(q, k, v, is_causal=causal).detach()
     for _ in range(40):
@@ -151,8 +108,8 @@ def test_training_moves_the_scorer_and_lowers_the_loss(causal):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    moved = {name: (p - start[name]).norm().item() for name, p in layer.named_parameters()}
-    assert losses[-1] < 0.6 * losses[0] and min(moved.values()) > 0.5, (losses[::10], moved)
+    moved = [(p - was).norm().item() for p, was in zip(layer.parameters(), start)]
+    assert losses[-1] < 0.6 * losses[0] and min(moved) > 0.5, (losses[::10], moved)
 
 
 def test_a_new_module_chooses_by_the_means():
@@ -181,7 +138,6 @@ def test_pairs_are_brute_force():
                 pairs = int((shown.tril() if causal else shown).sum())
                 said = Adaptive(SIZE, top_k).pairs(n, causal)
                 assert said == pairs or (not causal and n % SIZE and pairs < said <= pairs + n * SIZE)
-    assert Adaptive(8, 2).to_dict() == {"kind": "adaptive", "block_size": 8, "top_k": 2} and "\n" not in str(Adaptive())
 
 
 def test_differentiable_once():
@@ -191,36 +147,3 @@ def test_differentiable_once():
         (grad,) = torch.autograd.grad((out * dout).sum(), wrt, create_graph=True)
         with pytest.raises(NotImplementedError, match="differentiable once"):
             grad.sum().backward(retain_graph=True)
-
-
-Q = torch.zeros(1, 20, 2, 8)
-
-
-@pytest.mark.parametrize(
-    "make, kind, why",
-    [
-        (lambda: Adaptive(8, 0), ValueError, "top_k must be a positive integer up to 2..40, got 0"),
-        (lambda: Adaptive(0, 1), ValueError, "block_size must be a positive integer up to 2..40, got 0"),
-        (lambda: Adaptive(8.0, 1), ValueError, "block_size must be a positive integer up to 2..40, got 8.0"),
-        (lambda: AdaptiveBlockSparse(0), ValueError, "head_dim must be a positive integer up to 2..40, got 0"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 4)), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
-        (lambda: AdaptiveBlockSparse(8, 8, 4)(Q, Q, Q), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(21, 1)), ValueError, "block_size 21 exceeds the sequence length"),
-        (lambda: AdaptiveBlockSparse(4, 8, 2)(Q, Q, Q), ValueError, "the scorer is for head_dim 4, got 8"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), torch.zeros(1, 2, 3, 2)), ValueError,
-         r"z must be \(batch, heads, blocks, blocks\) = \(1, 2, 3, 3\), floats on cpu; got \(1, 2, 3, 2\)"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), Q.long()), ValueError, "torch.int64 on cpu"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), scale=float("nan")), ValueError, "a finite number"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), backend="fast"), ValueError, "unknown backend 'fast'"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), backend=None), ValueError, "a name or a tuple of names"),
-        (lambda: adaptive_attention(Q, Q, Q, patterns.Dense()), TypeError, "must be a ringlab.Adaptive, got Dense"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), causal=1), TypeError, "causal must be True or False"),
-        (lambda: adaptive_attention(Q, Q, Q[:, :8], Adaptive(8, 2)), ValueError, "k and v must have one shape"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), group=object()), TypeError, "must be a ProcessGroup"),
-        (lambda: AdaptiveBlockSparse(8, group=object()), TypeError, "group must be a ProcessGroup, a 1-D DeviceMesh"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(make, kind, why):
-    with pytest.raises(kind, match=why) as failure:
-        make()
-    assert "\n" not in str(failure.value)

@@ -33,13 +33,14 @@ def by_torch(layer, x):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("group, kv_heads", [(None, 4), (None, 2), (Simulated(3), 1)])
-def test_the_layer_is_the_oracle_between_projections(causal, group, kv_heads):
+@pytest.mark.parametrize("kv_heads, more", [
+    (4, {}), (2, {}), (1, {"group": Simulated(3)}),
+    *((4, {"group": Simulated(2), "scheme": scheme}) for scheme in SCHEMES),
+])  # fmt: skip
+def test_the_layer_is_the_oracle_between_projections(causal, kv_heads, more):
     torch.manual_seed(0)
     for pattern in (PATTERN, Dense()):
-        layer = MultiheadAttention(
-            16, 4, pattern, num_kv_heads=kv_heads, causal=causal, group=group, dtype=torch.float64
-        )
+        layer = MultiheadAttention(16, 4, pattern, num_kv_heads=kv_heads, causal=causal, dtype=torch.float64, **more)
         x, dout = torch.randn(2, 48, 16, dtype=torch.float64, requires_grad=True), torch.randn(2, 48, 16).double()
         want = by_torch(layer, x)
         want = [want.detach(), *torch.autograd.grad(want, [x, *layer.parameters()], dout)]
@@ -66,15 +67,6 @@ def test_over_ranks_gradients_sum_to_those_of_one_device_and_micro_batches_to_th
     assert apart(summed, whole) <= 1e-12
 
 
-@pytest.fixture
-def one_thread():
-    """Steps this small are faster without help, above all where other processes want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def train(steps: int, tracker=None, **options):
     """Losses of ``steps`` steps of a layer, and the live bytes after each where a tracker counts them."""
     torch.manual_seed(0)
@@ -96,53 +88,17 @@ def train(steps: int, tracker=None, **options):
 @pytest.mark.parametrize(
     "group, pattern, dtype", [(None, PATTERN, torch.float64), (Simulated(2), Dense(), torch.bfloat16)]
 )
-def test_a_hundred_steps_with_checkpointing_and_pool_are_those_without(one_thread, group, pattern, dtype):
+def test_fifty_steps_with_checkpointing_and_pool_are_those_without(group, pattern, dtype):
     """Bit for bit, and with tiles to rounding; what is alive after a step does not grow."""
     pool, gather = MemoryPool(threshold_bytes=0), group is None  # that path and half precision borrow
     made = {"group": group, "pattern": pattern, "dtype": dtype}
-    losses, _ = train(100, **made, execution=Execution(gather=gather))
+    losses, _ = train(50, **made, execution=Execution(gather=gather))
     with LiveStorageTracker() as tracker:
         checkpointed = {"execution": Execution(gather=gather, pool=pool), "use_gradient_checkpointing": True}
-        same, live = train(100, tracker, **made, **checkpointed)
-    assert same == losses and sum(losses[-20:]) < sum(losses[:20])
+        same, live = train(50, tracker, **made, **checkpointed)
+    assert same == losses and sum(losses[-10:]) < sum(losses[:10])
     assert len(set(live[2:])) == 1, "live memory after a step"
-    assert pool.stats().reuses > 100
+    assert pool.stats().reuses > 50
     if dtype == torch.float64:
-        tiled, _ = train(100, **made, execution=Execution(tile=20), use_gradient_checkpointing=True)
+        tiled, _ = train(50, **made, execution=Execution(tile=20), use_gradient_checkpointing=True)
         assert max(abs(a - b) / b for a, b in zip(tiled, losses)) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        (dict(dropout=0.1), TypeError, "cannot honour 'dropout': attention dropout is not supported"),
-        (dict(batch_first=True), TypeError, "cannot honour 'batch_first': unknown argument"),
-        (dict(num_kv_heads=3), ValueError, "num_heads must divide embed_dim and num_kv_heads num_heads, got 16, 4, 3"),
-        (dict(num_kv_heads=0), ValueError, "num_kv_heads must be a positive integer"),
-        (dict(scheme="ring"), ValueError, "are for several ranks"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments, error, message):
-    with pytest.raises(error, match=message) as caught:
-        MultiheadAttention(16, 4, Dense(), **arguments)
-    assert "\n" not in str(caught.value)
-
-
-def test_bad_inputs_are_one_line():
-    layer = MultiheadAttention(16, 4, Dense(), dropout=0.0)
-    with pytest.raises(TypeError, match="cannot honour 'attn_mask': masks are not arguments"):
-        layer(torch.randn(1, 8, 16), attn_mask=None)
-    for wrong in (torch.randn(8, 16), torch.randn(1, 8, 12)):
-        with pytest.raises(ValueError, match=r"x must be \(batch, seq, 16\), got shape"):
-            layer(wrong)
-
-
-def test_every_scheme_has_the_same_layer():
-    torch.manual_seed(0)
-    x, dout = torch.randn(1, 48, 16, dtype=torch.float64, requires_grad=True), torch.randn(1, 48, 16).double()
-    layer = MultiheadAttention(16, 4, PATTERN, dtype=torch.float64)
-    want = gradients(layer, x, dout)
-    for scheme in SCHEMES:
-        other = MultiheadAttention(16, 4, PATTERN, dtype=torch.float64, group=Simulated(2), scheme=scheme)
-        other.load_state_dict(layer.state_dict())
-        assert apart(gradients(other, x, dout), want) <= 1e-12, scheme

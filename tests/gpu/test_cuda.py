@@ -283,12 +283,10 @@ def test_peak_memory_of_a_training_step(backend):
 @gpu_only
 def test_a_pool_lends_a_streams_memory_to_that_stream_alone():
     pool, side = MemoryPool(threshold_bytes=0), torch.cuda.Stream()
-    with pool.borrow((1 << 20,), F32, DEVICE) as t:
-        first = t.data_ptr()
-    with torch.cuda.stream(side), pool.borrow((1 << 20,), F32, DEVICE) as t:
-        assert t.data_ptr() != first
-    with pool.borrow((1 << 20,), F32, DEVICE) as t:
-        assert t.data_ptr() == first
+    first = pool.lend((1 << 20,), F32, DEVICE).data_ptr()
+    with torch.cuda.stream(side):
+        assert pool.lend((1 << 20,), F32, DEVICE).data_ptr() != first
+    assert pool.lend((1 << 20,), F32, DEVICE).data_ptr() == first
     assert (pool.stats().reuses, pool.stats().allocations) == (1, 2)
     torch.cuda.synchronize()
     pattern = Dilated([256, 512], [1, 2])

@@ -29,10 +29,10 @@ def document_row(point: Point, group: Group, rehearsal: bool, device: str) -> Re
     return row
 
 
-def times_longer(result: Result, factor: float) -> Result:
+def times_longer(result: Result, factor: float, **changes) -> Result:
     scaled = {k: getattr(result, k) * factor for k in ("median", "q1", "q3")}
-    ci, seconds = (tuple(x * factor for x in getattr(result, k)) for k in ("ci", "seconds"))
-    return replace(result, ci=ci, seconds=seconds, **scaled)
+    scaled |= {k: tuple(x * factor for x in getattr(result, k)) for k in ("ci", "seconds")}
+    return replace(result, **scaled | changes)
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def document_suite(name: str = "cpu", rehearsal: bool = False) -> tuple[Result, 
 
 def on_ranks(result: Result, ranks: int, gain: float, **options) -> Result:
     point = result.point.but(world_size=ranks, options=dict(result.point.options) | options)
-    return replace(times_longer(result, 1 / gain), point=point, bound_seconds=None)
+    return times_longer(result, 1 / gain, point=point, bound_seconds=None)
 
 
 def rank_row(point: Point, group: Group) -> Result:
@@ -62,9 +62,7 @@ def rank_row(point: Point, group: Group) -> Result:
     row = replace(row, point=point, memory=memory, ranks=about)
     if not row.seconds or about.get("oversubscribed"):
         return replace(row, seconds=(), rounds=(), median=None, ci=None, q1=None, q3=None, bound_seconds=None)
-    scaled = {k: getattr(row, k) / p for k in ("median", "q1", "q3", "bound_seconds")}
-    seconds, ci = (tuple(x / p for x in getattr(row, k)) for k in ("seconds", "ci"))
-    return replace(row, seconds=seconds, ci=ci, **scaled)
+    return times_longer(row, 1 / p, bound_seconds=row.bound_seconds / p)
 
 
 @functools.cache
@@ -100,9 +98,7 @@ def session_row(point: Point, group: Group, rehearsal: bool = False, device: str
     elif point.system == "pool_workload":
         memory |= {"pool_reuses": 7, "pool_allocations": 1, "pool_bytes": options["size_mb"] * 2**20}
     if row.seconds:
-        scaled = {k: getattr(row, k) * slow for k in ("median", "q1", "q3")}
-        seconds, ci = (tuple(x * slow for x in getattr(row, k)) for k in ("seconds", "ci"))
-        row = replace(row, seconds=seconds, ci=ci, **scaled)
+        row = times_longer(row, slow)
         if point.system in ("plan_build", *BY_THEMSELVES):
             row = replace(row, bound_seconds=None, cost={})
     return replace(row, point=point, memory=memory, provenance=row.provenance | {"device": device})
@@ -116,15 +112,7 @@ def session_suite(name: str = "cpu", device: str = "cpu", rehearsal: bool = Fals
 
 def slower(factor: float, test):
     """A change of rows: those that ``test`` picks take ``factor`` times as long."""
-
-    def change(r):
-        if not r.seconds or not test(r):
-            return r
-        fields = {k: getattr(r, k) * factor for k in ("median", "q1", "q3")}
-        seconds, ci = (tuple(x * factor for x in getattr(r, k)) for k in ("seconds", "ci"))
-        return replace(r, seconds=seconds, ci=ci, bound_seconds=None, **fields)
-
-    return change
+    return lambda r: times_longer(r, factor, bound_seconds=None) if r.seconds and test(r) else r
 
 
 def system(name: str):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ringlab import cost, patterns
-from ringlab.measure import Group, Point, Result, load, provenance, ratio, select, stats, store, timing
+from ringlab.measure import Group, Point, Result, load, provenance, ratio, stats, store, timing
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
@@ -44,12 +44,22 @@ def test_rows_come_back_as_written_also_when_not_finite(tmp_path):
     assert load(tmp_path / "nowhere") == []
 
 
-def test_a_result_without_all_its_samples_does_not_count(tmp_path):
+@pytest.mark.parametrize(
+    "damage, skipped",
+    [
+        (lambda text: text.split("\n", 1)[1], "1 unreadable or incomplete row (line 3)"),  # without its first sample
+        (lambda text: text + '[1]\n{"schema": 1}\n\x00\xff\n', "3 unreadable or incomplete rows (line 9, 10, 11)"),
+        (lambda text: text.replace('2.0, "l', f'{10**400}, "l', 1), "2 unreadable or incomplete rows (line 2, 4)"),
+        (lambda text: text + '{"schema": 2, "kind": "result"}\n', ""),
+    ],
+)
+def test_what_cannot_be_read_is_skipped_with_a_warning_and_other_schemas_without(tmp_path, damage, skipped):
     write(tmp_path, result(), result(TINY.but(causal=True)))
     path, said = tmp_path / store.NAME, []
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]) + '[1]\n{"schema": 1}\n\x00\xff\n')
-    assert [r.point.causal for r in load(tmp_path, warn=said.append)] == [True]
-    assert len(said) == 1 and "skipped 4 " in said[0] and "(line 3, 8, 9, 10)" in said[0]
+    path.write_text(damage(path.read_text()))
+    found = [r.point.causal for r in load(tmp_path, warn=said.append)]
+    assert found == ([True] if "(line 2" in skipped or "(line 3" in skipped else [False, True])
+    assert bool(said) == bool(skipped) and skipped in "".join(said)
 
 
 def test_the_newest_result_counts_and_an_interleaved_group_is_of_one_make_up(tmp_path):
@@ -59,23 +69,6 @@ def test_the_newest_result_counts_and_an_interleaved_group_is_of_one_make_up(tmp
     after = result(TINY, "both", run="r4", composition="a", interleaved=True)
     write(tmp_path, old, new, *before, after)
     assert load(tmp_path) == [new, after]
-    mine = replace(old, provenance={"engine": "mine"})
-    write(tmp_path, mine, replace(new, run="r5"))
-    assert select(load(tmp_path), "g")[0].run == "r5"
-    assert select(load(tmp_path, prefer={"engine": "mine"}), "g") == [mine]
-
-
-def test_a_row_with_an_absurd_number_is_skipped(tmp_path):
-    write(tmp_path, result())
-    path, said = tmp_path / store.NAME, []
-    path.write_text(path.read_text().replace('"seconds": 2.0', f'"seconds": {10**400}'))
-    assert load(tmp_path, warn=said.append) == [] and len(said) == 1 and "skipped 2 " in said[0]
-
-
-def test_other_schemas_are_left_alone(tmp_path):
-    (tmp_path / store.NAME).write_text('{"schema": 2, "kind": "result"}\n')
-    said = []
-    assert load(tmp_path, warn=said.append) == [] and said == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,10 +90,9 @@ def test_a_points_id_is_its_content():
 
 
 def test_composition_matters_only_where_points_take_turns():
-    other = TINY.but(causal=True)
-    assert Group("a", [TINY, other]).composition(TINY) != Group("a", [TINY]).composition(TINY)
-    apart = [Group("a", points, interleave=False).composition(TINY) for points in ([TINY, other], [TINY])]
-    assert apart[0] == apart[1]
+    for interleave in (True, False):
+        both, one = (Group("a", some, interleave).composition(TINY) for some in ([TINY, TINY.but(causal=True)], [TINY]))
+        assert (both != one) == interleave
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,10 +148,9 @@ def test_ratio_is_taken_round_by_round():
 
 
 def test_what_the_same_work_differs_by_is_no_difference():
-    r = stats.Ratio(1.08, 1.05, 1.10, 10, True)
-    assert r.longer and not replace(r, resolution=1.06).longer
-    r = stats.Ratio(0.93, 0.90, 0.95, 10, True)
-    assert r.shorter and not replace(r, resolution=1.06).shorter
+    longer, shorter = stats.Ratio(1.08, 1.05, 1.10, 10, True), stats.Ratio(0.93, 0.90, 0.95, 10, True)
+    assert longer.longer and not replace(longer, resolution=1.06).longer
+    assert shorter.shorter and not replace(shorter, resolution=1.06).shorter
 
 
 def test_results_are_paired_where_they_share_rounds():
@@ -182,36 +173,16 @@ def test_results_of_different_runs_are_not_paired():
         ratio(a, result(seconds=()))
 
 
-def test_loops_make_a_sample_long_enough():
-    for seconds in (1e-6, 1e-4, 0.003, 0.02, 0.5):
-        assert timing.loops_for(seconds) * seconds >= 0.005
-    assert timing.rounds_for([0.01, 0.05], True) == [30, 30] and timing.rounds_for([], True) == []
-
-
 def test_l2_is_flushed_before_each_timed_call(monkeypatch):
-    order, now = [], [0.0]
-
-    def event(enable_timing):
-        made = SimpleNamespace()
-        made.record = lambda: (order.append("event"), setattr(made, "at", now[0]))
-        made.elapsed_time = lambda end: end.at - made.at
-        return made
-
-    def flush():
-        order.append("flush")
-        now[0] += 1000.0
-
-    def call():
-        order.append("call")
-        now[0] += 3.0  # ms
-
+    order = []
+    event = SimpleNamespace(record=lambda: order.append("event"), elapsed_time=lambda end: 3.0)  # ms
     cuda = SimpleNamespace(
-        Event=event, synchronize=lambda device: None,
+        Event=lambda enable_timing: event, synchronize=lambda device: None,
         get_device_properties=lambda device: SimpleNamespace(L2_cache_size=1 << 20),
     )  # fmt: skip
-    made = SimpleNamespace(cuda=cuda, uint8=torch.uint8, empty=lambda size, **_: SimpleNamespace(zero_=flush))
-    monkeypatch.setattr(timing, "torch", made)
-    assert timing.CudaClock("cuda").sample(call, 3) == pytest.approx(0.003)
+    buffer = SimpleNamespace(zero_=lambda: order.append("flush"))
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda, uint8=None, empty=lambda size, **_: buffer))
+    assert timing.cuda_seconds(lambda: order.append("call"), 3, "cuda") == pytest.approx(0.003)
     assert order == ["flush", "event", "call", "event"] * 3
 
 
@@ -231,31 +202,39 @@ def test_a_bound_is_below_what_the_measured_rates_allow():
 # provenance
 
 
-def test_engine_hash_sees_code_and_nothing_else(tmp_path):
+def test_hashes_see_code_and_nothing_else(tmp_path):
     source = 'def f(x):\n    if x < 0:\n        raise ValueError(f"{x} is bad")\n    return x + 1\n\n'
     source += 'class A:\n    y = "text"\n'
     same = '"""Module."""\n# comment\ndef f(x):\n    """Doc."""\n    if x < 0:\n        raise ValueError("another")\n'
     same += "    return (x +\n            1)  # why\n\n\nclass A:\n    'Doc.'\n    y = 'text'\n"
 
-    def hashed(name, text, **others):
-        package = tmp_path / name
-        package.mkdir()
-        (package / "patterns.py").write_text(text)
-        for file, content in others.items():
-            path = package / file.replace("__", "/")
-            path.parent.mkdir(exist_ok=True)
-            path.with_suffix(".py").write_text(content)
-        return provenance.engine_hash(package)
+    def changes(patterns=source, **others) -> tuple[bool, bool]:
+        """Whether the hashes of the engine and of the method change with these files."""
+        package = tmp_path / str(len(list(tmp_path.iterdir())))
+        for file, text in (others | {"patterns": patterns}).items():
+            path = package / f"{file.replace('__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return provenance.engine_hash(package) != base[0], provenance.method_hash(package) != base[1]
 
-    base = hashed("a", source)
-    assert hashed("b", same) == base
-    for name, (old, new) in enumerate([("+ 1", "+ 2"), ('"text"', '"Text"'), ("    y =", "    z = 1\n    y ="),
-                                       ("ValueError", "TypeError"), ("x < 0", "x < 1")]):  # fmt: skip
-        assert hashed(f"c{name}", source.replace(old, new)) != base, new
-    assert hashed("d", source, measure__worker="x = 1", report__driver="x = 1", cli="x = 1") == base
-    assert hashed("e", source, ring__launch="x = 1", kernels__triton_tune="x = 1") == base, "starts it, or tunes it"
-    assert hashed("f", source, kernels__eager="x = 1") != base
-    assert hashed("g", source, ring__group="x = 1") != base
+    base = None, None
+    changes()
+    base = provenance.engine_hash(tmp_path / "0"), provenance.method_hash(tmp_path / "0")
+    assert changes(same) == (False, False)
+    for old, new in (
+        ("+ 1", "+ 2"),
+        ('"text"', '"Text"'),
+        ("    y =", "    z = 1\n    y ="),
+        ("Value", "Type"),
+        ("<", "<="),
+    ):
+        assert changes(source.replace(old, new)) == (True, False), new
+    for file in ("kernels__eager", "ring__group"):
+        assert changes(**{file: "x = 1"}) == (True, False)
+    for file in ("measure__timing", "measure__systems", "cost"):
+        assert changes(**{file: "x = 1"}) == (False, True)
+    for file in ("measure__session", "measure__store", "report__driver", "cli", "ring__launch", "kernels__triton_tune"):
+        assert changes(**{file: "x = 1"}) == (False, False), "it only starts, tunes or shows"
 
 
 def test_every_module_is_on_a_side(tmp_path):
@@ -268,20 +247,6 @@ def test_every_module_is_on_a_side(tmp_path):
         assert (provenance.PACKAGE / name).is_dir() or (provenance.PACKAGE / f"{name}.py").exists(), name
 
 
-def test_method_hash_sees_how_a_point_is_measured_and_not_who_runs_it(tmp_path):
-    (tmp_path / "measure").mkdir()
-
-    def hashed(**files):
-        for name, text in files.items():
-            (tmp_path / "measure" / f"{name}.py").write_text(text)
-        provenance.method_hash.cache_clear()
-        return provenance.method_hash(tmp_path)
-
-    base = hashed(workers="x = 1", timing="x = 1", session="x = 1", store="x = 1")
-    assert hashed(session="x = 2", store="x = 2", suites="x = 1") == base
-    assert hashed(timing="x = 2") != base and hashed(timing="x = 1", systems="x = 1") != base
-
-
 def test_rows_of_other_tuned_sizes_do_not_count(tmp_path, monkeypatch):
     monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
     assert provenance.tuning() is None and provenance.collect("cpu")["tuning"] is None
@@ -292,14 +257,11 @@ def test_rows_of_other_tuned_sizes_do_not_count(tmp_path, monkeypatch):
     assert provenance.differs(*found) == ["tuning"] and provenance.key(found[0]) != provenance.key(found[1])
 
 
-def test_commit_is_unknown_outside_a_checkout_unless_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.delenv("RINGLAB_COMMIT", raising=False)
+@pytest.mark.parametrize("told, commit", [("", "unknown"), ("0123abc", "0123abc"), ("not a commit!", "unknown")])
+def test_commit_is_unknown_outside_a_checkout_unless_it_is_told(tmp_path, monkeypatch, told, commit):
+    monkeypatch.setenv("RINGLAB_COMMIT", told)
     (tmp_path / "patterns.py").write_text("")
-    assert provenance.git_state(tmp_path) == ("unknown", "unknown")
-    monkeypatch.setenv("RINGLAB_COMMIT", "0123abc")
-    assert provenance.git_state(tmp_path) == ("0123abc", "unknown")
-    monkeypatch.setenv("RINGLAB_COMMIT", "not a commit!")
-    assert provenance.git_state(tmp_path) == ("unknown", "unknown")
+    assert provenance.git_state(tmp_path) == (commit, "unknown")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

@@ -1,125 +1,46 @@
 """Points on several ranks: checked, then timed by the slowest rank; the plan's bytes; a culprit is named."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
 import torch
-from hosts import OneProbe
+from hosts import measure, misbehaving
 from ringlab.measure import Group, Point
-from started import gone, rows_of
-
-from ringlab.measure import provenance, session, store, timing  # isort: skip
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem, contiguous
 from ringlab.ring.volume import sent_bytes
-
-BUILDERS = '''
-import os, signal, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from ringlab import attention
-from ringlab.measure.systems import System, ringlab
-
-HERE = Path(__file__).parent
-
-def system(p, d, work, scheme=None):
-    made = System(p, d, None)
-    def forward(q, k, v):
-        return work(q, k, v, lambda: attention(q, k, v, made.pattern, group=dist.group.WORLD, scheme="plan"))
-    made.forward, made.scheme = forward, scheme
-    return made
-
-def second(value):
-    """What ``value`` makes of it on rank 1 alone."""
-    return lambda q, k, v, out: (value(out()) if dist.get_rank() == 1 else out(), None)
-
-def wrong(p, d): return system(p, d, second(lambda out: out * 1.001))
-def bad_grad(p, d):
-    return system(p, d, lambda q, k, v, out: (out() + 0.1 * dist.get_rank() * (v - v.detach()), None))
-def longer(p, d): return system(p, d, second(lambda out: torch.cat([out, out], 1)))
-def other_bytes(p, d): return system(p, d, lambda q, k, v, out: (out(), None), scheme="ring")
-def raises(p, d): return system(p, d, second(lambda out: 1 / 0))
-def refuses(p, d): raise NotImplementedError("needs another machine")
-def sleeps(p, d): return system(p, d, second(lambda out: time.sleep(1000)))
-
-def lags(p, d):
-    def work(q, k, v, out):
-        time.sleep(0.05 * dist.get_rank())
-        return out(), None
-    return system(p, d, work)
-
-def killed(p, d):
-    """Dies in its sixth call, once."""
-    calls, flag = [], HERE / "died"
-    def work(q, k, v, out):
-        calls.append(0)
-        if dist.get_rank() == 1 and len(calls) == 6 and not flag.exists():
-            flag.write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.06)
-        return out(), None
-    return system(p, d, work)
-
-def slow(p, d):
-    if p.world_size > 1:
-        (HERE / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
-    def work(q, k, v, out):
-        time.sleep(0.1)
-        return out(), None
-    return system(p, d, work)
-'''
+from started import rows_of
 
 PATTERN = Dilated([16, 128], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=128, heads=2, head_dim=8, world_size=2)
 BOTH = TINY.but(passes="fwd+bwd", causal=True)
 VERDICTS = {
-    "wrong": ("incorrect", "out is off by"),
-    "longer": ("incorrect", "out is off by inf"),
-    "other_bytes": ("incorrect", "bytes were sent, the plan has"),
-    "raises": ("crashed", "rank 1: ZeroDivisionError: division by zero"),
-    "refuses": ("unsupported", "needs another machine"),
+    "broken:wrong": ("incorrect", "out is off by"),
+    "broken:bad_grad": ("incorrect", "dv is off by"),
+    "broken:longer": ("incorrect", "out is off by inf"),
+    "broken:other_bytes": ("incorrect", "bytes were sent, the plan has"),
+    "broken:raises": ("crashed", "rank 1: ZeroDivisionError: division by zero"),
+    "broken:refuses": ("unsupported", "needs another machine"),
+    "dense_sdpa": ("unsupported", "dense_sdpa runs on one device, not on 2 ranks"),
 }
+BAD = {name: TINY.but(system=name, passes="fwd+bwd" if "grad" in name else "fwd") for name in VERDICTS}
 PUBLISHED = TINY.but(system="RingDilatedAttentionV2Robust", pattern=Dilated([16, 128], [1, 2], "head_groups", "branch"))
 POINTS = [
     TINY, TINY.but(world_size=1), BOTH, TINY.but(options={"scheme": "ring"}), PUBLISHED,
     TINY.but(pattern=Dense(), options={"scheme": "ring", "layout": "zigzag"}),
     TINY.but(world_size=1, options={"simulated": 4}), PUBLISHED.but(world_size=1, options={"simulated": 4}),
-    TINY.but(system="builders:lags"), TINY.but(system="builders:bad_grad", passes="fwd+bwd"),
-    TINY.but(system="dense_sdpa"),
-    *(TINY.but(system=f"builders:{name}") for name in VERDICTS),
+    TINY.but(system="broken:slow"), *BAD.values(),
 ]  # fmt: skip
 
 
-KILLED = TINY.but(system="builders:killed")
+KILLED = TINY.but(system="broken:dies_once")
 THREE = TINY.but(world_size=3, seq_len=129)  # and two cores
 GROUPS = [Group("ranks", POINTS, interleave=False), Group("killed", [KILLED, TINY]), Group("wide", [THREE, TINY])]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def builders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("systems")
-    (folder / "builders.py").write_text(BUILDERS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "threads", lambda: 2)
-        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-        yield folder
-
-
-def run(groups, folder, **how):
-    return session.Session(folder, profile="cpu", workers=OneProbe, **how).run(groups)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, run(GROUPS, folder)
+    with misbehaving(folder, threads=2):
+        yield folder, measure(GROUPS, folder)
 
 
 def found(measured, point, group="ranks"):
@@ -156,27 +77,20 @@ def test_bytes_are_the_plans_and_memory_is_a_ranks(measured):
 
 
 def test_time_is_the_slowest_ranks(measured):
-    assert min(found(measured, TINY.but(system="builders:lags")).seconds) >= 0.05
+    assert min(found(measured, TINY.but(system="broken:slow")).seconds) >= 0.1
 
 
-@pytest.mark.parametrize("name", VERDICTS)
-def test_a_rank_that_is_wrong_is_no_time(measured, name):
-    row = found(measured, TINY.but(system=f"builders:{name}"))
-    assert row.status == VERDICTS[name][0] and VERDICTS[name][1] in row.reason and row.median is None
-
-
-def test_a_wrong_gradient_of_one_rank_and_a_system_of_one_device(measured):
-    row = found(measured, TINY.but(system="builders:bad_grad", passes="fwd+bwd"))
-    assert row.status == "incorrect" and row.reason.startswith("dv is off by"), row.reason
-    row = found(measured, TINY.but(system="dense_sdpa"))
-    assert (row.status, row.reason) == ("unsupported", "dense_sdpa runs on one device, not on 2 ranks")
+@pytest.mark.parametrize("system", VERDICTS)
+def test_a_rank_that_is_wrong_is_no_time(measured, system):
+    row, (status, said) = found(measured, BAD[system]), VERDICTS[system]
+    assert row.status == status and said in row.reason and row.median is None
 
 
 def test_a_rank_that_is_killed_costs_its_point_and_is_named(measured):
     killed, other = (found(measured, point, "killed") for point in (KILLED, TINY))
     assert killed.status == "crashed" and killed.reason.startswith("rank 1: the worker was ended by SIGKILL")
     assert not killed.final and killed.median is None and other.status == "ok" and len(other.seconds) >= 10
-    again = measured[0], run(GROUPS, measured[0])
+    again = measured[0], measure(GROUPS, measured[0])
     assert found(again, TINY, "killed") == other
     completed = found(again, KILLED, "killed")
     assert completed.status == "ok" and len(completed.seconds) >= 10
@@ -191,32 +105,6 @@ def test_more_ranks_than_cores_have_no_time(measured):
     assert not [row for row in rows_of(measured[0], "sample") if row["point"] == THREE.id]
 
 
-def test_a_rank_that_hangs_is_named(tmp_path):
-    (row,) = run([Group("group", [TINY.but(system="builders:sleeps")])], tmp_path, timeout_s=2.0)
+def test_a_rank_that_hangs_is_named(measured, tmp_path):
+    (row,) = measure([Group("group", [TINY.but(system="broken:sleeps")])], tmp_path, timeout_s=2.0)
     assert row.status == "timeout" and row.reason.startswith("took more than 2 s: rank 1 is behind, "), row.reason
-
-
-RUN = """
-import signal, sys
-from ringlab.measure import Group, Interrupted, Point, provenance, run
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-provenance.threads = lambda: 2
-if __name__ == "__main__":
-    try:
-        run([Group("slow", [Point.from_dict({point!r})])], {folder!r}, profile="cpu")
-    except Interrupted as stop:
-        sys.exit(str(stop))
-"""
-
-
-def test_ctrl_c_leaves_no_rank(tmp_path, builders):
-    script = RUN.format(point=TINY.but(system="builders:slow").to_dict(), folder=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
-    path, deadline = tmp_path / store.NAME, time.monotonic() + 120
-    while not (path.exists() and path.read_text().count('"sample"') >= 3) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ranks = [int(Path(builders, f"{rank}.pid").read_text()) for rank in range(2)]
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1].splitlines()
-    assert said[-1].startswith("interrupted: 0 points and the finished samples") and "Traceback" not in "".join(said)
-    assert gone(ranks, 60.0)

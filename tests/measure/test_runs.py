@@ -14,65 +14,12 @@ from statistics import median
 
 import pytest
 import torch
-from hosts import MadeUp, OneProbe
+from hosts import MadeUp, OneProbe, measure, misbehaving
 from ringlab import patterns
-from ringlab.measure import STATUSES, Busy, Group, Point, load, ratio, run, select, sgemm, workers
+from ringlab.measure import Busy, Group, Point, load, provenance, ratio, run, session, sgemm, store
+from ringlab.measure.workers import Died
 from ringlab.ring import launch
 from started import alive, gone, rows_of
-
-from ringlab.measure import session, provenance, store, timing  # isort: skip
-
-BROKEN = """
-import os, signal, time
-import torch
-from dataclasses import replace
-from pathlib import Path
-from ringlab import attention
-from ringlab.measure.systems import Refused, System
-
-HERE = Path(__file__).parent
-
-def right(q, k, v):
-    return attention(q, k, v, PATTERN), None
-
-def system(forward, point, device, **cost):
-    global PATTERN
-    made = System(point, device, forward)
-    PATTERN = made.pattern
-    made.cost = replace(made.cost, **cost)
-    return made
-
-def zeros(p, d): return system(lambda q, k, v: (torch.zeros_like(q), None), p, d)
-def nans(p, d): return system(lambda q, k, v: (q * float("nan"), None), p, d)
-def wide(p, d): return system(lambda q, k, v: (right(q, k, v)[0].double(), None), p, d)
-def short(p, d): return system(lambda q, k, v: (right(q, k, v)[0][:, :-1], None), p, d)
-def bad_grad(p, d): return system(lambda q, k, v: (right(q, k, v)[0] + 0.1 * (q - q.detach()), None), p, d)
-def raises(p, d): return system(lambda q, k, v: 1 / 0, p, d)
-def refuses(p, d): raise NotImplementedError("needs another machine")
-def declines(p, d): raise Refused("not this pattern")
-def buggy(p, d): return system(lambda q, k, v: int("x"), p, d)
-def starves(p, d): return system(lambda q, k, v: (torch.ones(1 << 31, dtype=torch.uint8), None), p, d)
-def exhausted(p, d): raise MemoryError
-def too_fast(p, d): return system(right, p, d, folded_flops=10**18)
-def too_small(p, d): return system(right, p, d, floor_bytes=10**9)
-def sleeps(p, d): return system(lambda q, k, v: time.sleep(1000), p, d)
-def aborts(p, d): return system(lambda q, k, v: os.abort(), p, d)
-def killed(p, d): return system(lambda q, k, v: os.kill(os.getpid(), signal.SIGKILL), p, d)
-
-def turns(p, d):
-    calls = []
-    def forward(q, k, v):
-        calls.append(0)
-        return (right(q, k, v)[0] if len(calls) < 3 else torch.zeros_like(q)), None
-    return system(forward, p, d)
-
-def slow(p, d):
-    (HERE / f"pid-{p.id}").write_text(str(os.getpid()))
-    def forward(q, k, v):
-        time.sleep(0.1)
-        return right(q, k, v)
-    return system(forward, p, d)
-"""
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
@@ -82,17 +29,8 @@ TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
 def broken(tmp_path_factory):
     """The folder of a module of systems that misbehave, importable in workers."""
     folder = tmp_path_factory.mktemp("systems")
-    (folder / "broken.py").write_text(BROKEN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
-        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    with misbehaving(folder, threads=1):  # tiny work: a second thread only waits
         yield folder
-
-
-def measure(groups, folder, force=False, minutes=None, workers=OneProbe, **how):
-    return session.Session(folder, **{"profile": "cpu", "workers": workers} | how).run(groups, force, minutes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,12 +53,11 @@ VERDICTS = {
     "too_fast": ("suspect", "is below its bound of"),
     "too_small": ("suspect", "smaller than its own tensors"),
 }
-CAUSAL = TINY.but(causal=True)
-BUILD = TINY.but(system="plan_build", options={"warm": False})  # its check allows no error at all, only its own
-TABLE = Group("table", [BUILD, TINY, *(TINY.but(system=f"broken:{name}") for name in VERDICTS), CAUSAL, sgemm(64)])
+CAUSAL, TRAINED, GEMM = TINY.but(causal=True), TINY.but(passes="fwd+bwd"), sgemm(64)
+TABLE = Group("table", [TINY, *(TINY.but(system=f"broken:{name}") for name in VERDICTS), CAUSAL, GEMM])
 ALONE = Group("alone", [TINY, CAUSAL], interleave=False)
-WRONG_GRADIENT = TINY.but(system="broken:bad_grad", passes="fwd+bwd")
-CHECKED = Group("checked", [TINY.but(passes="fwd+bwd"), WRONG_GRADIENT], timed=False)
+WRONG_GRADIENT = TRAINED.but(system="broken:bad_grad")
+CHECKED = Group("checked", [TRAINED, WRONG_GRADIENT], timed=False)
 
 
 @pytest.fixture(scope="module")
@@ -129,54 +66,51 @@ def measured(tmp_path_factory):
     return folder, measure([TABLE, ALONE, CHECKED], folder, memory_bytes=1 << 30)
 
 
-def found(measured, group: str, **fields):
-    (result,) = select(measured[1], group, **fields)
-    return result
+def found(measured, group: str, *points):
+    """The results of these points of a group."""
+    results = {r.point: r for r in measured[1] if r.group == group}
+    return [results[point] for point in points]
 
 
 @pytest.mark.parametrize("system", VERDICTS)
 def test_what_cannot_be_quoted_says_why(measured, system):
     status, said = VERDICTS[system]
-    row = found(measured, "table", system=f"broken:{system}")
+    (row,) = found(measured, "table", TINY.but(system=f"broken:{system}"))
     assert row.status == status and said in row.reason and "\n" not in row.reason
     assert (row.median is not None) == (status == "suspect"), "no time without a passed check"
     assert row.final == (status != "crashed"), "a fault is tried again, a refusal is not"
 
 
 def test_a_right_system_is_checked_then_timed(measured):
-    row = found(measured, "table", system="ringlab", causal=False)
+    row, gemm = found(measured, "table", TINY, GEMM)
     assert row.status == "ok" and 0 < row.errors["out"] <= row.tolerance["out"] == 5e-6
     assert len(row.seconds) >= 10 and row.median == median(row.seconds) and row.warmups >= 2
     assert row.q1 <= row.median <= row.q3 and row.ci[0] <= row.median <= row.ci[1]
     assert row.memory["tracked_peak_bytes"] >= row.memory["floor_bytes"] == 4 * 64 * 2 * 8 * 4
-    gemm = found(measured, "table", system="sgemm")
     rate = gemm.cost["flops"] / gemm.median
     assert row.share == pytest.approx(row.cost["flops"] / row.median / rate) and gemm.share == pytest.approx(1.0)
-    assert {r.status for r in measured[1]} <= set(STATUSES)
 
 
 def test_points_of_a_table_take_turns_in_processes_of_their_own(measured):
     folder, _ = measured
-    a, b, c = (found(measured, "table", **x) for x in ({"system": "ringlab", "causal": False}, {"causal": True},
-                                                       {"system": "sgemm"}))  # fmt: skip
-    run_id, ids = a.run, [r.point.id for r in (a, b, c)]
-    taken = [(r["round"], r["point"]) for r in rows_of(folder, "sample") if r["run"] == run_id and r["point"] in ids]
+    a, b, c = found(measured, "table", TINY, CAUSAL, GEMM)
+    ids = [r.point.id for r in (a, b, c)]
+    taken = [(r["round"], r["point"]) for r in rows_of(folder, "sample") if r["run"] == a.run and r["point"] in ids]
     assert [number for number, _ in taken[:30]] == [number for number in range(10) for _ in ids]
     firsts = {point for i, (_, point) in enumerate(taken[:30]) if i % 3 == 0}
     assert firsts == set(ids), "each is first in some round"
     assert a.run == b.run and ratio(a, b).paired and ratio(a, b).rounds == len(a.seconds)
-    apart = select(measured[1], "alone")
+    apart = found(measured, "alone", TINY, CAUSAL)
     order = [r["point"] for r in rows_of(folder, "sample") if r["run"] == apart[0].run]
     assert order == sorted(order, key=order.index) and not ratio(*apart).paired
 
 
 def test_a_group_may_be_checked_without_being_timed(measured):
-    row = found(measured, "checked", system="ringlab")
+    row, wrong = found(measured, "checked", TRAINED, WRONG_GRADIENT)
     assert row.status == "ok" and row.median is None and row.seconds == ()
     assert set(row.errors) == {"out", "lse", "dq", "dk", "dv"}
     assert row.memory["floor_bytes"] == 8 * 64 * 2 * 8 * 4
-    wrong = found(measured, "checked", system=WRONG_GRADIENT.system)
-    assert wrong.status == "incorrect" and wrong.reason.startswith("dq is off by"), "even if the output is right"
+    assert wrong.status == "incorrect" and wrong.reason.startswith("dv is off by"), "even if the output is right"
 
 
 def test_rows_say_where_they_come_from_and_not_on_which_host(measured):
@@ -198,9 +132,9 @@ def test_rows_say_where_they_come_from_and_not_on_which_host(measured):
 
 
 def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, capsys):
-    folder, results = measured
+    folder, _ = measured
     rows = (folder / store.NAME).read_text().splitlines(keepends=True)
-    kept, lost = select(results, "alone")
+    kept, lost = found(measured, "alone", TINY, CAUSAL)
     of_run = [row for row in rows if kept.run in row]
     text = "".join(of_run)[:-25]  # the second result lost its end
     (tmp_path / store.NAME).write_text(text)
@@ -230,12 +164,12 @@ def test_only_what_crashed_is_tried_again(measured, tmp_path):
     assert made.started == [f"broken:{name}" for name, (status, _) in VERDICTS.items() if status == "crashed"]
 
 
-def test_processes_of_a_gpus_group_start_side_by_side(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "EARLY", ("cpu",))
+def test_processes_of_a_group_start_side_by_side_and_may_build_their_systems_at_once(tmp_path):
     points = [TINY, TINY.but(system="nothing"), CAUSAL]
     results = measure([Group("both", points, timed=False)], tmp_path, workers=(made := MadeUp()))
     assert [command for command, _ in made.asked] == ["start"] * 3 + ["prepare"] * 3
-    results = measure([Group("real", points, timed=False)], tmp_path)
+    early = lambda settings, ranks=1: OneProbe(settings | {"early": True}, ranks)  # noqa: E731
+    results = measure([Group("real", points, timed=False)], tmp_path, workers=early)
     assert [r.status for r in results] == ["ok", "unsupported", "ok"] and results[0].errors["out"] <= 5e-6
     assert [r.reason[:24] for r in results] == ["", "unknown system 'nothing'", ""]
 
@@ -256,19 +190,24 @@ def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(tmp_path, 
         begun(0)
 
 
-STOPS = (signal.SIGINT, signal.SIGKILL)
-SLOW = [[TINY.but(system="broken:slow", options={"x": x}) for x in some] for some in (range(3), range(3, 6))]
+SLOW = TINY.but(system="broken:slow")
+# how each run is stopped, its points, and its threads
+STOPPED = [
+    (signal.SIGINT, [SLOW.but(options={"x": x}) for x in range(3)], 1),
+    (signal.SIGKILL, [SLOW.but(options={"x": x}) for x in range(3, 6)], 1),
+    (signal.SIGINT, [SLOW.but(world_size=2, seq_len=128)], 2),
+]
 # a process for each run, forked after the imports, which take longer than all else; prints their ids, then their ends
 RUN_SLOW = """
 import json, os, signal, sys
 from ringlab.measure import Group, Interrupted, Point, provenance, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-provenance.threads = lambda: 1
 children = []
-for points, folder in json.loads(sys.argv[1]):
+for points, folder, threads in json.loads(sys.argv[1]):
     children.append(os.fork())
     if not children[-1]:
         os.dup2(os.open(folder + "/said", os.O_CREAT | os.O_WRONLY), 2)
+        provenance.threads = lambda: threads
         try:
             run([Group("slow", list(map(Point.from_dict, points)))], folder, profile="cpu", progress=True)
         except Interrupted as stop:
@@ -279,36 +218,36 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child i
 
 
 def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken):
-    """By Ctrl-C and by SIGKILL."""
-    folders = [tmp_path / stop.name for stop in STOPS]
+    """By Ctrl-C, by SIGKILL, and by Ctrl-C on two ranks."""
+    folders = [tmp_path / str(number) for number in range(len(STOPPED))]
     for folder in folders:
         folder.mkdir()
-    asked = json.dumps([([p.to_dict() for p in points], str(folder)) for points, folder in zip(SLOW, folders)])
-    process = subprocess.Popen([sys.executable, "-c", RUN_SLOW, asked], stdout=subprocess.PIPE, text=True)
-    runs = json.loads(process.stdout.readline())
-    deadline = time.monotonic() + 120
-    workers, waiting = [], list(zip(runs, STOPS, SLOW, folders))
+    asked = [([p.to_dict() for p in points], str(f), threads) for f, (_, points, threads) in zip(folders, STOPPED)]
+    command = [sys.executable, "-c", RUN_SLOW, json.dumps(asked)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline, workers = time.monotonic() + 120, []
+    waiting = list(zip(json.loads(process.stdout.readline()), STOPPED, folders))
     while waiting and time.monotonic() < deadline:
         for each in waiting[:]:
-            run_id, stop, points, folder = each
+            run_id, (stop, points, _), folder = each
             path = folder / store.NAME
             if path.exists() and path.read_text().count('"sample"') >= 10:
-                mine = [int((broken / f"pid-{p.id}").read_text()) for p in points]
-                assert len(set(mine)) == 3 and all(map(alive, mine))
+                mine = {int(file.read_text()) for p in points for file in broken.glob(f"pid-{p.id}-*")}
+                assert len(mine) == sum(p.world_size for p in points) and all(map(alive, mine))
                 os.kill(run_id, stop)
                 workers += mine
                 waiting.remove(each)
         time.sleep(0.02)
-    assert json.loads(process.communicate(timeout=60)[0]) == [1, -signal.SIGKILL]
-    for stop, folder in zip(STOPS, folders):
+    assert json.loads(process.communicate(timeout=60)[0]) == [1, -signal.SIGKILL, 1]
+    for (stop, points, _), folder in zip(STOPPED, folders):
         said = (folder / "said").read_text().splitlines()
         if stop == signal.SIGINT:
             assert said[-1] == "interrupted: 0 points and the finished samples of others are kept; run again to go on"
-        assert said[0].startswith("slow: 3 points, taking turns (") and said[0].endswith(" left)")
+        assert said[0].startswith(f"slow: {len(points)} point") and said[0].endswith(" left)")
         assert not [line for line in said if "Traceback" in line]
     assert gone(workers, 60.0), "workers end with their session"
 
-    for points, folder in zip(SLOW, folders):
+    for (_, points, _), folder in zip(STOPPED[:2], folders):
         before = rows_of(folder, "sample")
         results = measure([Group("slow", points)], folder)
         after = rows_of(folder, "sample")
@@ -368,7 +307,7 @@ def test_a_server_of_processes_that_is_killed_is_started_again(when, tmp_path, m
 def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
     def reply(system, command, arguments):
         if command == "probe":
-            raise workers.Died("crashed", "a bad day")
+            raise Died("crashed", "a bad day")
         return {}
 
     group, long = Group("g", [TINY], rounds=23), Group("long", [TINY], sample_s=2.0)
@@ -379,23 +318,20 @@ def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
     assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
 
 
-def test_progress_is_a_line_a_group_and_a_point(tmp_path, capsys):
+def test_progress_is_a_line_a_group_and_a_point_and_at_times_what_is_at_work(tmp_path, capsys):
+    def lines(group, **how):
+        measure([group], tmp_path, **how)
+        return capsys.readouterr().err.splitlines()
+
     group = Group("g", [TINY.but(system="broken:refuses"), TINY.but(system="broken:raises")])
-    measure([group], tmp_path, progress=True)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("g: 2 points, taking turns (") and len(lines) == 3
-    assert lines[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in lines[1]
-    assert lines[2].endswith("raised") or "left" not in lines[2]
-    measure([group], tmp_path)
-    assert capsys.readouterr().err == ""
-
-
-def test_progress_in_a_pipe_says_at_times_what_is_at_work(tmp_path, capsys):
+    said = lines(group, progress=True)
+    assert said[0].startswith("g: 2 points, taking turns (") and len(said) == 3
+    assert said[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in said[1]
+    assert lines(group) == []
     clock = itertools.count(0, 11)
-    measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True, workers=MadeUp(), clock=lambda: next(clock))
-    lines = capsys.readouterr().err.splitlines()
-    assert any(line.startswith("g: prepare ringlab") and line.endswith(" left)") for line in lines)
-    assert any(line.startswith("g: round ") and " of 6 (" in line and line.endswith(" left)") for line in lines)
+    said = lines(Group("g", [TINY, CAUSAL]), progress=True, workers=MadeUp(), clock=lambda: next(clock))
+    for start, inside in (("g: prepare ringlab", ""), ("g: round ", " of 6 (")):
+        assert any(line.startswith(start) and inside in line and line.endswith(" left)") for line in said)
 
 
 def test_others_are_the_busy_time_that_is_not_ours(tmp_path, monkeypatch):
@@ -439,10 +375,6 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
 def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, capsys):
     class Crowded(session.CpuContention):
         cores, high = 1.5, True
-
-        @classmethod
-        def now(cls, threads):
-            return cls(threads)
 
     class Quiet(Crowded):
         high = False

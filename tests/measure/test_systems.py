@@ -1,61 +1,72 @@
-"""The systems under measurement: each passes its own check, and refuses what it does not compute."""
+"""The systems under measurement: each passes its own check, which fails for wrong results, and refuses other points."""
+
+from dataclasses import replace
 
 import pytest
 import torch
-from ringlab import block_patterns, patterns
-from ringlab.measure import Point, peers, sgemm
+from ringlab import adaptive, block_patterns, memory, patterns
+from ringlab.measure import Point, cache_systems, peers, sgemm
 from ringlab.measure.systems import BLOCK_SPARSE, SYSTEMS, Refused, build
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
 PUBLISHED = patterns.Dilated([16, 32], [1, 2], "head_groups", "branch")
+UNEVEN = {"seq_len": 100, "heads": 6, "kv_heads": 2, "pattern": patterns.Dilated([16, 25, 48], [1, 4, 7])}
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
+LOOKUP = Point("cache_workload", block_patterns.sliding_window(2, block_size=16), seq_len=512)
+CHOSEN = Point("adaptive", patterns.Dense(), seq_len=250, heads=4, kv_heads=2, head_dim=16,
+               options={"block_size": 16, "top_k": 3})  # fmt: skip
 
 
-@pytest.mark.parametrize("passes", ["fwd", "fwd+bwd"])
+def passes(point: Point):
+    """(system, inputs, output) of a call that passes its check, and its errors."""
+    system = build(point, "cpu")
+    inputs = system.inputs()
+    output = system.run(inputs)
+    errors, tolerance = system.check(inputs, output)
+    assert errors and all(errors[name] <= tolerance[name] for name in errors), (errors, tolerance)
+    return system, inputs, output, errors
+
+
+def error(system, inputs, output) -> float:
+    return system.check(inputs, output)[0]["out"]
+
+
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name not in peers.PEERS])  # test_landscape has these
+@pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])
+def test_every_system_passes_its_own_check(name, direction):
+    pattern = PUBLISHED
+    if name in ("dense_sdpa", "adaptive", "pool_workload"):
+        pattern = patterns.Dense()
+    if name in (*BLOCK_SPARSE, "flex", "cache_workload"):
+        pattern = block_patterns.local_global(1, 1, block_size=16)
+    options = {"adaptive": {"block_size": 16, "top_k": 2}, "pool_workload": {"size_mb": 0.25}}.get(name, ())
+    point = TINY.but(system=name, passes=direction, pattern=pattern, options=options)
+    point = {"sgemm": sgemm(64), "cache_workload": point.but(seq_len=512)}.get(name, point)
+    if (name, direction) == ("flex", "fwd+bwd"):
+        with pytest.raises(NotImplementedError, match="forward alone"):
+            build(point, "cpu")
+        return
+    system, inputs, output, _ = passes(point)
+    if name not in ("plan_build", "cache_workload", "pool_workload"):  # which have no tensors of their own
+        assert system.cost.flops > 0
+        assert sum(t.nbytes for t in [*inputs, output.out, *output.grads]) == system.cost.floor_bytes
+
+
+@pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "changes",
     [
-        {"batch": 2, "seq_len": 100, "heads": 6, "kv_heads": 2, "pattern": patterns.Dilated([16, 25, 48], [1, 4, 7])},
+        {"batch": 2, **UNEVEN},
         {"pattern": patterns.Dilated([32, 64], [2, 4], "head_groups", "branch"), "seq_len": 192},
         {"pattern": patterns.Dilated([8, 16], [1, 2], offsets="kv_head"), "heads": 4, "kv_heads": 2},
         {"pattern": patterns.Dilated([8, 16], [1, 2]), "dtype": "float64"},
         {"pattern": patterns.Dilated([32, 64], [1, 2]), "dtype": "bfloat16", "seq_len": 256},
     ],
 )
-def test_copying_form_is_the_same_function(changes, causal, passes):
-    point = TINY.but(system="copying", causal=causal, passes=passes, **changes)
-    system = build(point, "cpu")
-    inputs = system.inputs()
-    errors, tolerance = system.check(inputs, system.run(inputs))
-    assert errors.keys() == ({"out"} if passes == "fwd" else {"out", "dq", "dk", "dv"})
-    assert all(errors[name] <= tolerance[name] for name in errors), (errors, tolerance)
-
-
-@pytest.mark.parametrize("name", [name for name in SYSTEMS if name not in peers.PEERS])  # test_landscape has these
-@pytest.mark.parametrize("passes", ["fwd", "fwd+bwd"])
-def test_every_system_passes_its_own_check(name, passes):
-    pattern = patterns.Dilated([16, 32], [1, 2], "head_groups", "branch")
-    if name in ("dense_sdpa", "adaptive", "pool_workload"):
-        pattern = patterns.Dense()
-    if name in (*BLOCK_SPARSE, "flex", "cache_workload"):
-        pattern = block_patterns.local_global(1, 1, block_size=16)
-    point = sgemm(64) if name == "sgemm" else TINY.but(system=name, passes=passes, pattern=pattern)
-    options = {"adaptive": {"block_size": 16, "top_k": 2}, "pool_workload": {"size_mb": 0.25}}
-    shape = {"cache_workload": {"seq_len": 512}}
-    point = point.but(options=options.get(name, ()), **shape.get(name, {}))
-    if (name, passes) == ("flex", "fwd+bwd"):
-        with pytest.raises(NotImplementedError, match="forward alone"):
-            build(point, "cpu")
-        return
-    system = build(point, "cpu")
-    inputs = system.inputs()
-    output = system.run(inputs)
-    errors, tolerance = system.check(inputs, output)
-    assert errors and all(errors[k] <= tolerance[k] for k in errors), (errors, tolerance)
-    if name not in ("plan_build", "cache_workload", "pool_workload"):  # which have no tensors of their own
-        assert system.cost.flops > 0
-        assert sum(t.nbytes for t in [*inputs, output.out, *output.grads]) == system.cost.floor_bytes
+def test_copying_form_is_the_same_function(changes, causal, direction):
+    *_, errors = passes(TINY.but(system="copying", causal=causal, passes=direction, **changes))
+    assert errors.keys() == ({"out"} if direction == "fwd" else {"out", "dq", "dk", "dv"})
 
 
 def test_inputs_come_from_the_points_own_seed():
@@ -69,6 +80,8 @@ def test_inputs_come_from_the_points_own_seed():
     [
         ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
         ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, blocks, merge, cache"),
+        ({"options": {"pool_threshold_mb": 0.0}}, "needs pool=True"),
+        ({"options": {"blocks": "odd"}}, "blocks"),
         ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
         ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
         ({"system": "contiguous_segments", "options": {"backend": "xformers"}}, "unknown kernel of torch's 'xformers'"),
@@ -79,39 +92,17 @@ def test_inputs_come_from_the_points_own_seed():
         ({"system": "adaptive", "batch": 2, "options": {"block_size": 16, "top_k": 3}}, "is measured with batch 1"),
         ({"system": "adaptive", "world_size": 2}, "adaptive runs on one device, not on 2 ranks"),
         ({"system": "pool_workload", "options": {"size": 3}}, "pool_workload has no option 'size'"),
-        ({"options": {"blocks": "odd"}}, "blocks"),
         ({"system": "RingDilatedAttentionSDPA", "pattern": PUBLISHED, "options": {"ring_size": 0}}, "ring_size"),
     ],
 )
 def test_a_point_that_makes_no_sense_is_refused_in_one_line(changes, said):
-    with pytest.raises(Refused, match="^[^\n]*$") as error:
+    with pytest.raises(Refused, match="^[^\n]*$") as refusal:
         build(TINY.but(**changes), "cpu")
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize("options", [{"warm": False}, {"warm": True}, {"gather": True, "warm": False}])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"seq_len": 100, "heads": 6, "kv_heads": 2, "pattern": patterns.Dilated([16, 25, 48], [1, 4, 7])}],
-)
-def test_a_plan_is_checked_against_the_pattern_and_cleared_when_cold(options, changes):
-    system = build(TINY.but(system="plan_build", options=options, **changes), "cpu")
-    first, second = (system.run(system.inputs()) for _ in range(2))
-    assert (first.steps is second.steps) == options["warm"]
-    assert system.check([], second) == ({"out": 0.0}, {"out": 0.0})
-    other = build(TINY.but(system="plan_build", options=options, pattern=patterns.Dilated([8, 32], [1, 2])), "cpu")
-    if not changes:
-        assert system.check([], other.run([]))[0]["out"] > 0
+    assert said in str(refusal.value)
 
 
 def test_a_pools_threshold_is_an_option():
-    point = TINY.but(dtype="bfloat16", options={"pool": True, "pool_threshold_mb": 0.0})
-    system = build(point, "cpu")
-    inputs = system.inputs()
-    errors, tolerance = system.check(inputs, system.run(inputs))
-    assert all(errors[k] <= tolerance[k] for k in errors)
-    with pytest.raises(ValueError, match="needs pool=True"):
-        build(point.but(options={"pool_threshold_mb": 0.0}), "cpu")
+    passes(TINY.but(dtype="bfloat16", options={"pool": True, "pool_threshold_mb": 0.0}))
 
 
 def test_torchs_kernel_on_contiguous_segments_is_the_one_that_is_named(monkeypatch):
@@ -119,10 +110,71 @@ def test_torchs_kernel_on_contiguous_segments_is_the_one_that_is_named(monkeypat
     with pytest.raises(NotImplementedError, match="flash: needs a CUDA device, this is cpu"):
         build(point, "cpu")
     monkeypatch.setattr("ringlab.measure.systems.kernels.choose", lambda *_, **__: None)
-    system = build(point, "cpu")  # torch has a flash kernel for a CPU too, and none of cuDNN's
-    inputs = system.inputs()
-    errors, tolerance = system.check(inputs, system.run(inputs))
-    assert errors.keys() == {"out", "dq", "dk", "dv"} and all(errors[k] <= tolerance[k] for k in errors)
+    passes(point)  # torch has a flash kernel for a CPU too, and none of cuDNN's
     with pytest.raises(RuntimeError, match="No viable backend"):
-        system = build(point.but(options={"backend": "cudnn"}), "cpu")
-        system.run(system.inputs())
+        passes(point.but(options={"backend": "cudnn"}))
+
+
+@pytest.mark.parametrize("options", [{"warm": False}, {"warm": True}, {"gather": True, "warm": False}])
+@pytest.mark.parametrize("changes", [{}, UNEVEN])
+def test_a_plan_is_checked_against_the_pattern_and_cleared_when_cold(options, changes):
+    point = TINY.but(system="plan_build", options=options, **changes)
+    system, _, first, errors = passes(point)
+    assert errors.keys() == {"out", "lse"} and (first.plans is system.run([]).plans) == options["warm"]
+    if not changes:
+        first.plans = build(point.but(pattern=patterns.Dilated([8, 32], [1, 2])), "cpu").run([]).plans
+        assert error(system, [], first) > 0.01
+
+
+def test_a_workload_is_many_patterns_some_of_them_often():
+    drawn = cache_systems.workload(LOOKUP)
+    assert drawn == cache_systems.workload(LOOKUP) and len(drawn) == cache_systems.LOOKUPS and len(set(drawn)) == 24
+    often = sorted((drawn.count(x) for x in set(drawn)), reverse=True)
+    assert often[0] > 4 * often[8] and {n for _, n in drawn} == {512, 256, 128, 64}
+
+
+@pytest.mark.parametrize("options, kept", [
+    ({"max_mb": 0, "blocks": "batched"}, 0), ({"max_mb": 0.05, "blocks": "batched"}, None),
+    ({"max_mb": 64, "blocks": "batched"}, 176), ({"blocks": "views"}, 176),
+])  # fmt: skip
+def test_lookups_are_counted_and_checked(options, kept):
+    system, _, found, _ = passes(LOOKUP.but(options=options))
+    hits, misses, evictions, held = (found.counted[f"cache_{x}"] for x in ("hits", "misses", "evictions", "bytes"))
+    assert hits + misses == cache_systems.LOOKUPS and (evictions > 0) == (kept is None) and held <= system.max_bytes
+    assert hits == kept or kept is None and 0 < hits < 176
+    found.plans = [*found.plans[1:], found.plans[0]]
+    assert error(system, [], found) > 0.5
+
+
+class Same(memory.MemoryPool):
+    """Lends one buffer to all."""
+
+    def lend(self, shape, dtype=torch.float32, device="cpu"):
+        self.buffer = getattr(self, "buffer", torch.empty(shape, dtype=dtype, device=device))
+        return self.buffer
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("pool", [False, True])
+def test_scratch_is_ones_own_while_it_is_held(pool, threads):
+    before = torch.get_num_threads()
+    options = {"size_mb": 0.25, "threads": threads, "pool": pool}
+    system, _, found, _ = passes(Point("pool_workload", patterns.Dense(), seq_len=1, options=options))
+    reuses, allocations = found.counted["pool_reuses"], found.counted["pool_allocations"]
+    assert reuses + allocations == pool * threads * cache_systems.BORROWS and allocations <= threads
+    assert found.out.tolist() == [1.0, 2.0][:threads]
+    system.pool = Same()
+    assert error(system, [], found) >= 1 and error(system, [], replace(found, out=found.out + 1)) > 0
+    system.workers.shutdown()
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_chosen_blocks_are_checked_with_their_choice(causal, monkeypatch):
+    system, given, output, errors = passes(CHOSEN.but(causal=causal, passes="fwd+bwd"))
+    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert system.cost.pairs == 4 * adaptive.Adaptive(16, 3).pairs(250, causal)
+    assert error(system, given, replace(output, out=output.out * 1.01)) > system.tolerance["out"]
+    choose = adaptive.choose
+    monkeypatch.setattr(adaptive, "choose", lambda z, *rest: choose(-z, *rest))
+    assert error(system, given, system.run(given)) == float("inf"), "the worst blocks, consistently"

@@ -99,7 +99,7 @@ def site(tmp_path, monkeypatch):
 def prepared(system: str, options=(), **more) -> dict:
     """What a worker answers that is asked to build, run and check the peer's point."""
     point = Point(system, small(system), seq_len=64, heads=4, head_dim=8, options=options, **more)
-    return {"status": "ok"} | Worker(point, "cpu").answer("prepare", tolerance={})
+    return {"status": "ok"} | Worker({"point": point.to_dict(), "device": "cpu"}).answer("prepare", tolerance={})
 
 
 def small(system: str):
@@ -166,11 +166,11 @@ def test_the_kernel_that_stands_in_is_gone_afterwards_and_right():
         assert (out - want[0]).abs().max() < 1e-12 and (lse - want[1]).abs().max() < 1e-12
     module = type(sys)("module")
     module.kernel = None
-    with pytest.raises(KeyError), peers._standing_in(module, "kernel", 1, "cpu"):
+    with pytest.raises(KeyError), peers._replaced(module, "kernel", 1, "cpu"):
         assert module.kernel == 1
         raise KeyError
     assert module.kernel is None
-    with peers._standing_in(module, "kernel", 1, "cuda"):
+    with peers._replaced(module, "kernel", 1, "cuda"):
         assert module.kernel is None, "a GPU runs the package's own"
 
 

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import ringlab
@@ -10,7 +11,7 @@ import torch
 from reporting import GOOD, made_up, whole_suite
 from ringlab import Dense, Dilated, Evidence, Execution, Simulated, advise, cli, hardware
 from ringlab.advise import ladder, local
-from ringlab.cost import count_pairs, format_bytes, format_seconds
+from ringlab.cost import count_pairs
 from ringlab.estimate import estimate, longest
 from ringlab.measure import Group, Point
 from ringlab.nn import MultiheadAttention
@@ -28,15 +29,14 @@ LADDER = Dilated([12, 36], [1, 2])
 def test_the_code_compiles_and_runs_at_a_reduced_length(name):
     for ranks, n in product((1, 2), (8192, 131072)):
         advice = advise(name, n, ranks=ranks, heads=2, head_dim=16, estimates=(name, ranks) == ("gtx1080", 1))
-        compile(advice.code(), "as advised", "exec")
         assert f"\nseq_len = {n}\n" in advice.code() and advice.fits is not False
         names: dict = {}
-        exec(compile(advice.code(seq_len=260), "shorter", "exec"), names)
+        exec(advice.code().replace(f"seq_len = {n}", "seq_len = 260"), names)
         assert names["out"].shape == (1, 260, 2, 16) and names["out"].dtype == advice["dtype"]
         assert torch.isfinite(names["out"]).all() and torch.isfinite(names["q"].grad).all()
         want = ringlab.reference.attention(*(names[x].detach() for x in "qkv"), advice["pattern"])[0]
         assert float((names["out"].detach().cpu() - want.cpu()).norm() / want.norm().cpu()) < 0.02
-        assert advice.table().count("\n| ") >= 6 and all(c.name in advice.text() for c in advice.choices)
+        assert advice.table().count("\n| ") >= 6 and all(name in advice.text() for name in advice.choices)
 
 
 PATTERNS = (Dense(), ladder(4096, 256), Dilated([256, 512], [1, 2]), Dilated([4096], [1]), local(4096, 4, 512))
@@ -97,7 +97,7 @@ def test_memory_agrees_with_the_estimate():
     kept = advise(GTX, 8192, layers=5, memory_bytes=deep.need_bytes - 1, **shape)
     assert kept["checkpointing"] and kept.need_bytes == found.peak_bytes + 4 * found.parts["q"] and kept.fits
     assert "checkpoint(attend, q, k, v" in kept.code()
-    exec(kept.code(seq_len=64), {})
+    exec(kept.code().replace("seq_len = 8192", "seq_len = 64"), {})
 
 
 def test_a_kernel_that_forms_scores_is_tiled_where_they_do_not_fit():
@@ -173,10 +173,8 @@ def test_rows_decide_and_those_of_others_do_not():
         assert (found.value, found.how) == (ladder(8192), "by policy"), other
 
 
-def study(results, rehearsal=False, tmp="cpu") -> Study:
-    from pathlib import Path
-
-    return Study(hardware.get_profile("cpu"), results, Path(tmp) / "data")
+def study(results) -> Study:
+    return Study(hardware.get_profile("cpu"), results, Path("cpu") / "data")
 
 
 def test_stored_rows_become_evidence_and_bad_ones_do_not():
@@ -288,13 +286,8 @@ def test_what_is_given_stays_and_an_advice_is_taken_as_it_is():
     [
         (dict(ranks=0), "ranks must be a positive integer, got 0"),
         (dict(seq_len=0), "seq_len must be a positive integer up to 2**40, got 0"),
-        (dict(heads=1.5), "heads must be a positive integer, got 1.5"),
-        (dict(kv_heads=3), "query heads must be a multiple of K/V heads: 8 and 3"),
         (dict(seq_len=2, ranks=4), "4 ranks are more than 2 tokens"),
-        (dict(profile="gtx180"), "unknown profile 'gtx180'; did you mean 'gtx1080'?"),
-        (dict(passes="bwd"), "unknown passes 'bwd'; known: fwd, fwd+bwd"),
         (dict(pattern="ring"), "pattern must be a ringlab pattern or one of auto, dense, ladder, local, got 'ring'"),
-        (dict(dtype=torch.int8), "dtype must be float64, float32, bfloat16 or float16, got torch.int8"),
         (dict(memory_bytes=2**20), "1 MiB cannot hold the inputs: q, k and v of a rank are 6 MiB"),
         (dict(memory_bytes=0), "memory_bytes must be a positive number, got 0"),
         (dict(seconds=float("nan")), "seconds must be a positive number, got nan"),
@@ -326,12 +319,3 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
         with pytest.raises(SystemExit, match="2"):
             said("--seq-len", "1024", *bad)
         assert why in capsys.readouterr().err
-
-
-def test_times_and_sizes_are_never_in_exponent_form():
-    times = [2e-9, 2.5e-7, 9.999e-4, 0.0213, 0.9999, 1.0, 999.4, 999.6, 86400.0]
-    said = ["0.002 µs", "0.25 µs", "1,000 µs", "21.3 ms", "1,000 ms", "1 s", "999 s", "1,000 s", "86,400 s"]
-    assert [format_seconds(x) for x in times] == said
-    sizes = [7, 1536, 660.8 * 2**20, 1.002 * 2**30, 9999.4 * 2**30, 9999.6 * 2**30, 2**50]
-    said = ["7 B", "1.5 KiB", "660.8 MiB", "1.002 GiB", "9999 GiB", "10,000 GiB", "1,048,576 GiB"]
-    assert [format_bytes(x) for x in sizes] == said

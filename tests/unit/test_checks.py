@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import traceback
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from ringlab.nn import MultiheadAttention
 PACKAGE = Path(checks.__file__).parent
 
 
-def one_line(call, *arguments, **more) -> str:
-    with pytest.raises((TypeError, ValueError, NotImplementedError)) as failure:
-        call(*arguments, **more)
+def one_line(call, error=(TypeError, ValueError, NotImplementedError)) -> str:
+    with pytest.raises(error) as failure:
+        call()
     assert "\n" not in str(failure.value) and len(str(failure.value)) < 400
     return str(failure.value)
 
@@ -25,15 +26,14 @@ def one_line(call, *arguments, **more) -> str:
 @pytest.mark.parametrize("value", [None, "1", 1.0, -1, True, 2**41, [], np.array([1, 2]), np.True_, np.float64(1),
                                    torch.ones(3, 3), torch.tensor(True), torch.float32, object()])  # fmt: skip
 def test_wrong_values_are_one_line(value):
-    said = one_line(checks.check_int, "n", value, most=checks.LARGEST)
+    said = one_line(lambda: checks.check_int("n", value, most=checks.LARGEST))
     assert said.startswith("n must be a positive integer up to 2**40, got ")
-    assert one_line(checks.check_choice, "way", value, ("a", "b")).endswith("; known: a, b")
+    assert one_line(lambda: checks.check_choice("way", value, ("a", "b"))).endswith("; known: a, b")
     if value is not True:
-        assert one_line(checks.check_bool, "switch", value).startswith("switch must be True or False, got ")
+        assert one_line(lambda: checks.check_bool("switch", value)).startswith("switch must be True or False, got ")
     if value is not torch.float32:
-        assert one_line(checks.check_float_dtype, value).startswith(
-            "dtype must be float64, float32, bfloat16 or float16"
-        )
+        said = one_line(lambda: checks.check_float_dtype(value))
+        assert said.startswith("dtype must be float64, float32, bfloat16 or float16")
 
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.uint8, torch.tensor])
@@ -51,10 +51,6 @@ def test_integers_of_every_kind_are_taken_as_pythons(kind):
     assert repr(found) == repr(want)
     assert MultiheadAttention(kind(32), kind(4), PATTERN, num_kv_heads=kind(2)).num_kv_heads == 2
     assert ringlab.RingDilatedAttentionV2([4], [2], ring_size=kind(2)).group == Simulated(2)
-
-
-def test_a_length_beyond_any_sequence_is_refused_for_what_it_is():
-    assert one_line(estimate, Dense(), seq_len=2**41).endswith(f"integer up to 2**40, got {2**41}")
 
 
 Q, X = torch.zeros(1, 32, 4, 8), torch.zeros(1, 16, 32)
@@ -156,25 +152,104 @@ def test_all_public_callables_are_tried_with_wrong_values():
     assert [name for name in left if getattr(ringlab, name) not in tried] == []
 
 
-@pytest.mark.parametrize(
-    "call, error, why",
-    [
-        (lambda: memory.MemoryPool().lend((2,), "float"), TypeError, "dtype must be a torch.dtype, .* got 'float'"),
-        (lambda: memory.MemoryPool().lend(2.5), TypeError, "a shape must be a sequence of integers, got 2.5"),
-        (lambda: Dilated([4], [1], mixing=np.array(["lse", "a"])), ValueError, "unknown mixing array.*; known: lse, h"),
-        (lambda: patterns.from_dict({"kind": "dilated"}), ValueError,
-         "pattern 'dilated' lacks segment_lengths, dilation_rates"),
-        (lambda: patterns.from_dict({"kind": "block_sparse"}), ValueError, "pattern 'block_sparse' lacks parts"),
-        (lambda: ring.contiguous(8, 10**9), ValueError, "ranks must be a positive integer up to 2..20, got 1000000000"),
-        (lambda: ringlab.longest(Dense(), 10**30), ValueError, "positive number of bytes up to 2..50, got 10000"),
-        (lambda: estimate(Dense(), seq_len=64, heads=10**30), ValueError, "heads . head_dim must be .* up to 2..35"),
-        (lambda: ringlab.attention(Q, Q, Q, PATTERN, layout=np.array([1, 2])), ValueError, "are for several ranks"),
-    ],
-)  # fmt: skip
-def test_what_python_or_torch_would_refuse_is_refused_by_name(call, error, why):
-    with pytest.raises(error, match=why) as failure:
-        call()
-    assert "\n" not in str(failure.value)
+T, TOP2 = torch.zeros(1, 20, 2, 8), ringlab.Adaptive(8, 2)
+MODULE, LAYER = ringlab.DilatedAttention([16], [2]), MultiheadAttention(16, 4, Dense(), dropout=0.0)
+
+
+def published(**more):
+    return ringlab.DilatedAttention([16], [2], **more)
+
+
+def adaptive(*more, **options):
+    return ringlab.adaptive_attention(T, T, T, *more, **options)
+
+
+REFUSED = [
+    (lambda: estimate(Dense(), seq_len=2**41), ValueError, "integer up to 2..40, got 2199023255552"),
+    (lambda: memory.MemoryPool().lend((2,), "float"), TypeError, "dtype must be a torch.dtype, .* got 'float'"),
+    (lambda: memory.MemoryPool().lend(2.5), TypeError, "a shape must be a sequence of integers, got 2.5"),
+    (lambda: memory.MemoryPool().lend((2, -3)), ValueError, r"got \(2, -3\)"),
+    (lambda: memory.MemoryPool(waste=0.5), ValueError, "memory pool: .* got"),
+    (lambda: memory.MemoryPool(max_bytes=-1), ValueError, "memory pool: .* got"),
+    (lambda: cache.PatternCache(max_entries=-1), ValueError, "must be >= 0"),
+    (lambda: Dilated([4, 8], [1]), ValueError, "differ in length"),
+    (lambda: Dilated([], []), ValueError, "segment_lengths is empty"),
+    (lambda: Dilated([4], [5]), ValueError, "rate 5 exceeds its segment length 4"),
+    (lambda: Dilated([4.0], [1]), ValueError, "segment_lengths must hold positive integers up to 2..40, got 4.0"),
+    (lambda: Dilated([10**5000], [1]), ValueError, "got a int too long to show"),
+    (lambda: Dilated([4], [1], "mean"), ValueError, "unknown mixing 'mean'"),
+    (lambda: Dilated([4], [1], mixing=np.array(["lse", "a"])), ValueError, "unknown mixing array.*; known: lse, h"),
+    (lambda: Dilated([4], [1], "lse", "heads"), ValueError, "unknown offsets 'heads'"),
+    (lambda: patterns.from_dict({"kind": "ring"}), ValueError, "unknown pattern kind 'ring'"),
+    (lambda: patterns.from_dict({"kind": "dense", "segment_lengths": [4]}), ValueError, "unknown fields"),
+    (lambda: patterns.from_dict({"kind": "dilated"}), ValueError,
+     "pattern 'dilated' lacks segment_lengths, dilation_rates"),
+    (lambda: patterns.from_dict({"kind": "block_sparse"}), ValueError, "pattern 'block_sparse' lacks parts"),
+    (lambda: ring.contiguous(8, 10**9), ValueError, "ranks must be a positive integer up to 2..20, got 1000000000"),
+    (lambda: ringlab.longest(Dense(), 10**30), ValueError, "positive number of bytes up to 2..50, got 10000"),
+    (lambda: estimate(Dense(), seq_len=64, heads=10**30), ValueError, "heads . head_dim must be .* up to 2..35"),
+    (lambda: ringlab.attention(Q, Q, Q, PATTERN, layout=np.array([1, 2])), ValueError, "are for several ranks"),
+    (lambda: ringlab.Adaptive(8, 0), ValueError, "top_k must be a positive integer up to 2..40, got 0"),
+    (lambda: ringlab.Adaptive(8.0, 1), ValueError, "block_size must be a positive integer up to 2..40, got 8.0"),
+    (lambda: ringlab.AdaptiveBlockSparse(0), ValueError, "head_dim must be a positive integer up to 2..40, got 0"),
+    (lambda: ringlab.AdaptiveBlockSparse(8, group=object()), TypeError, "group must be a ProcessGroup, a 1-D Devi"),
+    (lambda: ringlab.AdaptiveBlockSparse(8, 8, 4)(T, T, T), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
+    (lambda: ringlab.AdaptiveBlockSparse(4, 8, 2)(T, T, T), ValueError, "the scorer is for head_dim 4, got 8"),
+    (lambda: adaptive(ringlab.Adaptive(8, 4)), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
+    (lambda: adaptive(ringlab.Adaptive(21, 1)), ValueError, "block_size 21 exceeds the sequence length 20"),
+    (lambda: adaptive(TOP2, torch.zeros(1, 2, 3, 2)), ValueError,
+     r"z must be \(batch, heads, blocks, blocks\) = \(1, 2, 3, 3\), floats on cpu; got \(1, 2, 3, 2\)"),
+    (lambda: adaptive(TOP2, T.long()), ValueError, "torch.int64 on cpu"),
+    (lambda: adaptive(TOP2, scale=float("nan")), ValueError, "a finite number"),
+    (lambda: adaptive(TOP2, backend="fast"), ValueError, "unknown backend 'fast'"),
+    (lambda: adaptive(TOP2, backend=None), ValueError, "a name or a tuple of names"),
+    (lambda: adaptive(Dense()), TypeError, "must be a ringlab.Adaptive, got Dense"),
+    (lambda: adaptive(TOP2, causal=1), TypeError, "causal must be True or False"),
+    (lambda: adaptive(TOP2, group=object()), TypeError, "must be a ProcessGroup"),
+    (lambda: ringlab.adaptive_attention(T, T, T[:, :8], TOP2), ValueError, "k and v must have one shape"),
+    (lambda: MultiheadAttention(16, 4, Dense(), dropout=0.1), TypeError,
+     "cannot honour 'dropout': attention dropout is not supported"),
+    (lambda: MultiheadAttention(16, 4, Dense(), batch_first=True), TypeError, "'batch_first': unknown argument"),
+    (lambda: MultiheadAttention(16, 4, Dense(), num_kv_heads=3), ValueError,
+     "num_heads must divide embed_dim and num_kv_heads num_heads, got 16, 4, 3"),
+    (lambda: MultiheadAttention(16, 4, Dense(), num_kv_heads=0), ValueError, "num_kv_heads must be a positive integer"),
+    (lambda: MultiheadAttention(16, 4, Dense(), scheme="ring"), ValueError, "are for several ranks"),
+    (lambda: LAYER(torch.randn(1, 8, 16), attn_mask=None), TypeError, "'attn_mask': masks are not arguments"),
+    (lambda: LAYER(torch.randn(8, 16)), ValueError, r"x must be \(batch, seq, 16\), got shape \(8, 16\)"),
+    (lambda: LAYER(torch.randn(1, 8, 12)), ValueError, r"x must be \(batch, seq, 16\), got shape \(1, 8, 12\)"),
+    (lambda: published(sparsity_ratio=0.9), TypeError, "'sparsity_ratio': it changed nothing in the original"),
+    (lambda: published(dropout=0.1), TypeError, "attention dropout is not supported"),
+    (lambda: published(heads=4), TypeError, "'heads': unknown argument"),
+    (lambda: published(block_size=64), TypeError, "'block_size': it belongs to the block-sparse systems"),
+    (lambda: published(ring_size=2), NotImplementedError, "ring_size must be 1"),
+    (lambda: published(ring_size=0), ValueError, "ring_size must be a positive integer"),
+    (lambda: published(memory_pool_threshold_mb=-1), ValueError, "finite and not negative"),
+    (lambda: published(memory_pool_threshold_mb=float("nan")), ValueError, "finite and not negative"),
+    (lambda: published(memory_pool_threshold_mb=True), ValueError, "finite and not negative"),
+    (lambda: published(device=3.5), ValueError, "device must be a torch.device or its name"),
+    (lambda: published(is_causal=True), TypeError, "'is_causal': forward takes is_causal=True"),
+    (lambda: published(dtype=torch.int32), ValueError, "dtype must be float64"),
+    (lambda: published(use_pattern_cache=None), TypeError, "use_pattern_cache must be True or False"),
+    (lambda: MODULE(T, T, T, attention_mask=None), TypeError,
+     "DilatedAttention cannot honour 'attention_mask': masks are not arguments"),
+    (lambda: MODULE(T, T, T, causal=True), TypeError, "'causal': forward takes is_causal=True"),
+    (lambda: MODULE(T, T.half(), T), ValueError, "must have one dtype: torch.float32, torch.float16, torch.float32"),
+    (lambda: MODULE(T, [1.0], T), TypeError, "k must be a tensor, got list"),
+    (lambda: published(dtype=torch.float32)(*[T.double()] * 3), ValueError, "pass dtype=torch.float64"),
+    (lambda: published().type(torch.int32), ValueError, "dtype must be float64, .*, got torch.int32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, error, why", REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+def test_what_is_wrong_is_refused_by_name_in_one_line(call, error, why):
+    said = one_line(call, error)
+    assert re.search(why, said), said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_line():
+    for ask in (lambda: ringlab.RingDilatedAttentionV2Flash([16], [2], device="cuda"), lambda: MODULE.backends("cuda")):
+        assert "device is 'cuda', but torch finds no GPU here" in one_line(ask)
 
 
 def test_ranges_generators_and_numpys_numbers_are_taken():
@@ -192,10 +267,7 @@ def test_ranges_generators_and_numpys_numbers_are_taken():
     assert patterns.show(PATTERN, 32, head=2).count("\n") == 31
 
 
-def test_a_layout_of_another_length_and_a_number_too_long_to_show_are_one_line():
-    zigzag = ring.zigzag(64, 2)
-    for call in (ringlab.advise, estimate):
-        more = {"profile": "gtx1080"} if call is ringlab.advise else {"pattern": Dense()}
-        said = one_line(call, seq_len=4096, ranks=2, layout=zigzag, **more)
-        assert said == "the layout is for 64 positions, the sequence has 4096"
-    assert "a int too long to show" in one_line(Dilated, [10**5000], [1]).replace("an int", "a int")
+def test_a_layout_of_another_length_is_one_line():
+    given = {"seq_len": 4096, "ranks": 2, "layout": ring.zigzag(64, 2)}
+    for call in (lambda: ringlab.advise(profile="gtx1080", **given), lambda: estimate(Dense(), **given)):
+        assert one_line(call) == "the layout is for 64 positions, the sequence has 4096"

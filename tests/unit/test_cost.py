@@ -69,3 +69,12 @@ def test_published_configuration():
 def test_unknown_passes():
     with pytest.raises(ValueError, match="unknown passes 'bwd'"):
         cost.count(Dense(), batch=1, seq_len=1, heads=1, head_dim=1, dtype=torch.float32, passes="bwd")
+
+
+def test_times_and_sizes_are_never_in_exponent_form():
+    times = [2e-9, 2.5e-7, 9.999e-4, 0.0213, 0.9999, 1.0, 999.4, 999.6, 86400.0]
+    said = ["0.002 µs", "0.25 µs", "1,000 µs", "21.3 ms", "1,000 ms", "1 s", "999 s", "1,000 s", "86,400 s"]
+    assert [cost.format_seconds(x) for x in times] == said
+    sizes = [7, 1536, 660.8 * 2**20, 1.002 * 2**30, 9999.4 * 2**30, 9999.6 * 2**30, 2**50]
+    said = ["7 B", "1.5 KiB", "660.8 MiB", "1.002 GiB", "9999 GiB", "10,000 GiB", "1,048,576 GiB"]
+    assert [cost.format_bytes(x) for x in sizes] == said

@@ -1,9 +1,9 @@
 """Hardware: profile figures and their sources, dtype policy, detection with faked drivers, install lines, CPU peaks."""
 
-import json
 import re
 import stat
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +13,17 @@ import torch
 from ringlab import hardware
 from ringlab.hardware import Gpu, Machine, Probe
 from ringlab.hardware import torch_builds as install_module
-from ringlab.hardware.profiles import load
+from ringlab.hardware.profiles import FOLDER
 
 GIB = 2**30
-CU126 = "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
+DEFAULT, CU126 = (
+    "pip install torch==2.13.0",
+    "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126",
+)
 CU130_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
-CU130_BUILD = ("2.13.0+cu130", "13.0", CU130_ARCHS)
 CU126_ARCHS = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+CU130_BUILD, CU126_BUILD = ("2.13.0+cu130", "13.0", CU130_ARCHS), ("2.13.0+cu126", "12.6", CU126_ARCHS)
+CPU_BUILD = ("2.13.0+cpu", None, ())
 GPUS = [name for name in hardware.profiles() if name not in ("cpu", "generic")]
 
 GTX1080 = Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8113 * 2**20, "GPU-1234-aa", "580.65.06", 1.911e9)
@@ -33,9 +37,8 @@ def machine(*gpus, device="cuda", **fields):
 class FakeProbe(Probe):
     """A machine on paper: smi is the text per field or None, opened what torch opens, files a path -> text dict."""
 
-    def __init__(self, smi=None, opened=(), build=CU130_BUILD, files=None, error=None, env=None):
-        self.smi, self.opened, self.build = smi, list(opened), build
-        self.files, self.error, self.env = files or {}, error, env or {}
+    def __init__(self, smi=None, opened=(), build=CU130_BUILD, files=None, error=None):
+        self.smi, self.opened, self.build, self.files, self.error = smi, list(opened), build, files or {}, error
 
     def nvidia_smi(self, fields):
         return None if self.smi is None else ", ".join(self.smi[f] for f in fields) + "\n"
@@ -52,8 +55,10 @@ class FakeProbe(Probe):
     def affinity(self):
         return {0, 1, 2, 3}
 
-    def environ(self, name):
-        return self.env.get(name)
+
+@pytest.fixture(autouse=True)
+def no_gpu_is_hidden(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 SMI_1080 = {
@@ -65,38 +70,15 @@ SMI_1080 = {
 # ---- profiles
 
 
-EXPECTED = {  # name: capability, GiB, GB/s, fp32, fp16, bf16 in TFLOP/s
-    "gtx1080": ((6, 1), 8, 320, 8.873, 0.1386, None),
-    "v100": ((7, 0), 16, 900, 15.7, 125, None),
-    "t4": ((7, 5), 16, 320, 8.141, 65.13, None),
-    "rtx3090": ((8, 6), 24, 936, 35.58, 71.2, 71.2),
-    "rtx4090": ((8, 9), 24, 1008, 82.58, 165.15, 165.15),
-    "a100": ((8, 0), 80, 2039, 19.5, 312, 312),
-    "h100": ((9, 0), 80, 3350, 66.9, 989.4, 989.4),
-    "h200": ((9, 0), 141, 4800, 66.9, 989.4, 989.4),
-}
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_profile_figures(name):
-    p = hardware.get_profile(name)
-    capability, gib, gbs, *rates = EXPECTED[name]
-    assert (p.capability, p.memory_bytes, p.bandwidth_bytes_per_s) == (capability, gib * GIB, gbs * 1e9)
-    got = [p.flops[d] for d in ("float32", "float16", "bfloat16")]
-    assert got == [None if r is None else pytest.approx(r * 1e12) for r in rates]
-
-
-@pytest.mark.parametrize("name", list(hardware.profiles()))
-def test_every_number_has_a_source(name):
-    p = hardware.get_profile(name)
-    for variant in (p, *p.variants):
-        for key in ("capability", "memory_bytes", "bandwidth_bytes_per_s", "l2_bytes", "clock_hz"):
-            assert (getattr(variant, key) is None) == (key not in variant.sources), key
-        for group in ("flops", "links"):
-            for key in getattr(variant, group):
-                assert f"{group}.{key}" in variant.sources
-        for text in variant.sources.values():
-            assert "http" in text or "vendor data sheet, not re-read" in text, text
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_number_has_a_source(path):
+    data = tomllib.loads(path.read_text())
+    texts = {"name", "title", "kind", "match", "memory_gib", "notes", "variant", "flops", "links"}
+    for table in (data, *data.get("variant", ())):
+        rows = {key: row for key, row in table.items() if key not in texts}
+        for key, row in (rows | table.get("flops", {}) | table.get("links", {})).items():
+            assert row.keys() <= {"value", "source"}, key
+            assert "http" in row["source"] or "vendor data sheet, not re-read" in row["source"], key
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -121,47 +103,19 @@ def test_profile_is_consistent(name):
     assert "nvlink" not in p.links or p.links["pcie"] < p.links["nvlink"] < p.bandwidth_bytes_per_s
 
 
-def test_profile_names_and_order():
-    assert list(hardware.profiles()) == ["cpu", *EXPECTED, "generic"]
-    assert hardware.profiles() is not hardware.profiles(), "a caller cannot change the registry"
-
-
-def test_unknown_profile_is_one_line_with_the_closest():
-    with pytest.raises(hardware.UnknownProfile) as e:
+def test_profiles_are_found_by_name():
+    for name in ("GTX1080", "gtx-1080", "GTX 1080"):
+        assert hardware.resolve(name, machine()).name == "gtx1080"
+    with pytest.raises(hardware.UnknownProfile, match="did you mean 'gtx1080'") as e:
         hardware.get_profile("gtx180")
-    text = str(e.value)
-    assert "\n" not in text and "did you mean 'gtx1080'?" in text
-    assert all(name in text for name in hardware.profiles())
+    assert "\n" not in str(e.value) and all(name in str(e.value) for name in hardware.profiles())
     with pytest.raises(ValueError, match=r"unknown profile 'zzz'; known: auto, cpu, gtx1080"):
-        hardware.get_profile("zzz")
-    with pytest.raises(hardware.UnknownProfile, match="did you mean 'rtx4090'"):
-        hardware.resolve("RTX 4091", machine())
-
-
-@pytest.mark.parametrize("name", ["GTX1080", "gtx-1080", "GTX 1080"])
-def test_profile_names_in_any_case(name):
-    assert hardware.resolve(name, machine()).name == "gtx1080"
-
-
-@pytest.mark.parametrize(
-    "body, message",
-    [
-        ("[memory_bytes]\nvalue = 1", "memory_bytes needs a value and a source"),
-        ('[flops.float32]\nvalue = 1\nsource = " "', "flops.float32 needs a value and a source"),
-        ("bandwith = 3", "unknown key 'bandwith'"),
-    ],
-)
-def test_bad_profile_file(tmp_path, body, message):
-    path = tmp_path / "x.toml"
-    path.write_text('name = "x"\ntitle = "X"\nkind = "cuda"\n' + body)
-    with pytest.raises(ValueError, match=message):
-        load(path)
+        hardware.resolve("zzz", machine())
 
 
 def test_peak_is_the_rate_of_the_arithmetic_that_runs():
     p = hardware.get_profile("gtx1080")
     assert p.peak("float16") == p.peak("bfloat16") == p.peak(torch.float32) == 8.873e12
-    assert "storage" in p.peak_reason("float16")
     assert hardware.get_profile("v100").peak("bfloat16") == 15.7e12
     assert hardware.get_profile("h100").peak(torch.bfloat16) == 989.4e12
     for name in ("cpu", "generic"):
@@ -203,9 +157,7 @@ def test_default_dtype(capability, dtype):
 
 
 def test_capabilities_are_integer_pairs():
-    # 6.10 and 6.1 are one float but two capabilities
-    assert "storage" not in hardware.dtype_reason((6, 10))
-    assert hardware.sm((8, 10)) == "sm_810"
+    assert "storage" not in hardware.dtype_reason((6, 10))  # 6.10 and 6.1 are one float but two capabilities
     assert hardware.default_dtype((np.int64(8), np.int32(0))) is torch.bfloat16
     for bad in (6.1, "6.1", (6,), (6.0, 1), (True, 0), (-1, 0)):
         with pytest.raises(TypeError, match="pair of integers or None"):
@@ -251,16 +203,10 @@ def test_match(name, capability, gib, expected):
     assert hardware.resolve("auto", machine(gpu)).name == expected
 
 
-def test_no_gpu_is_cpu():
-    assert hardware.match(Machine()) == "cpu"
-    assert hardware.match(replace(machine(GTX1080), gpus=())) == "cpu"
-
-
 def test_profile_on_this_machine():
     small = hardware.get_profile("a100").on(machine(Gpu("NVIDIA A100-SXM4-40GB", (8, 0), int(39.5 * GIB))))
     assert (small.title, small.bandwidth_bytes_per_s) == ("NVIDIA A100 40 GB", 1555e9)
     assert small.memory_bytes == int(39.5 * GIB) and small.flops["float16"] == 312e12
-    assert "1555" in small.sources["bandwidth_bytes_per_s"] and "driver" in small.sources["memory_bytes"]
     large = hardware.get_profile("v100").on(machine(Gpu("Tesla V100-SXM2-32GB", (7, 0), 32 * GIB)))
     assert large.memory_bytes == 32 * GIB
     other = hardware.get_profile("generic").on(machine(Gpu("NVIDIA B200", (10, 0), 178 * GIB)))
@@ -282,38 +228,21 @@ def test_runnable_says_why_in_one_line():
     assert (ok, why) == (False, "needs NVIDIA GeForce GTX 1080; no GPU here, only a CPU")
 
 
-def test_table():
-    rows = hardware.table(machine(GTX1080, device="cpu"))
-    assert [r["name"] for r in rows] == list(hardware.profiles())
-    by = {r["name"]: r for r in rows}
-    assert [r["name"] for r in rows if r["runnable"]] == ["cpu"]
-    assert by["gtx1080"]["matches"] and by["gtx1080"]["dtype"] == "float32" and by["gtx1080"]["sm"] == "sm_61"
-    assert by["h200"]["memory_bytes"] == 141 * GIB and by["cpu"]["sm"] == "-"
-    json.dumps(rows)
-
-
 # ---- torch builds
 
 
-@pytest.mark.parametrize("capability", [(5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 2)])
-def test_old_cards_get_the_cuda_126_build(capability):
-    assert hardware.install_line(capability) == CU126
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 10), (9, 0), (10, 0), (12, 0), (99, 0), None])
-def test_newer_cards_get_the_default_wheel(capability):
-    assert hardware.install_line(capability) == "pip install torch==2.13.0"
-
-
-def test_cards_without_any_wheel_are_told():
-    line = hardware.install_line((3, 5))
-    assert line.startswith("no torch 2.13.0 wheel has kernels for sm_35") and "pip" not in line
-
-
-def test_an_old_driver_asks_for_the_build_that_it_can_start():
-    assert hardware.install_line((8, 6), "550.54.14") == CU126
-    assert hardware.install_line((8, 6), "580.65.06") == "pip install torch==2.13.0"
-    assert hardware.torch_build((10, 0), "570.1") == "", "no CUDA 12.6 kernels beyond Hopper"
+@pytest.mark.parametrize(
+    "capability, driver, line",
+    [
+        *(((major, minor), None, CU126) for major, minor in [(5, 0), (5, 3), (6, 0), (6, 1), (7, 0), (7, 2)]),
+        *((capability, None, DEFAULT) for capability in [(7, 5), (8, 10), (9, 0), (10, 0), (12, 0), (99, 0), None]),
+        ((8, 6), "550.54.14", CU126),
+        ((8, 6), "580.65.06", DEFAULT),
+        ((10, 0), "570.1", DEFAULT),  # no CUDA 12.6 kernels beyond Hopper
+    ],
+)
+def test_install_line(capability, driver, line):
+    assert hardware.install_line(capability, driver) == line
 
 
 def test_version_is_the_pin():
@@ -353,63 +282,40 @@ def test_this_machine():
     assert m.name and m.memory_bytes > 0
 
 
-def test_pascal_with_the_default_wheel():
-    opened = [Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8113 * 2**20, "1234-aa")]
-    m = hardware.detect(FakeProbe(SMI_1080, opened))
-    assert m.device == "cpu" and m.gpus == (replace(GTX1080, uuid="1234-aa"),)
-    assert (m.name, m.capability, m.gpus[0].driver) == ("NVIDIA GeForce GTX 1080", (6, 1), "580.65.06")
-    assert (m.gpus[0].clock_max_hz, m.memory_bytes) == (1.911e9, 8113 * 2**20)
-    assert hardware.match(m) == "gtx1080"
-    screen = hardware.drivable(m)
-    assert screen.splitlines()[0] == (
-        "NVIDIA GeForce GTX 1080 is sm_61; this torch (2.13.0+cu130) has kernels only for " + " ".join(CU130_ARCHS)
-    )
-    assert f"install: {CU126}" in screen and "driver 580.65.06" in screen and "GPU=cpu" in screen
-    assert len(screen.splitlines()) <= 8
+OPENED = Gpu(GTX1080.name, (6, 1), GTX1080.memory_bytes, "1234-aa")  # what torch says of it
 
 
 def test_pascal_with_the_right_wheel():
-    opened = [Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8113 * 2**20, "1234-aa")]
-    m = hardware.detect(FakeProbe(SMI_1080, opened, ("2.13.0+cu126", "12.6", CU126_ARCHS)))
+    m = hardware.detect(FakeProbe(SMI_1080, [OPENED], CU126_BUILD))
     assert m.device == "cuda" and hardware.drivable(m) is None
-    assert hardware.default_dtype(m.capability) is torch.float32
+    assert m.gpus == (replace(GTX1080, uuid="1234-aa"),)  # name and size from torch, the rest from nvidia-smi
+    assert (m.name, m.capability, m.memory_bytes) == (GTX1080.name, (6, 1), 8113 * 2**20)
     assert hardware.get_profile(hardware.match(m)).runnable(m)[0]
 
 
-def test_a_driver_beside_a_cpu_build_of_torch():
-    m = hardware.detect(FakeProbe(SMI_1080, build=("2.13.0+cpu", None, ())))
-    assert m.device == "cpu" and m.capability == (6, 1) and hardware.match(m) == "gtx1080"
+@pytest.mark.parametrize(
+    "smi, profile, how, said",
+    [
+        ({}, "gtx1080", {"opened": [OPENED]}, [CU126, "driver 580.65.06", "7.9 GiB", "or:      GPU=cpu",
+         "GTX 1080 is sm_61; this torch (2.13.0+cu130) has kernels only for sm_75 sm_80"]),
+        ({}, "gtx1080", {"build": CPU_BUILD}, [CU126, "is a CPU build and drives no GPU"]),
+        ({"name": "NVIDIA GeForce RTX 3090", "compute_cap": "8.6", "driver_version": "550.54.14"}, "generic",
+         {"error": "The NVIDIA driver on your system is too old"}, [CU126, "has driver 550.54.14"]),
+        ({"name": "NVIDIA B200", "compute_cap": "10.0", "driver_version": "570.10"}, "generic", {},
+         ["install: an NVIDIA driver of version 580 or newer"]),
+        ({"name": "NVIDIA H200", "compute_cap": "9.0", "memory.total": "143771"}, "h200",
+         {"error": "CUDA unknown error"}, [DEFAULT, "cannot start it: CUDA unknown error"]),
+        ({"name": "Tesla K80", "compute_cap": "3.7"}, "generic", {}, ["no torch 2.13.0 wheel has kernels for sm_37"]),
+        ({"name": "Quadro K1200", "compute_cap": "[N/A]"}, "generic", {"build": CPU_BUILD},
+         [CU126, "compute capability unknown"]),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_torch_cannot_drive_is_explained_on_one_screen(smi, profile, how, said):
+    m = hardware.detect(FakeProbe(SMI_1080 | smi, **how))
     screen = hardware.drivable(m)
-    assert "is a CPU build and drives no GPU" in screen and CU126 in screen
+    assert m.device == "cpu" and hardware.match(m) == profile and len(screen.splitlines()) <= 8
+    assert all(text in screen for text in said), screen
     assert hardware.drivable(replace(m, gpus=())) is None
-
-
-def test_a_driver_too_old_for_the_wheel():
-    smi = SMI_1080 | {"name": "NVIDIA GeForce RTX 3090", "compute_cap": "8.6", "driver_version": "550.54.14"}
-    m = hardware.detect(FakeProbe(smi, error="The NVIDIA driver on your system is too old"))
-    assert m.device == "cpu"
-    assert "has driver 550.54.14" in hardware.drivable(m) and CU126 in hardware.drivable(m)
-    smi |= {"name": "NVIDIA B200", "compute_cap": "10.0", "driver_version": "570.10"}
-    assert "install: an NVIDIA driver of version 580 or newer" in hardware.drivable(hardware.detect(FakeProbe(smi)))
-
-
-def test_a_gpu_that_will_not_start():
-    smi = SMI_1080 | {"name": "NVIDIA H200", "compute_cap": "9.0", "memory.total": "143771"}
-    m = hardware.detect(FakeProbe(smi, error="CUDA unknown error"))
-    assert hardware.match(m) == "h200" and "cannot start it: CUDA unknown error" in hardware.drivable(m)
-
-
-def test_a_card_older_than_every_wheel():
-    smi = SMI_1080 | {"name": "Tesla K80", "compute_cap": "3.7"}
-    screen = hardware.drivable(hardware.detect(FakeProbe(smi)))
-    assert "no torch 2.13.0 wheel has kernels for sm_37" in screen and "pip" not in screen
-
-
-def test_a_card_of_unknown_capability():
-    smi = SMI_1080 | {"name": "Quadro K1200", "compute_cap": "[N/A]"}
-    m = hardware.detect(FakeProbe(smi, build=("2.13.0+cpu", None, ())))
-    assert m.capability is None and m.name == "Quadro K1200"
-    assert "compute capability unknown" in hardware.drivable(m) and CU126 in hardware.drivable(m)
 
 
 def test_fields_that_a_card_lacks_are_none():
@@ -418,10 +324,12 @@ def test_fields_that_a_card_lacks_are_none():
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", "7", "GPU-ffff"])
-def test_hidden_gpus_are_not_there(hidden):
-    m = hardware.detect(FakeProbe(SMI_1080, env={"CUDA_VISIBLE_DEVICES": hidden}))
+def test_hidden_gpus_are_not_there(monkeypatch, hidden):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert hardware.detect(FakeProbe(SMI_1080)).gpus
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    m = hardware.detect(FakeProbe(SMI_1080))
     assert m.gpus == () and hardware.drivable(m) is None and hardware.match(m) == "cpu"
-    assert hardware.detect(FakeProbe(SMI_1080, env={"CUDA_VISIBLE_DEVICES": "0"})).gpus
 
 
 def test_cpu_and_control_group():
@@ -473,7 +381,6 @@ def fake_smi(folder, monkeypatch, body):
     path.write_text("#!/bin/sh\n" + body)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 SMI_LINE = "NVIDIA GeForce GTX 1080, 6.1, 8192 MiB, GPU-1, 580.65, 1911 MHz"
@@ -486,7 +393,6 @@ def test_faked_driver_of_capability_61(tmp_path, monkeypatch):
     m = hardware.detect(Probe())
     assert m.device == "cpu" and m.capability == (6, 1) and hardware.match(m) == "gtx1080"
     assert CU126 in hardware.drivable(m)
-    assert hardware.default_dtype(m.capability) is torch.float32
 
 
 @no_gpu
@@ -500,14 +406,6 @@ def test_a_broken_nvidia_smi_is_no_gpu(tmp_path, monkeypatch, body):
     assert m.gpus == () and m.device == "cpu" and hardware.drivable(m) is None
 
 
-def test_the_driver_is_asked_once(tmp_path, monkeypatch):
-    real, asked = hardware.detect(), tmp_path / "asked"
-    fake_smi(tmp_path, monkeypatch, f"echo x >> {asked}")
-    assert hardware.detect() is real and not asked.exists()
-    assert hardware.detect(refresh=True) == hardware.detect() == real
-    assert asked.read_text() == "x\n"
-
-
 # ---- peaks
 
 
@@ -516,9 +414,6 @@ def test_cpu_peaks():
     p = hardware.measure_cpu_peaks("float32", m)
     assert p.flops_per_s > 1e8 and p.bytes_per_s_cache >= p.bytes_per_s_dram > 1e8
     assert p.cache_bytes == m.cache_bytes
-    for bad in ("int8", "float3", torch.int64, None):
-        with pytest.raises(ValueError, match="floating-point dtype"):
-            hardware.measure_cpu_peaks(bad, m)
 
 
 def test_bandwidth_by_working_set():

@@ -2,27 +2,25 @@
 
 import contextlib
 import copy
-import functools
 import mmap
 import os
 import pickle
 import platform
 import random
+import re
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from ringlab import memory, tracking
+from ringlab import memory
 from ringlab.memory import MemoryPool, PoolStats
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
-SOAK_SECONDS = float(os.environ.get("RINGLAB_SOAK_SECONDS", "1"))
 F32, U8, MIB = torch.float32, torch.uint8, 1 << 20
 
 
@@ -30,34 +28,21 @@ def small_pool(**options) -> MemoryPool:
     return MemoryPool(**{"threshold_bytes": 0, "max_bytes": 1 << 20, **options})
 
 
-# --- huge pages
+# --- pages
 
 
-def test_advise_huge_says_whether_the_system_accepted():
-    expected = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
-    big = torch.arange(2 * MIB, dtype=torch.int32)
-    assert memory.advise_huge(big) is expected
-    assert memory.advise_huge(big[5:6]) is expected  # a view stands for its storage
-    assert torch.equal(big, torch.arange(2 * MIB, dtype=torch.int32))
-    assert memory.advise_huge(torch.empty(4 * MIB - 1, dtype=U8)) is False
-    assert memory.advise_huge(torch.empty(64 * MIB, device="meta")) is False
-    assert memory.advise_huge(torch.eye(4).to_sparse_coo()) is False
+def flags_of(address: int) -> list[str]:
+    """What Linux says of the pages at an address, see proc(5)."""
+    for about in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M):
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", about)
+        if bounds and int(bounds[1], 16) <= address < int(bounds[2], 16):
+            return re.search(r"VmFlags: (.*)", about)[1].split()
 
 
-def test_advice_stays_inside_the_buffer(monkeypatch):
-    calls = []
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda *call: calls.append(call) or 0)
-    for nbytes in (4 * MIB, 4 * MIB + 1, 9 * MIB - 64):
-        t = torch.empty(nbytes, dtype=U8)
-        assert memory.advise_huge(t)
-        start, size, advice = calls.pop()
-        assert advice == 14 and start % 4096 == 0 == size % 4096
-        assert t.data_ptr() <= start < t.data_ptr() + 65536
-        assert t.data_ptr() + nbytes - 65536 < start + size <= t.data_ptr() + nbytes
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda *a: -1)
-    assert memory.advise_huge(t) is False
-    monkeypatch.setattr(memory, "_madvise", lambda: None)  # no such function on this system
-    assert memory.advise_huge(t) is False
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
+def test_large_lent_memory_is_in_huge_pages():
+    lent, plain = small_pool().lend((64 * MIB,), U8), torch.empty(64 * MIB, dtype=U8)
+    assert ["hg" in flags_of(t.data_ptr() + 32 * MIB) for t in (lent, plain)] == [True, False]
 
 
 REWRITE = """
@@ -75,10 +60,8 @@ print(*[min(faults(make) for _ in range(4)) for make in (torch.empty, pool.lend)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators may keep what is freed")
 def test_lent_memory_costs_no_page_faults():
     """A tensor of 40 MiB, let go and made again: a page fault for each of its pages, or none."""
-    done = subprocess.run(
-        [sys.executable, "-c", REWRITE], capture_output=True, text=True, check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", REWRITE], capture_output=True, text=True, check=True, env=env)
     fresh, lent = map(int, done.stdout.split())
     assert fresh >= (40 * MIB) // mmap.PAGESIZE and lent < 100
 
@@ -100,22 +83,19 @@ def test_lent_tensors_are_contiguous_without_history_and_of_the_current_mode():
     assert not pool.lend((3,)).is_inference()
 
 
-def test_bytes_are_reused_across_shapes_and_dtypes_within_the_waste():
+def test_the_smallest_idle_buffer_that_fits_is_lent_within_the_waste():
     for waste, last in ((2.0, 3200), (1.0, 6400)):
         for nbytes, reused in [(6401, False), (6400, True), (last, True), (last - 1, False)]:
             pool = small_pool(waste=waste)
             first = pool.lend((40, 40)).data_ptr()
             t = pool.lend((nbytes,), U8)
             assert pool.stats().reuses == reused == (t.data_ptr() == first and t.untyped_storage().nbytes() == 6400)
-    assert memory.RESULTS.waste == 1  # so that saving a result saves no more than its bytes
-
-
-def test_the_smallest_idle_buffer_that_fits_is_lent():
     pool = small_pool()
     large, small = pool.lend((6400,), U8), pool.lend((4480,), U8)
     expected = small.data_ptr()
     del large, small
     assert pool.lend((4000,), U8).data_ptr() == expected
+    assert memory.RESULTS.waste == 1  # so that saving a result saves no more than its bytes
 
 
 def test_small_requests_and_those_without_data_are_served_by_torch():
@@ -140,50 +120,29 @@ def test_the_least_recently_lent_buffer_goes_first_and_what_is_too_large_alone()
         assert pool.stats().reuses - before == reused, size
 
 
-def test_what_is_kept_stays_within_the_bound_and_what_is_lent_stays_valid():
-    pool, rng = small_pool(max_bytes=20_000), random.Random(0)
-    kept = []
-    for i in range(300):
-        kept = [*kept[-3:], pool.lend((100 * rng.randrange(1, 12),)).fill_(i)]
-        assert pool.stats().idle_bytes + pool.stats().held_bytes <= 20_000
-        assert [t[0].item() for t in kept] == [t[-1].item() for t in kept] == [*range(i + 1)][-4:]
-    assert pool.stats().reuses + pool.stats().allocations == pool.stats().borrows == 300
-    assert min(pool.stats().reuses, pool.stats().evictions) > 50
-
-
-def test_other_places_get_their_own_buffers(monkeypatch):
-    pool, place = small_pool(), [("cuda", 0, 7)]
-    monkeypatch.setattr(MemoryPool, "_place", lambda pool, device, nbytes: place[0])
-    for reuses, place[0] in [(0, ("cuda", 0, 7)), (0, ("cuda", 1, 7)), (0, ("cuda", 0, 8)), (1, ("cuda", 0, 7))]:
-        pool.lend((64,))
-        assert pool.stats().reuses == reuses
-
-
 @pytest.mark.parametrize("kind, says", [(torch.OutOfMemoryError, "injected"), (RuntimeError, "can't allocate memory")])
 def test_out_of_memory_first_gives_up_what_is_idle(kind, says, monkeypatch):
-    pool, failures = small_pool(), []
+    pool, failures, empty = small_pool(), [], torch.empty
 
-    def advise(tensor):
+    def failing(*args, **kwargs):
         if failures:
-            raise failures.pop()()
+            raise failures.pop()
+        return empty(*args, **kwargs)
 
-    monkeypatch.setattr(memory, "advise_huge", advise)  # a part of every allocation
+    monkeypatch.setattr(torch, "empty", failing)
     pool.lend((64,))
-    failures.append(lambda: kind(says))
+    failures.append(kind(says))
     pool.lend((1024,))
     assert pool.stats().idle_bytes == 4096 and pool.stats().evictions == 1
-    pool.clear()
-    failures.append(lambda: kind(says))
-    with pytest.raises(kind, match=says):
-        pool.lend((64,))
-    pool.lend((64,))
-    failures.append(lambda: RuntimeError("no lack of memory"))
-    with pytest.raises(RuntimeError, match="no lack"):
-        pool.lend((1024,))
-    assert pool.stats().idle_bytes == 256 and pool.stats().held_bytes == 0
+    held = pool.lend((1024,))
+    for error in (kind(says), RuntimeError("no lack of memory")):  # nothing is idle; not about memory
+        failures.append(error)
+        with pytest.raises(type(error), match=str(error)):
+            pool.lend((1024,))
+    assert held.numel() == 1024 and pool.stats().held_bytes == 4096
 
 
-def test_clear_copies_and_bad_arguments():
+def test_clear_and_copies():
     pool = small_pool()
     t = pool.lend((128,))
     pool.clear()
@@ -193,11 +152,6 @@ def test_clear_copies_and_bad_arguments():
     pool.lend((25,))
     for made in (copy.deepcopy(pool), pickle.loads(pickle.dumps(pool))):
         assert (made.max_bytes, made.threshold_bytes, made.waste, made.stats()) == (100, 7, 1.5, PoolStats())
-    for options in ({"max_bytes": -1}, {"threshold_bytes": -1}, {"waste": 0.5}, {"waste": float("nan")}):
-        with pytest.raises(ValueError, match="memory pool: .* got"):
-            MemoryPool(**options)
-    with pytest.raises(ValueError, match=r"got \(2, -3\)"):
-        small_pool().lend((2, -3))
 
 
 # --- pool: nothing that is referred to is lent again
@@ -217,10 +171,7 @@ class SaveForBackward(torch.autograd.Function):
 WEIGHT = torch.ones(8, 8, requires_grad=True)
 REFERENCES = {
     "name": lambda t: t,
-    "list": lambda t: [t],
-    "closure": lambda t: lambda: t,
     "view": lambda t: t[2:],
-    "transpose": lambda t: t.t(),
     "detach": lambda t: t.detach(),
     "reinterpreted": lambda t: t.view(torch.int32),
     "storage": lambda t: t.untyped_storage(),
@@ -249,56 +200,16 @@ def test_bytes_are_not_lent_again_until_they_are_let_go(reference):
     assert pool.stats().reuses == (not given_up) and other.eq(2).all()
 
 
-@pytest.mark.parametrize("change", ["resize_", "share_memory_", "set_", "data"])
-def test_changed_storages_are_given_up(change):
+@pytest.mark.parametrize("change, idle", [
+    (lambda t: t.resize_(4096), 0), (lambda t: t.share_memory_(), 0),
+    (lambda t: t.set_(torch.ones(3)), 32), (lambda t: setattr(t, "data", torch.ones(3)), 32),
+])  # fmt: skip
+def test_changed_storages_are_given_up(change, idle):
     pool = small_pool()
     t = pool.lend((8,))
-    if change == "resize_":
-        t.resize_(4096)
-    elif change == "share_memory_":
-        t.share_memory_()
-    elif change == "set_":
-        t.set_(torch.ones(3))
-    else:
-        t.data = torch.ones(3)
-    kept = 32 if change in ("set_", "data") else 0  # the tensor has other bytes now, the pool's are free
-    assert pool.stats().idle_bytes == kept and pool.stats().held_bytes == 0
-    assert kept == 0 or t.tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_three_training_steps(checkpointed):
-    """Lent tensors inside a step, with and without checkpointing: the gradients of plain allocation."""
-    pool, x = small_pool(), torch.linspace(-1, 1, 32)
-
-    def forward(weight, make):
-        shift = torch.mul(weight.detach(), x, out=make((32,))).sum()
-        return (weight * make((32,)).copy_(x)).sin() + shift  # autograd saves the second
-
-    run = functools.partial(checkpoint, forward, use_reentrant=False) if checkpointed else forward
-
-    def train(make):
-        weight = torch.linspace(0, 1, 32).requires_grad_()
-        for _ in range(3):
-            (grad,) = torch.autograd.grad(run(weight, make).square().sum(), weight)
-            weight = (weight - 0.1 * grad).detach().requires_grad_()
-        return weight
-
-    assert torch.equal(train(pool.lend), train(torch.empty))
-    assert pool.stats().reuses > 0 == pool.stats().held_bytes
-
-
-def test_an_exception_ends_the_loans_of_its_frames():
-    pool = small_pool()
-
-    def fail(tensor):
-        raise KeyError("its frame is part of the traceback, and refers to the tensor")
-
-    try:
-        fail(pool.lend((64,)))
-    except KeyError:
-        assert pool.stats().held_bytes == 256
-    assert pool.stats().held_bytes == 0 and pool.stats().idle_bytes == 256
+    change(t)
+    assert pool.stats().idle_bytes == idle and pool.stats().held_bytes == 0
+    assert idle == 0 or t.tolist() == [1, 1, 1]  # it has other bytes now, the pool's are free
 
 
 def test_tracers_get_no_memory_of_the_pool():
@@ -328,58 +239,35 @@ def test_where_references_cannot_be_counted_all_memory_is_fresh(monkeypatch):
     assert pool.stats() == PoolStats(borrows=2, bypassed=2)
 
 
-@pytest.fixture
-def frequent_switches():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads change places between almost any two bytecodes
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_soak_eight_threads(frequent_switches):
-    """Random sizes, views that stay, exceptions, clears: contents stay the holder's, bounds hold, no growth."""
-    pool = small_pool(max_bytes=4 * MIB)
-    stop, errors, loops = time.monotonic() + SOAK_SECONDS, [], [0] * 8
-    resident = []
+def test_eight_threads(frequent_switches):
+    """Random sizes, views that stay, exceptions, clears: contents stay the holder's and bounds hold."""
+    pool, stop = small_pool(max_bytes=4 * MIB), time.monotonic() + 1
 
     def step(rng, mark, kept):
-        with pool.borrow((rng.randrange(1, 60_000),), rng.choice([F32, torch.float16, torch.int64])) as t:
-            t.fill_(mark)
-            if rng.random() < 0.3:
-                inner = pool.lend((rng.randrange(1, 60_000),)).fill_(mark + 8)
-                assert inner.min() == inner.max() == mark + 8
-            if rng.random() < 0.1:
-                raise OSError("injected")
-            assert t.min() == t.max() == mark
+        t = pool.lend((rng.randrange(1, 60_000),), rng.choice([F32, torch.float16, torch.int64])).fill_(mark)
+        if rng.random() < 0.3:
+            inner = pool.lend((rng.randrange(1, 60_000),)).fill_(mark + 8)
+            assert inner.min() == inner.max() == mark + 8
+        if rng.random() < 0.1:
+            raise OSError("injected")
+        assert t.min() == t.max() == mark
         kept.append(t[-1:])
         assert all(view.item() == mark for view in kept)
         del kept[: rng.randrange(1, 4)]
 
     def work(i):
-        rng, kept = random.Random(i), []
-        try:
-            while time.monotonic() < stop:
-                with contextlib.suppress(OSError):
-                    step(rng, i + 1, kept)
-                loops[i] += 1
-                stats = pool.stats()
-                assert stats.idle_bytes + stats.held_bytes <= 4 * MIB
-                if i == 0 and loops[0] % 50 == 0:
-                    resident.append(tracking.resident_bytes() or 0)
-                    if rng.random() < 0.1:
-                        pool.clear()
-        except BaseException as error:
-            errors.append(error)
+        rng, kept, loops = random.Random(i), [], 0
+        while time.monotonic() < stop:
+            with contextlib.suppress(OSError):
+                step(rng, i + 1, kept)
+            loops += 1
+            stats = pool.stats()
+            assert stats.idle_bytes + stats.held_bytes <= 4 * MIB
+            if i == 0 and rng.random() < 0.002:
+                pool.clear()
+        return loops
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOAK_SECONDS + 30)
-    assert not any(thread.is_alive() for thread in threads), "threads hang"
-    assert not errors, errors[0]
+    with ThreadPoolExecutor(8) as threads:
+        assert min(threads.map(work, range(8))) > 10
     stats = pool.stats()
-    assert min(loops) > 10 and stats.held_bytes == 0 and stats.borrows == stats.reuses + stats.allocations
-    if SOAK_SECONDS >= 5:  # less is all warm-up
-        half = len(resident) // 2
-        assert max(resident[half:]) <= max(resident[:half]) + 16 * MIB
+    assert stats.held_bytes == 0 and stats.borrows == stats.reuses + stats.allocations

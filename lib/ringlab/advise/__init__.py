@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import hardware, kernels
 from ..block_patterns import BlockSparse, local_global, sliding_window
 from ..checks import LARGEST, check_bool, check_float_dtype, check_int, is_real, short_repr
-from ..cost import Cost, format_bytes, format_seconds
+from ..cost import format_bytes, format_seconds
 from ..engine import Execution
 from ..engine.chunked import Ladder
 from ..estimate import Estimate, cost_of, estimate_of, rates_of
@@ -27,22 +27,22 @@ from ..patterns import Dense, Dilated, Pattern
 from ..ring import SCHEMES, Layout, Problem, Simulated, group_size
 from ..ring.layout import layout_named
 from ..ring.volume import sent_bytes, unevenness
-from .render import ASKED, ESTIMATE, POLICY, Advice, Decision, Evidence, Proposal
+from .render import ASKED, ESTIMATE, POLICY, Advice, Decision, Evidence, Proposal, changed
 
 __all__ = ["Advice", "Auto", "Decision", "Evidence", "Proposal", "advise", "ladder", "local"]
 
 PAPER = 2048  # LongNet's first segment (Ding et al. 2023, arXiv 2307.02486)
-BLOCK, MOST_BLOCKS = 128, 4096  # positions of a block, and larger ones where there would be more of them
+BLOCK, MOST_BLOCKS = 128, 4096  # positions of a block; blocks are larger where there would be more of them
 KINDS = ("auto", "dense", "ladder", "local")
-EVEN = 1.1  # work of the busiest rank over the average, up to which shards stay side by side
+EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
 TILE = 512
 SWITCHES = {"gather": "gathered copies", "cache": "the pattern cache", "pool": "the pool", "blocks": "ways for blocks"}
 SWITCHES_OF = {"dilated": ("gather", "cache", "pool"), "blocks": ("cache", "blocks")}  # by the kind of a pattern
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
 SHORTEST = 256  # first segment of a ladder
 MOST_RANKS = 32  # tried for a sequence that does not fit
-STEP, TRIES = 128, 6  # positions a rank of a length that is tried to fit, and how many are
-NEAR = 1.5  # a row of so many times the share of dense's products, or one part in so many, is of like work
+STEP, TRIES = 128, 6  # a shorter length is sought in multiples of so many positions a rank, in so many tries
+NEAR = 1.5  # rows count whose share of dense's products differs by at most this factor
 
 
 def ladder(seq_len: int, first: int = PAPER) -> Pattern:
@@ -56,7 +56,7 @@ def ladder(seq_len: int, first: int = PAPER) -> Pattern:
 
 
 def local(seq_len: int, ranks: int = 1, width: int = PAPER) -> BlockSparse:
-    """A sliding window of about ``width`` positions; on one rank a global block too, which needs rows of everyone's.
+    """A sliding window of about ``width`` positions; on one rank a global block too, for which ranks would send all.
 
     >>> str(local(10000)), str(local(10000, ranks=2))
     ('blocks of 128: window 8, 1 global', 'blocks of 128: window 8')
@@ -90,10 +90,10 @@ def advise(
 
     ``pattern``: one to keep, or what to propose: "dense", "ladder" (LongNet: segments w, 2w, 4w at rates 1, 2, 4 and so
     on up to the sequence), "local" (sliding window, global block), "auto" (the ladder where it pays, else dense).
-    ``seconds``: what a call may take at its lower bound; the ladder then starts as long as that allows. ``layers``: as
-    many hold their tensors from forward to backward. ``memory_bytes``: of a rank (None: the profile's). ``rows``: what
-    was measured. A ``dtype`` or ``layout`` given is kept. ``estimates=False`` goes by policy, rows
-    and bytes sent alone: memory and lower bounds, which take seconds to find, stay unknown.
+    ``seconds``: a limit for the lower bound of a call; the ladder's first segment is the longest within it.
+    ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``: of a rank (None: the profile's).
+    ``rows``: measured comparisons. A ``dtype`` or ``layout`` that is given is kept. ``estimates=False``: choose by
+    policy, rows and bytes sent alone; memory and lower bounds, which take seconds to find, stay unknown.
 
     Raises ValueError, in one line, for an unknown profile, numbers that are not positive, memory that cannot hold
     the inputs of a rank, and what takes minutes to estimate.
@@ -130,13 +130,12 @@ def advise(
     return _Advising(call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds).advice(pattern)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Placed:
-    """A pattern as it is run: its settings, the bytes that each rank sends, and ``run``, which estimates the call."""
+    """A pattern as it is run: its settings, the bytes that each rank sends, and ``run(seq_len)``, its estimate."""
 
-    pattern: Pattern
     execution: Decision
-    run: Callable[[], Estimate]
+    run: Callable[..., Estimate]
     across: tuple[Decision, ...] = ()  # scheme and layout
     sent: tuple[int, ...] = (0,)
 
@@ -147,9 +146,9 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Advising:
-    """What advice is asked for, and the decisions that follow: dtype and kernel first, then the pattern as placed."""
+    """What is asked for, and the decisions: dtype and kernel first, then the pattern with its execution and scheme."""
 
-    call: MetaCall  # its pattern, dtype, backend, execution, scheme and layout are replaced by what is decided
+    call: MetaCall  # of its pattern, dtype, backend, execution, scheme and layout the decisions take the place
     seq_len: int
     layers: int
     budget: int | None
@@ -158,23 +157,24 @@ class _Advising:
     given_dtype: torch.dtype | None
     estimates: bool
     seconds: float | None
+    placed: dict[Pattern, _Placed] = field(default_factory=dict, init=False)
 
     def advice(self, wanted: str | Pattern) -> Advice:
         self._check_inputs()
         decided = self._pattern(wanted)
         placed = self._place(decided.value)
         checkpointing = self._checkpointing(placed)
-        need = self._need(placed.estimate, checkpointing.value) if self.estimates else None
-        short = need is not None and self.budget is not None and need > self.budget
-        names = ("profile", "ranks", "batch", "heads", "kv_heads", "head_dim", "causal", "passes")
-        return Advice(
-            **{name: getattr(self.call, name) for name in names}, seq_len=self.seq_len, layers=self.layers,
-            choices=(decided, self.dtype, self.backend[0], *placed.across, placed.execution, checkpointing),
-            proposals=self._proposals(decided, wanted, checkpointing.value) if self.estimates else (),
-            need_bytes=need, budget_bytes=self.budget,
-            longest=self._longest(placed, checkpointing.value) if short else None,
-            enough_ranks=self._enough_ranks(decided.value, checkpointing.value) if short else None,
-        )  # fmt: skip
+        choices = decided, self.dtype, self.backend[0], *placed.across, placed.execution, checkpointing
+        advice = Advice(self.call, self.seq_len, self.layers, {c.name: c for c in choices}, self.budget)
+        if not self.estimates:
+            return advice
+        kept = checkpointing.value
+        need, proposals = self._need(placed.estimate, kept), self._proposals(decided, wanted, kept)
+        advice = replace(advice, need_bytes=need, proposals=proposals)
+        if advice.fits is False:
+            more = {"longest": self._longest(placed, kept), "enough_ranks": self._enough_ranks(decided.value, kept)}
+            advice = replace(advice, **more)
+        return advice
 
     def _check_inputs(self) -> None:
         c = self.call
@@ -189,14 +189,22 @@ class _Advising:
     # -----------------------------------------------------------------------------------------------------------------
     # from rows
 
-    def _measured(self, about: str, default: str, rows=None, **match) -> tuple[Evidence, ...]:
-        """Comparisons with ``default``, turned to it: of each other setting the one nearest to what is asked for."""
-        found = [e.turned() if e.setting == default else e for e in (self.rows if rows is None else rows)
-                 if e.about == about and default in (e.setting, e.against)]  # fmt: skip
-        found = [e for e in found if all(getattr(e, name) == value for name, value in match.items())]
-        found.sort(key=lambda e: (not e.counts, e.distance(self.seq_len, self.call.passes, self.call.causal)))
+    def _compared(self, about: str, default: str, rows=None, **match) -> list[Evidence]:
+        """The comparisons with ``default`` in one thing, turned so that they are against it."""
+        rows = self.rows if rows is None else rows
+        found = [e.turned() if e.setting == default else e for e in rows if e.about == about]
+        match |= {"against": default}
+        return [e for e in found if all(getattr(e, name) == value for name, value in match.items())]
+
+    def _measured(self, *asked, **match) -> tuple[Evidence, ...]:
+        """Of ``_compared``, for each other setting, the comparison whose shape is the nearest to what is asked for."""
+
+        def distance(e: Evidence) -> tuple:
+            other = e.passes != self.call.passes, e.causal != self.call.causal
+            return not e.counts, *other, abs(math.log(e.seq_len / self.seq_len))
+
         nearest: dict[str, Evidence] = {}
-        for e in found:
+        for e in sorted(self._compared(*asked, **match), key=distance):
             nearest.setdefault(e.setting, e)
         return tuple(nearest.values())
 
@@ -220,6 +228,10 @@ class _Advising:
         decided = self._fastest("dtype", name, why, self._measured("dtype", name))
         return replace(decided, value=getattr(torch, decided.value))
 
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype.value).removeprefix("torch.")
+
     @cached_property
     def backend(self) -> tuple[Decision, str]:
         """The backend, and the kernel that should run."""
@@ -237,7 +249,7 @@ class _Advising:
             for e in self.rows
             if e.about == "backend" and {e.setting, e.against} != {"auto", kernel}
         ]
-        found = self._measured("backend", "auto", as_auto, dtype=str(dtype).removeprefix("torch."))
+        found = self._measured("backend", "auto", as_auto, dtype=self._dtype_name)
         decided = self._fastest("backend", "auto", why, found)
         if decided.value == "auto":
             return decided, kernel
@@ -261,18 +273,17 @@ class _Advising:
     # -----------------------------------------------------------------------------------------------------------------
     # by estimate
 
-    def _estimate(self, pattern: Pattern, execution: Execution, seq_len: int | None = None, **across) -> Estimate:
-        made = replace(self.call, pattern=pattern, dtype=self.dtype.value, backend=self.backend[1],
-                       execution=execution, **across)  # fmt: skip
-        return estimate_of(made, seq_len or self.seq_len)
+    def _call(self, pattern: Pattern, **decided) -> MetaCall:
+        return replace(self.call, pattern=pattern, dtype=self.dtype.value, **decided)
 
-    def _cost(self, pattern: Pattern) -> tuple[MetaCall, Cost]:
-        call = replace(self.call, pattern=pattern, dtype=self.dtype.value)
-        return call, cost_of(call, self.seq_len)
+    def _estimate(self, pattern: Pattern, execution: Execution, seq_len: int | None = None, **across) -> Estimate:
+        call = self._call(pattern, backend=self.backend[1], execution=execution, **across)
+        return estimate_of(call, seq_len or self.seq_len)
 
     def _bounded(self, pattern: Pattern) -> Estimate:
         """The work of a call and its lower bounds alone: nothing is run, and memory is not known."""
-        call, counted = self._cost(pattern)
+        call = self._call(pattern)
+        counted = cost_of(call, self.seq_len)
         sent = {(rank, -1): size for rank, size in enumerate(self._place(pattern).sent)}
         return Estimate(counted, call.ranks, None, {}, 0, sent).bounded(rates_of(call, counted))
 
@@ -284,17 +295,13 @@ class _Advising:
     def _fits(self, found: Estimate, checkpointing: bool = False) -> bool:
         return self.budget is None or self._need(found, checkpointing) <= self.budget
 
-    @cached_property
-    def _placed(self) -> dict[Pattern, _Placed]:
-        return {}
-
     def _place(self, pattern: Pattern) -> _Placed:
         """The pattern with the execution, scheme and layout that suit it, decided once.
 
         Eager scores, which alone fill memory, are computed in tiles where they do not fit.
         """
-        if pattern in self._placed:
-            return self._placed[pattern]
+        if pattern in self.placed:
+            return self.placed[pattern]
         execution, eager = self._execution(pattern), self.backend[1] == "eager"
         if eager and not self.estimates and self.call.profile.kind == "cuda":
             tiled = replace(execution.value, tile=Ladder())
@@ -306,46 +313,27 @@ class _Advising:
             tried = self._on_ranks(pattern, replace(execution, value=tiled, how=ESTIMATE, why=why))
             if tried.estimate.peak_bytes < placed.estimate.peak_bytes:
                 placed = tried
-        return self._placed.setdefault(pattern, placed)
+        return self.placed.setdefault(pattern, placed)
 
     def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
+        """The pattern with a layout and the scheme that sends the fewest bytes of those that fit.
+
+        Where schemes send equally much it is the ring, which holds the least.
+        """
         c = self.call
         if c.ranks == 1:
-            return _Placed(pattern, execution, lambda: self._estimate(pattern, execution.value))
+            return _Placed(execution, partial(self._estimate, pattern, execution.value))
         for name in (self.layout,) if self.layout is not None else ("contiguous", "zigzag"):
             problem = Problem(pattern, layout_named(name, self.seq_len, c.ranks), c.causal, c.heads, c.kv_heads)
             sent, refused = self._sent(problem)
-            uneven = unevenness(problem, min(sent, key=lambda scheme: sum(sent[scheme])))
-            if uneven <= EVEN:
+            total = {scheme: sum(each) for scheme, each in sent.items()}
+            if unevenness(problem, min(total, key=total.get)) <= EVEN:
                 break
-
-        def placed(scheme: str) -> _Placed:
-            run = lambda: self._estimate(pattern, execution.value, scheme=scheme, layout=problem.layout)  # noqa: E731
-            return _Placed(pattern, execution, run, sent=sent[scheme])
-
-        scheme, found = self._scheme(problem, sent, refused, placed)
-        how = ESTIMATE if self.layout is None else ASKED
-        busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
-        return replace(found, across=(scheme, Decision("layout", name, how, busiest)))
-
-    def _sent(self, problem: Problem) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-        """Bytes of one call by scheme and rank; and why the other schemes cannot serve."""
-        sent, refused, c = {}, [], self.call
-        how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": self.dtype.value, "passes": c.passes}
-        for scheme in SCHEMES:
-            try:
-                problem.check(scheme)
-            except ValueError as error:
-                refused.append(str(error))
-                continue
-            sent[scheme] = tuple(sent_bytes(problem, rank, scheme, **how) for rank in range(c.ranks))
-        return sent, refused
-
-    def _scheme(self, problem: Problem, sent: dict, refused: list, placed: Callable) -> tuple[Decision, _Placed]:
-        """The scheme that sends the fewest bytes of those that fit; where equal the ring, which holds the least."""
-        total = {scheme: sum(each) for scheme, each in sent.items()}
         order = sorted(total, key=lambda scheme: (total[scheme], scheme != ("ring" if total[scheme] else "plan")))
-        found = {scheme: placed(scheme) for scheme in order}
+        found = {}
+        for scheme in order:
+            run = partial(self._estimate, pattern, execution.value, scheme=scheme, layout=name)
+            found[scheme] = _Placed(execution, run, sent=sent[scheme])
         least = order[0]
         if self.estimates and self.budget is not None:
             least = next((scheme for scheme in order if self._fits(found[scheme].estimate)), least)
@@ -356,10 +344,27 @@ class _Advising:
         if least != order[0]:
             need = format_bytes(self._need(found[order[0]].estimate))
             why.append(f"{order[0]} needs {need} on a rank, more than there is")
-        rows = self._measured("scheme", least, ranks=self.call.ranks, pattern=str(problem.pattern))
+        rows = self._measured("scheme", least, ranks=c.ranks, pattern=str(pattern))
         rows = tuple(e for e in rows if e.setting in sent)
-        decided = self._fastest("scheme", least, "; ".join([*why, *refused]), rows, ESTIMATE)
-        return decided, found[decided.value]
+        scheme = self._fastest("scheme", least, "; ".join([*why, *refused]), rows, ESTIMATE)
+        busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
+        layout = Decision("layout", name, ESTIMATE if self.layout is None else ASKED, busiest)
+        chosen = found[scheme.value]
+        chosen.across = scheme, layout
+        return chosen
+
+    def _sent(self, problem: Problem) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+        """Bytes of one call by scheme and rank; and why the other schemes cannot serve."""
+        sent, refused, c = {}, [], self.call
+        how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": self.dtype.value, "passes": c.passes}
+        for scheme in SCHEMES:
+            try:
+                problem.check(scheme)
+            except ValueError as error:
+                refused.append(str(error))
+            else:
+                sent[scheme] = tuple(sent_bytes(problem, rank, scheme, **how) for rank in range(c.ranks))
+        return sent, refused
 
     # -----------------------------------------------------------------------------------------------------------------
     # the pattern
@@ -374,7 +379,8 @@ class _Advising:
         if self.seconds is not None:
             return self._in_time()
         found = ladder(n)
-        share = self._cost(found)[1].pairs / self._cost(Dense())[1].pairs
+        pairs, dense = (cost_of(self._call(p), n).pairs for p in (found, Dense()))
+        share = pairs / dense
         why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
         if wanted == "ladder":
             return Decision("pattern", found, ASKED, why)
@@ -385,11 +391,9 @@ class _Advising:
         return self._against_dense(found, share, why)
 
     def _against_dense(self, found: Dilated, share: float, why: str) -> Decision:
-        """The ladder, unless rows of such work (pass, causal or not, dtype, density) show that it does not pay."""
-        rows = [e if e.against == "dense" else e.turned() for e in self.rows if e.about == "pattern" and "dense" in (
-                e.setting, e.against)]  # fmt: skip
-        work = self.call.passes, self.call.causal, 1, str(self.dtype.value).removeprefix("torch.")
-        rows = [e for e in rows if (e.passes, e.causal, e.ranks, e.dtype) == work and e.setting.startswith("dilated")]
+        """The ladder, unless rows of the same passes, mask, dtype and about its density show that it does not pay."""
+        work = {"passes": self.call.passes, "causal": self.call.causal, "ranks": 1, "dtype": self._dtype_name}
+        rows = [e for e in self._compared("pattern", "dense", **work) if e.setting.startswith("dilated")]
         rows = tuple(sorted((e for e in rows if 1 / NEAR <= e.share / share <= NEAR), key=lambda e: e.seq_len))
         counting = [e for e in rows if e.counts]
         if not counting:
@@ -424,7 +428,7 @@ class _Advising:
         kinds = {"advised": decided.value, "dense": Dense()}
         if not isinstance(wanted, Pattern):
             kinds |= {"ladder": ladder(self.seq_len), "local": local(self.seq_len, self.call.ranks)}
-        full = self._cost(Dense())[1].distinct_pairs
+        full = cost_of(self._call(Dense()), self.seq_len).distinct_pairs
         found: dict[Pattern, Proposal] = {}
         for name, pattern in kinds.items():
             placed, bounded = self._place(pattern), self._bounded(pattern)
@@ -449,23 +453,21 @@ class _Advising:
         return Decision("checkpointing", not self._fits(placed.estimate) and with_ < without, ESTIMATE, said)
 
     def _longest(self, placed: _Placed, checkpointing: bool) -> int | None:
-        """A length of this pattern, shared out this way, that fits: what is needed is nearly linear in it."""
+        """A length that fits with this pattern, scheme and layout; the memory is nearly linear in the length."""
         if isinstance(self.layout, Layout):
             return None  # it is of one length
-        across = {c.name: c.value for c in placed.across}
         unit, n, need = STEP * self.call.ranks, self.seq_len, self._need(placed.estimate, checkpointing)
         for _ in range(TRIES):
             n = int(n * self.budget / need) // unit * unit
             if n < unit:
                 return None
-            found = self._estimate(placed.pattern, placed.execution.value, n, **across)
-            need = self._need(found, checkpointing)
+            need = self._need(placed.run(seq_len=n), checkpointing)
             if need <= self.budget:
                 return n
         return None
 
     def _enough_ranks(self, pattern: Pattern, checkpointing: bool) -> int | None:
-        """Ranks, doubled from those asked for, that hold the sequence; none is tried that can hold it by no means."""
+        """The first doubling of the ranks that holds the sequence; what cannot suffice is not tried."""
         ranks, need = 2 * self.call.ranks, self._need(self._place(pattern).estimate, checkpointing)
         while ranks <= min(MOST_RANKS, self.seq_len):
             if need * self.call.ranks / ranks <= 1.1 * self.budget:
@@ -477,11 +479,10 @@ class _Advising:
 
 
 class Auto:
-    """Backend, scheme and execution by advice, where a module was told none; ``advice`` is the last that was taken.
+    """Backend, scheme and execution by advice, for a module that was given none; ``advice`` is the last that it took.
 
-    ``config``: "auto", which asks for each shape once, or an ``Advice``, as one that rests on measured rows: it is then
-    taken for every shape. The pattern, the layout and the dtype of tensors stay as they are. A compiler's graph ends
-    where it is asked, over a group too.
+    ``config``: "auto", which asks for each shape once, or an ``Advice``, which is taken for every shape. The pattern,
+    the layout and the dtype of tensors stay as they are. Under torch.compile the graph breaks here.
     Raises ValueError for anything else.
 
     >>> Auto("fast")
@@ -494,11 +495,11 @@ class Auto:
         given = isinstance(config, Advice)
         if not given and not (isinstance(config, str) and config == "auto"):
             raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {short_repr(config)}')
-        self.asks, self.advice, self.found = not given, config if given else None, {}
+        self.asks, self.advice = not given, config if given else None
 
     def __repr__(self) -> str:
         taken = ("backend", "scheme", "execution")
-        said = [f"{c.name}: {c.shown}" for c in self.advice.choices if c.name in taken] if self.advice else []
+        said = [f"{c.name}: {c.shown}" for c in self.advice.choices.values() if c.name in taken] if self.advice else []
         return f"config=auto ({'; '.join(said) or 'nothing chosen yet'})"
 
     def fill(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
@@ -507,45 +508,30 @@ class Auto:
         ranks = 1 if group is None else group_size(group)
         whole = group is None or isinstance(group, Simulated)
         n = layout.n if isinstance(layout, Layout) else q.shape[1] * (1 if whole else ranks)
-        left = tuple(name for name in ("backend", "scheme") if options.get(name) == "auto")
         shape = n, ranks, q.shape[0], q.shape[2], k.shape[2], q.shape[3]
-        call = _outside_graphs() if torch.compiler.is_compiling() else _filled
-        return options | call(
-            self, left, options["execution"], pattern, layout, shape, options["causal"], q.dtype, q.device,
-            torch.is_grad_enabled(),
-        )  # fmt: skip
-
-    def take(self, pattern, layout, shape, causal: bool, dtype, device, backward: bool) -> Advice:
-        """The advice given, or that for a shape."""
-        key = pattern, layout, shape, causal, dtype, device, backward
-        if self.asks and key not in self.found:
-            n, ranks, batch, heads, kv_heads, head_dim = shape
-            self.found[key] = advise(
-                profile_of(device), n, ranks=ranks, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-                causal=causal, passes="fwd+bwd" if backward else "fwd", pattern=pattern, dtype=dtype, layout=layout,
-                estimates=False,
-            )  # fmt: skip
-        self.advice = self.found[key] if self.asks else self.advice
-        return self.advice
+        passes = "fwd+bwd" if torch.is_grad_enabled() else "fwd"
+        left = tuple(name for name in ("backend", "scheme") if options.get(name) == "auto")
+        call = torch.compiler.disable(_filled) if torch.compiler.is_compiling() else _filled
+        asked = q.device, pattern, layout, shape, options["causal"], passes, q.dtype
+        return options | call(self, left, options["execution"], *asked)
 
 
 def _filled(auto: Auto, left: tuple[str, ...], mine: Execution, *asked) -> dict:
-    """What advice puts in the place of the names ``left`` open and of the switches that are as they stand."""
-    advice, plain = auto.take(*asked), Execution()
-    same = [f.name for f in fields(mine) if getattr(mine, f.name) == getattr(plain, f.name)]
-    execution = replace(mine, **{name: getattr(advice["execution"], name) for name in same})
-    return {"execution": execution} | {name: advice[name] for name in left if name in advice.names}
+    """What advice gives for the names that were ``left`` open and for the switches that ``mine`` leaves alone."""
+    if auto.asks:
+        auto.advice = _advised(*asked)
+    advice = auto.advice
+    execution = replace(advice["execution"], **changed(mine))
+    return {"execution": execution} | {name: advice[name] for name in left if name in advice.choices}
 
 
-_opaque = None
-
-
-def _outside_graphs():
-    """``_filled`` as torch.compile calls it but may not trace it; made late, as it loads the compiler."""
-    global _opaque
-    if _opaque is None:
-        _opaque = torch.compiler.disable(_filled)
-    return _opaque
+@lru_cache(maxsize=256)
+def _advised(device, pattern, layout, shape, causal: bool, passes: str, dtype) -> Advice:
+    n, ranks, batch, heads, kv_heads, head_dim = shape
+    return advise(
+        profile_of(device), n, ranks=ranks, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        causal=causal, passes=passes, pattern=pattern, dtype=dtype, layout=layout, estimates=False,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=16)

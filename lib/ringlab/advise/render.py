@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from math import log
 from textwrap import wrap
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from ..block_patterns import BlockSparse
 from ..cost import format_bytes, format_seconds
 from ..engine import Execution
-from ..hardware import Profile
+from ..meta_run import MetaCall
 from ..patterns import Pattern
 
 POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
@@ -63,10 +62,6 @@ class Evidence:
         """The same comparison from the other side."""
         sides = {"setting": self.against, "against": self.setting}
         return replace(self, **sides, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low)
-
-    def distance(self, seq_len: int, passes: str, causal: bool) -> tuple:
-        """How far its shape is from another; the less, the more it says there."""
-        return self.passes != passes, self.causal != causal, abs(log(self.seq_len / seq_len))
 
     @property
     def text(self) -> str:
@@ -131,8 +126,27 @@ def changed(execution: Execution) -> dict:
     return {name: value for name, value in values.items() if value != getattr(plain, name)}
 
 
+CODE = """\
+{about}
+import torch
+import ringlab
+from ringlab.{module} import {names}
+{checkpoint}
+seq_len = {seq_len}
+device = {device}
+pattern = {pattern}
+{torchrun}
+
+def attend(q, k, v):
+    return ringlab.attention(q, k, v, pattern, {options})
+
+
+made = {{'dtype': {dtype}, 'device': device, 'requires_grad': {grad}}}
+q, k, v = (torch.randn({batch}, seq_len, heads, {head_dim}, **made) for heads in {heads})
+out = {out}
+{backward}"""
+TORCHRUN = '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 PATTERN_COLUMNS = ("pairs of dense", "lower bound", "peak per rank", "sent in all", "pattern")
-NAMES = {"fwd": "forward", "fwd+bwd": "forward and backward"}
 
 
 @dataclass(frozen=True)
@@ -144,20 +158,13 @@ class Advice:
     longest, and ``enough_ranks`` a number of ranks that hold the sequence.
     """
 
-    profile: Profile
+    call: MetaCall  # as it was asked for: its shape, passes, ranks and profile
     seq_len: int
-    ranks: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    causal: bool
-    passes: str
     layers: int
-    choices: tuple[Decision, ...]
-    proposals: tuple[Proposal, ...]
-    need_bytes: int | None
-    budget_bytes: int | None
+    choices: dict[str, Decision]
+    budget_bytes: int | None = None
+    need_bytes: int | None = None
+    proposals: tuple[Proposal, ...] = ()
     longest: int | None = None
     enough_ranks: int | None = None
 
@@ -166,14 +173,7 @@ class Advice:
 
     def choice(self, name: str) -> Decision:
         """A choice by its name; KeyError for one that was not made."""
-        for choice in self.choices:
-            if choice.name == name:
-                return choice
-        raise KeyError(name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(choice.name for choice in self.choices)
+        return self.choices[name]
 
     @property
     def fits(self) -> bool | None:
@@ -181,12 +181,15 @@ class Advice:
 
     @property
     def title(self) -> str:
-        ranks = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        heads = f"{self.heads} heads" + ("" if self.kv_heads == self.heads else f" over {self.kv_heads} of K/V")
-        what = f"{heads} of {self.head_dim}, {'causal' if self.causal else 'not causal'}, {NAMES[self.passes]}"
-        more = f", batch {self.batch}" if self.batch > 1 else ""
-        layers = f", {self.layers} layers" if self.layers > 1 else ""
-        return f"{self.profile.title}, {ranks}, {self.seq_len:,} tokens, {what}{more}{layers}"
+        c = self.call
+        heads = f"{c.heads} heads" + ("" if c.kv_heads == c.heads else f" over {c.kv_heads} of K/V")
+        parts = [
+            c.profile.title, "one rank" if c.ranks == 1 else f"{c.ranks} ranks", f"{self.seq_len:,} tokens",
+            f"{heads} of {c.head_dim}", "causal" if c.causal else "not causal",
+            "forward" if c.passes == "fwd" else "forward and backward",
+            f"batch {c.batch}" if c.batch > 1 else "", f"{self.layers} layers" if self.layers > 1 else "",
+        ]  # fmt: skip
+        return ", ".join(filter(None, parts))
 
     @property
     def memory(self) -> str:
@@ -197,70 +200,57 @@ class Advice:
         if self.budget_bytes is None:
             return f"{need}; how much there is, is not known: give a budget"
         have = f"{need}, of {format_bytes(self.budget_bytes)}"
-        if not self.fits:
-            longest = f"{self.longest:,} tokens fit" if self.longest else "no shorter length was found that fits"
-            ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
-            return f"does not fit: {have}; {longest}{ranks}"
-        return f"fits: {have}"
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """(what, choice, how it was chosen, why), memory last."""
-        return [*((c.name, c.shown, c.how, c.why) for c in self.choices), ("memory", "", ESTIMATE, self.memory)]
+        if self.fits:
+            return f"fits: {have}"
+        longest = f"{self.longest:,} tokens fit" if self.longest else "no shorter length was found that fits"
+        ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
+        return f"does not fit: {have}; {longest}{ranks}"
 
     def text(self) -> str:
         """For a terminal: the choices, the measured comparisons, and the patterns that were compared."""
         lines = [self.title, ""]
-        for name, value, how, why in self.rows():
-            lines += [f"{name:15}{value}".rstrip(), f"{'':15}{how}: {why}"] if value else [f"{name:15}{how}: {why}"]
-        measured = [f"  {e.text}" for c in self.choices for e in c.evidence]
-        lines += ["", "measured:", *measured] if measured else ["", "measured: nothing that bears on it"]
-        return "\n".join([*lines, "", *columns([PATTERN_COLUMNS, *map(self._compared, self.proposals)])])
+        for c in self.choices.values():
+            lines += [f"{c.name:15}{c.shown}", f"{'':15}{c.how}: {c.why}"]
+        lines += [f"{'memory':15}{ESTIMATE}: {self.memory}", ""]
+        measured = [f"  {e.text}" for c in self.choices.values() for e in c.evidence]
+        lines += ["measured:", *measured] if measured else ["measured: nothing that bears on it"]
+        return "\n".join([*lines, "", *columns([PATTERN_COLUMNS, *map(self._figures, self.proposals)])])
 
     def table(self) -> str:
         """Two tables in Markdown: the choices with their evidence, and the patterns that were compared."""
         rows = [("What", "Choice", "How", "Why", "Measured")]
-        found = {c.name: "; ".join(e.text for e in c.evidence) for c in self.choices}
-        rows += [(*row, found.get(row[0], "")) for row in self.rows()]
-        return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._compared, self.proposals)])}"
+        rows += [(c.name, c.shown, c.how, c.why, "; ".join(e.text for e in c.evidence)) for c in self.choices.values()]
+        rows += [("memory", "", ESTIMATE, self.memory, "")]
+        return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._figures, self.proposals)])}"
 
-    def code(self, seq_len: int | None = None) -> str:
-        """Python that runs as it stands, on the profile's device or else on a CPU; with another ``seq_len`` if given.
+    def code(self) -> str:
+        """Python that runs as it stands, on the profile's device or else on a CPU.
 
         Ranks are simulated in the one process; a comment says what changes under torchrun.
         """
-        pattern, execution = repr(self["pattern"]), changed(self["execution"])
-        module = "blocks" if isinstance(self["pattern"], BlockSparse) else "patterns"
-        names = sorted(set(re.findall(r"\b([A-Z]\w*)\(", pattern)))
-        options = [f"causal={self.causal}", f"backend={self['backend']!r}"]
-        if self.ranks > 1:
-            options += [f"group=ringlab.Simulated({self.ranks})", f"scheme={self['scheme']!r}"]
+        c, pattern, kept, backward = self.call, self["pattern"], self["checkpointing"], self.call.passes != "fwd"
+        about = [f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in self.choices.values()]
+        about = [wrap(x, 114, subsequent_indent="  ") for x in (self.title, *about, f"memory: {self.memory}")]
+        options = [f"causal={c.causal}", f"backend={self['backend']!r}"]
+        if c.ranks > 1:
+            options += [f"group=ringlab.Simulated({c.ranks})", f"scheme={self['scheme']!r}"]
             options += [f"layout={str(self['layout'])!r}"]
-        if execution:
+        if execution := changed(self["execution"]):
             options += [f"execution=ringlab.Execution({', '.join(f'{k}={v!r}' for k, v in execution.items())})"]
-        backward, kept = self.passes != "fwd", self["checkpointing"]
-        heads = [self.heads, self.kv_heads, self.kv_heads]
-        said = [self.title, *(f"{c.name}: {c.shown}; {c.how}: {c.why}" for c in self.choices), f"memory: {self.memory}"]
-        lines = [line for text in said for line in wrap(text, 116, initial_indent="# ", subsequent_indent="#   ")]
-        lines += ["import torch", "import ringlab"]
-        lines += [f"from ringlab.{module} import {', '.join(names)}"]
-        lines += ["from torch.utils.checkpoint import checkpoint"] if kept else []
-        lines += ["", f"seq_len = {self.seq_len if seq_len is None else seq_len}"]
-        lines += ['device = "cuda" if torch.cuda.is_available() else "cpu"' if self.profile.kind == "cuda" else
-                  'device = "cpu"']  # fmt: skip
-        lines += [f"pattern = {pattern}"]
-        if self.ranks > 1:
-            lines += ['# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.']
-        call = f"ringlab.attention(q, k, v, pattern, {', '.join(options)})"
-        lines += ["", "", "def attend(q, k, v):", f"    return {call}", "", ""]
-        lines += [
-            f"made = {{'dtype': {self['dtype']}, 'device': device, 'requires_grad': {backward}}}",
-            f"q, k, v = (torch.randn({self.batch}, seq_len, heads, {self.head_dim}, **made) for heads in {heads})",
-            f"out = {'checkpoint(attend, q, k, v, use_reentrant=False)' if kept else 'attend(q, k, v)'}",
-            *(["out.sum().backward()"] if backward else []),
-        ]
-        return "\n".join(lines) + "\n"
+        return CODE.format(
+            about="\n".join(f"# {line}" for lines in about for line in lines),
+            module="blocks" if isinstance(pattern, BlockSparse) else "patterns",
+            names=", ".join(sorted(set(re.findall(r"\b([A-Z]\w*)\(", repr(pattern))))),
+            checkpoint="from torch.utils.checkpoint import checkpoint\n" if kept else "",
+            seq_len=self.seq_len, pattern=repr(pattern), options=", ".join(options), dtype=self["dtype"],
+            device='"cuda" if torch.cuda.is_available() else "cpu"' if c.profile.kind == "cuda" else '"cpu"',
+            torchrun=TORCHRUN if c.ranks > 1 else "", grad=backward, batch=c.batch, head_dim=c.head_dim,
+            heads=[c.heads, c.kv_heads, c.kv_heads],
+            out="checkpoint(attend, q, k, v, use_reentrant=False)" if kept else "attend(q, k, v)",
+            backward="out.sum().backward()\n" if backward else "",
+        )  # fmt: skip
 
-    def _compared(self, p: Proposal) -> tuple[str, ...]:
+    def _figures(self, p: Proposal) -> tuple[str, ...]:
         bound = f"{format_seconds(p.bound_s)} ({p.binds})" if p.bound_s else "not known"
         over = p.peak_bytes and self.budget_bytes is not None and p.peak_bytes > self.budget_bytes
         peak = format_bytes(p.peak_bytes) + (", does not fit" if over else "") if p.peak_bytes else "not estimated"

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from .. import cache as caches
 from .. import kernels
 from ..block_patterns import BlockSparse
 from ..kernels import triton
@@ -114,12 +113,12 @@ def _fused(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
     if not q.is_meta:  # a run without data is of hardware that need not be here
         fused_merge.check(q.device, q.dtype, pattern)
     given = pattern, q.shape[1], q.shape[2], k.shape[2]
-    return execution.cached(caches.key("plan", *given), lambda: make_plan(*given)), fused_merge
+    return execution.cached(("plan", *given), lambda: make_plan(*given)), fused_merge
 
 
 def _gather_index(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
     given = pattern, q.shape[1], q.shape[2], k.shape[2], q.device
-    return execution.cached(caches.key("gather", *given), lambda: gather.gather_indices(*given))
+    return execution.cached(("gather", *given), lambda: gather.gather_indices(*given))
 
 
 class NoVmap(torch.autograd.Function):

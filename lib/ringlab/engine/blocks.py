@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import cache as caches
 from ..block_patterns import AT_ONCE, BlockSparse, Random
 from ..kernels.base import Kernel, supports_lower_right_causal
 from . import execute, torch_sparse
@@ -57,7 +56,7 @@ def forward(q, k, v, pattern: BlockSparse, causal: bool, scale: float, kernel: K
         return torch_sparse.bsr_forward(q, k, v, _bsr_index(pattern, n, causal, q, execution), causal, scale)
     if way == "flex":
         torch_sparse.refuse(way, torch_sparse.refusal(q.device, q.dtype, q.shape[3], pattern.block_size))
-        key = caches.key("flex", pattern, n, causal, q.device)
+        key = "flex", pattern, n, causal, q.device
         mask = execution.cached(key, lambda: torch_sparse.flex_prepare(pattern, n, causal, q.device))
         out, lse = torch_sparse.flex_forward(q, k, v, mask, scale, with_lse=True)
         if lse is not None:
@@ -78,7 +77,7 @@ def backward(dout, q, k, v, out, lse, pattern: BlockSparse, causal: bool, scale:
 
 
 def _bsr_index(pattern: BlockSparse, n: int, causal: bool, q: Tensor, execution) -> torch_sparse.Index:
-    key = caches.key("bsr", pattern, n, causal, q.device)
+    key = "bsr", pattern, n, causal, q.device
     return execution.cached(key, lambda: torch_sparse.bsr_prepare(pattern, n, causal, q.device))
 
 

@@ -16,7 +16,7 @@ for a tile of positions and heads at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,14 +165,14 @@ class Plan:
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join partial results out (b, n, h, d), lse (b, h, n) into one; max-shifted, exact for lse -inf, differentiable.
+    """Join partial results out (b, n, h, d), lse (b, h, n) into one; max-shifted, exact for lse -inf.
 
     >>> out, lse = merge([torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)], [torch.zeros(1, 1, 1)] * 2)
     >>> out.flatten().tolist(), round(float(lse), 4)
     ([0.5, 0.5], 0.6931)
     """
     stacked = torch.stack(lses)  # (p, b, h, n)
-    top = stacked.detach().amax(0)  # (b, h, n)
+    top = stacked.amax(0)  # (b, h, n)
     shift = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     weights = (stacked - shift).exp()  # (p, b, h, n)
     total = weights.sum(0)  # (b, h, n)
@@ -504,17 +504,14 @@ def _accumulators(results, ranges, start: int, stop: int, narrow: bool, pool, lo
         yield [(result, WHOLE) for result in results]
         return
     parts = [t[:, start:stop, inside.start : inside.stop] for t, inside in zip(results, ranges)]
-    with ExitStack() as stack:
-        tiles = []  # the only name of a tile: a pool must see that none outlives this scope
-        for part in parts:
-            if pool is None:
-                tiles.append(torch.empty(part.shape, dtype=torch.float32, device=part.device))
-            else:
-                tiles.append(stack.enter_context(pool.borrow(part.shape, torch.float32, part.device)))
-            if load is None:
-                tiles[-1].zero_()
-            elif load:
-                tiles[-1].copy_(part)
-        yield [(tiles[i], (start, inside.start)) for i, inside in enumerate(ranges)]
-        for i, part in enumerate(parts):
-            part.copy_(tiles[i])
+    make = torch.empty if pool is None else pool.lend
+    tiles = []  # the only name of a tile: a pool must see that none outlives this scope
+    for part in parts:
+        tiles.append(make(part.shape, dtype=torch.float32, device=part.device))
+        if load is None:
+            tiles[-1].zero_()
+        elif load:
+            tiles[-1].copy_(part)
+    yield [(tiles[i], (start, inside.start)) for i, inside in enumerate(ranges)]
+    for i, part in enumerate(parts):
+        part.copy_(tiles[i])

@@ -5,8 +5,6 @@ Kept as the honest baseline, and as a second, differently built answer that the 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import torch
 from torch import Tensor
 
@@ -37,21 +35,21 @@ def gather_indices(pattern: Pattern, n: int, heads: int, kv_heads: int, device) 
 def forward(q, k, v, indices, causal: bool, scale: float, kernel: Kernel, pool) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n): each branch gathered, run, scattered to full length, then merged."""
     b, n, heads, d = q.shape
-    with ExitStack() as stack:
-        outs, lses = [], []
-        for sets in indices:
-            out = _buffer(stack, pool, q.shape, q.dtype, q.device).zero_()
-            lse = _buffer(stack, pool, (b, n, heads), accumulation_dtype(q.dtype), q.device).fill_(-torch.inf)
-            for members, kv_members, rows in sets:
-                o, l = kernel.forward(
-                    _take(q, rows, members), _take(k, rows, kv_members), _take(v, rows, kv_members), causal, scale
-                )
-                _put(out, rows, members, o)
-                _put(lse.unsqueeze(-1), rows, members, l.transpose(1, 2).unsqueeze(-1))
-            outs.append(out)
-            lses.append(lse.transpose(1, 2))  # (b, h, n)
-        out, lse = merge(outs, lses)
-        return out.to(q.dtype), lse
+    make = torch.empty if pool is None else pool.lend
+    outs, lses = [], []
+    for sets in indices:
+        out = make(q.shape, dtype=q.dtype, device=q.device).zero_()
+        lse = make((b, n, heads), dtype=accumulation_dtype(q.dtype), device=q.device).fill_(-torch.inf)
+        for members, kv_members, rows in sets:
+            o, l = kernel.forward(
+                _take(q, rows, members), _take(k, rows, kv_members), _take(v, rows, kv_members), causal, scale
+            )
+            _put(out, rows, members, o)
+            _put(lse.unsqueeze(-1), rows, members, l.transpose(1, 2).unsqueeze(-1))
+        outs.append(out)
+        lses.append(lse.transpose(1, 2))  # (b, h, n)
+    out, lse = merge(outs, lses)
+    return out.to(q.dtype), lse
 
 
 def backward(dout, q, k, v, out, lse, indices, causal: bool, scale: float, kernel: Kernel, pool):
@@ -67,12 +65,6 @@ def backward(dout, q, k, v, out, lse, indices, causal: bool, scale: float, kerne
             for grad, part, where in zip(grads, found, (members, kv_members, kv_members)):
                 _put(grad, rows, where, part.to(acc), add=True)
     return tuple(g.to(q.dtype) for g in grads)
-
-
-def _buffer(stack: ExitStack, pool, shape, dtype, device) -> Tensor:
-    if pool is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return stack.enter_context(pool.borrow(shape, dtype, device))
 
 
 def _take(t: Tensor, rows: Tensor, heads: Tensor) -> Tensor:

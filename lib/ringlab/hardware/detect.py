@@ -14,7 +14,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 
 import torch
@@ -25,7 +25,7 @@ Read = Callable[[str], "str | None"]
 SMI_TIMEOUT_S = 10
 SMI_FIELDS = ("name", "compute_cap", "memory.total", "uuid", "driver_version", "clocks.max.sm")
 MATMUL_SIZE = 2048
-_BUDGET_S = {"matmul": 0.4, "dram": 0.18, "cache": 0.09}
+MATMUL_S, DRAM_S, CACHE_S = 0.4, 0.18, 0.09  # what the probes of one dtype take
 
 
 @dataclass(frozen=True)
@@ -127,36 +127,19 @@ class Probe:
 
     def affinity(self) -> set[int]:
         """Return the cores that this process may run on."""
-        if hasattr(os, "sched_getaffinity"):
-            return set(os.sched_getaffinity(0))
-        return set(range(os.cpu_count() or 1))
-
-    def environ(self, name: str) -> str | None:
-        """Return an environment variable."""
-        return os.environ.get(name)
+        return set(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def detect(probe: Probe | None = None, *, refresh: bool = False) -> Machine:
+@cache
+def detect(probe: Probe | None = None) -> Machine:
     """Describe this machine from torch, nvidia-smi (where present), /proc and the control group; raises for nothing.
 
-    Found once per process, again with ``refresh``. With a ``probe`` nothing is kept.
+    It is found once per process, or per ``probe``.
 
     >>> detect().device in ("cpu", "cuda"), detect() is detect()
     (True, True)
     """
-    if probe is not None:
-        return _described(probe)
-    if refresh:
-        _this_machine.cache_clear()
-    return _this_machine()
-
-
-@cache
-def _this_machine() -> Machine:
-    return _described(Probe())
-
-
-def _described(probe: Probe) -> Machine:
+    probe = probe or Probe()
     version, cuda, arch_list = probe.torch_build()
     opened, error = probe.torch_gpus()
     # torch lists a GPU that it has no kernels for; a capability that nobody names is left to torch's word.
@@ -189,11 +172,9 @@ def _smi_gpus(probe: Probe) -> list[Gpu]:
         pair, mebibytes, megahertz = re.fullmatch(r"(\d+)\.(\d+)", capability), _number(memory), _number(clock)
         if not pair and not mebibytes:  # text that is no answer must not become a GPU
             return []
-        gpus.append(Gpu(
-            name, (int(pair[1]), int(pair[2])) if pair else None, None if mebibytes is None else int(mebibytes * 2**20),
-            uuid, driver, None if megahertz is None else megahertz * 1e6,
-        ))  # fmt: skip
-    wanted = probe.environ("CUDA_VISIBLE_DEVICES")
+        pair = (int(pair[1]), int(pair[2])) if pair else None
+        gpus.append(Gpu(name, pair, mebibytes and int(mebibytes * 2**20), uuid, driver, megahertz and megahertz * 1e6))
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return gpus
     visible: list[Gpu] = []
@@ -272,20 +253,16 @@ def _cpu_quota(read: Read) -> float | None:
 
 def _cache_bytes(read: Read, cores: set[int]) -> int | None:
     """Sum the last-level caches that the usable cores reach, each shared one once."""
-    units = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
     caches: dict[tuple[int, str], int] = {}
     for core in cores:
         for index in range(8):
             folder = f"/sys/devices/system/cpu/cpu{core}/cache/index{index}"
-            if (size := read(f"{folder}/size")) is None:
+            size, level, shared = (read(f"{folder}/{name}") for name in ("size", "level", "shared_cpu_list"))
+            if not (size and level and shared):
                 break
-            found = re.fullmatch(r"(\d+)([KMG]?)", size.strip())
-            level = (read(f"{folder}/level") or "").strip()
-            if found and level.isdecimal():
-                shared = (read(f"{folder}/shared_cpu_list") or str(core)).strip()
-                caches[int(level), shared] = int(found[1]) * units[found[2]]
+            caches[int(level), shared] = 1024 * int(size.strip().removesuffix("K"))  # Linux writes KiB, as "512K"
     last = max((level for level, _ in caches), default=None)
-    return None if last is None else sum(size for (level, _), size in caches.items() if level == last)
+    return sum(size for (level, _), size in caches.items() if level == last) or None
 
 
 @dataclass(frozen=True)
@@ -313,34 +290,26 @@ class Peaks:
 
     def best(self, other: Peaks) -> Peaks:
         """Join two measurements of the same machine: the higher of each."""
-        return Peaks(
-            max(self.flops_per_s, other.flops_per_s),
-            max(self.bytes_per_s_dram, other.bytes_per_s_dram),
-            max(self.bytes_per_s_cache, other.bytes_per_s_cache),
-            self.cache_bytes if self.cache_bytes is not None else other.cache_bytes,
-        )
+        return Peaks(*map(max, astuple(self)[:3], astuple(other)[:3]), self.cache_bytes)
 
 
-def measure_cpu_peaks(dtype: torch.dtype | str = torch.float32, machine: Machine | None = None) -> Peaks:
+def measure_cpu_peaks(dtype: str = "float32", machine: Machine | None = None) -> Peaks:
     """Measure matmul rate, memory bandwidth and in-cache bandwidth in about a second, the best of several each.
 
     Low-precision dtypes count the fp32 rate too where it is higher: a kernel may convert and compute in fp32.
-    Raises ValueError for a dtype that is not floating point.
 
-    >>> measure_cpu_peaks(torch.float32).flops_per_s > 1e8
+    >>> measure_cpu_peaks("float32").flops_per_s > 1e8
     True
     """
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
-        raise ValueError(f"peaks are measured for a floating-point dtype, not {dtype!r}")
     machine = machine or detect()
-    arithmetics = [wanted] if wanted in (torch.float32, torch.float64) else [torch.float32, wanted]
-    budget = _BUDGET_S["matmul"] / len(arithmetics)
+    names = {dtype} if dtype in ("float32", "float64") else {"float32", dtype}
+    # No cache holds the buffer for DRAM: it has four times the size of the last level, at most 1/32 of the memory.
+    buffer = min(4 * (machine.cache_bytes or 2**25), 2**28, (machine.ram_bytes or 2**33) // 32)
     with torch.no_grad():
-        flops = max(_matmul_rate(each, budget) for each in arithmetics)
-        dram = _bandwidth(_dram_buffer_bytes(machine), _BUDGET_S["dram"])
-        cache = max(_bandwidth(size, _BUDGET_S["cache"] / 3) for size in (2**18, 2**20, 2**22))
-    return Peaks(flops, dram, max(cache, dram), machine.cache_bytes)
+        flops = max(_matmul_rate(getattr(torch, name), MATMUL_S / len(names)) for name in names)
+        dram = _bandwidth(max(buffer, 2**22), DRAM_S)
+        in_cache = max(_bandwidth(size, CACHE_S / 3) for size in (2**18, 2**20, 2**22))
+    return Peaks(flops, dram, max(in_cache, dram), machine.cache_bytes)
 
 
 def _best_seconds(call: Callable[[], object], budget_s: float) -> float:
@@ -367,14 +336,6 @@ def _matmul_rate(dtype: torch.dtype, budget_s: float) -> float:
         seconds = _best_seconds(lambda a=a, out=out: torch.mm(a, a, out=out), budget_s if size == MATMUL_SIZE else 0.01)
         best = max(best, 2 * size**3 / seconds)
     return best
-
-
-def _dram_buffer_bytes(machine: Machine) -> int:
-    """Choose a buffer that no cache holds: four times the last level, at most 1/32 of the memory."""
-    size = min(4 * (machine.cache_bytes or 2**25), 2**28)
-    if machine.ram_bytes:
-        size = min(size, machine.ram_bytes // 32)
-    return max(size, 2**22)
 
 
 def _bandwidth(buffer_bytes: int, budget_s: float) -> float:

@@ -15,32 +15,13 @@ Capability = tuple[int, int]
 FAST_FP16_WITHOUT_TENSOR_CORES = frozenset({(5, 3), (6, 0), (6, 2)})
 
 
-def check_capability(capability: Capability | None) -> Capability | None:
-    """Return a (major, minor) pair of integers, or None for a CPU; anything else is a one-line TypeError.
-
-    A float is refused because 8.10 and 8.1 are one float but two capabilities.
-
-    >>> check_capability([8, 10])
-    (8, 10)
-    """
-    if capability is None:
-        return None
-    pair = tuple(capability) if isinstance(capability, (tuple, list)) else ()
-    if len(pair) != 2 or not all(is_int(x, 0) for x in pair):
-        raise TypeError(
-            f"a compute capability is a (major, minor) pair of integers or None, not {short_repr(capability)}"
-        )
-    return tuple(map(int, pair))
-
-
 def sm(capability: Capability | None) -> str:
     """Name a capability as the tools do.
 
     >>> sm((6, 1)), sm((12, 0)), sm(None)
     ('sm_61', 'sm_120', '-')
     """
-    pair = check_capability(capability)
-    return "-" if pair is None else f"sm_{pair[0]}{pair[1]}"
+    return "-" if capability is None else f"sm_{capability[0]}{capability[1]}"
 
 
 def runs(arch_list: Iterable[str], capability: Capability) -> bool:
@@ -52,34 +33,24 @@ def runs(arch_list: Iterable[str], capability: Capability) -> bool:
     >>> runs(["sm_60"], (6, 1)), runs(["sm_61"], (6, 0)), runs(["sm_80"], (9, 0)), runs(["compute_80"], (9, 0))
     (True, False, False, True)
     """
-    pair = check_capability(capability)
     for arch in arch_list:
-        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-        if not found or pair is None:
-            continue
-        kind, major, minor, suffix = found.groups()
-        built = (int(major), int(minor))
-        if suffix == "a":
-            ok = pair == built
-        elif kind == "sm" or suffix == "f":
-            ok = pair[0] == built[0] and pair[1] >= built[1]
-        else:
-            ok = pair >= built
-        if ok:
-            return True
+        if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch):
+            built = int(found[2]), int(found[3])
+            same_major = capability[0] == built[0] and capability >= built
+            exact, within = found[4] == "a", found[1] == "sm" or found[4] == "f"
+            if capability == built or (not exact and (same_major if within else capability >= built)):
+                return True
     return False
 
 
 def has_tensor_cores(capability: Capability | None) -> bool:
     """Say whether fp16 products run on tensor cores: 7.0 and newer (7.5 also covers GTX 16xx, which emulate them)."""
-    pair = check_capability(capability)
-    return pair is not None and pair >= (7, 0)
+    return capability is not None and capability >= (7, 0)
 
 
 def has_bf16(capability: Capability | None) -> bool:
     """Say whether there is a bf16 unit: 8.0 and newer. (A CPU computes bf16 by other means; ask torch.)"""
-    pair = check_capability(capability)
-    return pair is not None and pair >= (8, 0)
+    return capability is not None and capability >= (8, 0)
 
 
 def default_dtype(capability: Capability | None) -> torch.dtype:
@@ -97,12 +68,17 @@ def default_dtype(capability: Capability | None) -> torch.dtype:
 def dtype_reason(capability: Capability | None) -> str:
     """Say in one line which dtype :func:`default_dtype` chooses, and why.
 
+    Raises TypeError for what is no pair of integers: 8.10 and 8.1 are one float but two capabilities.
+
     >>> dtype_reason((6, 1))
     'float32: native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit'
     """
-    pair = check_capability(capability)
-    if pair is None:
+    if capability is None:
         return "float32: the CPU's own arithmetic; bf16 and fp16 halve memory but rarely save time there"
+    pair = capability if isinstance(capability, tuple) else ()
+    if len(pair) != 2 or not all(is_int(x, 0) for x in pair):
+        said = short_repr(capability)
+        raise TypeError(f"a compute capability is a (major, minor) pair of integers or None, not {said}")
     if has_bf16(pair):
         return f"bfloat16: {sm(pair)} runs it on tensor cores with fp32 accumulation and the range of fp32"
     if has_tensor_cores(pair):
@@ -122,7 +98,7 @@ def compute_dtype(dtype: torch.dtype | str, capability: Capability | None) -> tu
     ('float32', 'float16')
     """
     name = str(dtype).removeprefix("torch.")
-    if check_capability(capability) is None:
+    if capability is None:
         return name, f"{name} arithmetic"
     if name == "float16" and not has_tensor_cores(capability):
         return "float32", f"{sm(capability)} has no tensor cores: fp16 is storage, products accumulate in fp32"

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from . import dtypes
 from .detect import Gpu, Machine, Peaks, detect
 from .dtypes import Capability
-from .torch_builds import refusal
+from .torch_builds import obstacle
 
 FOLDER = Path(__file__).parent / "profiles"
 ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
-_NUMBERS = ("capability", "memory_bytes", "bandwidth_bytes_per_s", "l2_bytes", "clock_hz")
-_FIELDS = ("name", "title", "kind", "memory_gib", *_NUMBERS)  # of a file and of a Profile alike
 MARGIN = 1.1  # measured rates are raised by this before they bound anything: a probe can be disturbed
-_DRIVER = "read from the driver of this machine"
 
 
 class UnknownProfile(ValueError):
@@ -31,7 +29,7 @@ class UnknownProfile(ValueError):
 
 @dataclass(frozen=True)
 class Profile:
-    """One kind of hardware: figures from `sources`, None where there is none.
+    """One kind of hardware; a figure is None where no source states it.
 
     `flops` holds dense peak rates in FLOP/s by arithmetic: float32 (no tensor cores), tf32, float16 and bfloat16
     (tensor cores with fp32 accumulation where there are any). `links` holds bytes/s in one direction per GPU.
@@ -50,18 +48,14 @@ class Profile:
     clock_hz: float | None = None  # at which `flops` hold
     flops: dict[str, float | None] = field(default_factory=dict)
     links: dict[str, float | None] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    pattern: str | None = None  # of the device's name
+    match: str | None = None  # regular expression for the device's name
     memory_gib: tuple[float, float] | None = None  # sizes, as the driver shows them, that are this card
     variants: tuple[Profile, ...] = ()
 
     def matches(self, gpu: Gpu) -> bool:
         """Say whether a GPU is this card, by name, compute capability and memory (as far as the driver tells)."""
-        if not self.pattern or not re.search(self.pattern, gpu.name):
-            return False
-        if gpu.capability is not None and gpu.capability != self.capability:
-            return False
-        return any(p._fits(gpu.memory_bytes) for p in (self, *self.variants))
+        known = self.match and re.search(self.match, gpu.name) and gpu.capability in (None, self.capability)
+        return bool(known) and any(p._fits(gpu.memory_bytes) for p in (self, *self.variants))
 
     def _fits(self, memory_bytes: int | None) -> bool:
         if memory_bytes is None or self.memory_gib is None:
@@ -70,19 +64,15 @@ class Profile:
 
     def on(self, machine: Machine) -> Profile:
         """Return this profile for the machine at hand: its variant of the card, and memory as its driver shows it."""
-        gpu = machine.gpus[0] if machine.gpus else None
         if self.kind == "cpu":
-            sources = {**self.sources, "memory_bytes": "memory limit of this process"}
-            return replace(self, title=machine.cpu_model, memory_bytes=machine.ram_bytes, sources=sources)
-        if gpu is None or match(machine) != self.name:
+            return replace(self, title=machine.cpu_model, memory_bytes=machine.ram_bytes)
+        if not machine.gpus or match(machine) != self.name:
             return self
+        gpu = machine.gpus[0]
         chosen = next((p for p in (self, *self.variants) if p._fits(gpu.memory_bytes)), self)
         if self.name == "generic":
             chosen = replace(chosen, title=gpu.name or chosen.title, capability=gpu.capability)
-            chosen = replace(chosen, sources={**chosen.sources, "capability": _DRIVER})
-        if gpu.memory_bytes is None:
-            return chosen
-        return replace(chosen, memory_bytes=gpu.memory_bytes, sources={**chosen.sources, "memory_bytes": _DRIVER})
+        return chosen if gpu.memory_bytes is None else replace(chosen, memory_bytes=gpu.memory_bytes)
 
     def runnable(self, machine: Machine) -> tuple[bool, str]:
         """Say in one line whether this profile can be measured on a machine, and why or why not.
@@ -99,8 +89,8 @@ class Profile:
         described = machine.name or f"a GPU of {dtypes.sm(machine.capability)}"
         if self.name != "generic" and here != self.name:
             return False, f"needs {self.title}; here is {described} (profile {here})"
-        if obstacle := refusal(machine):
-            return False, obstacle
+        if found := obstacle(machine):
+            return False, "; ".join(found)
         return True, f"{described} is here"
 
     def default_dtype(self) -> torch.dtype:
@@ -175,56 +165,36 @@ def measured_rates(peaks: Iterable[Peaks], working_set_bytes: float) -> Rates:
     return Rates(MARGIN * flops, MARGIN * moved)
 
 
-@functools.cache
-def _load() -> dict[str, Profile]:
-    found = {path.stem: load(path) for path in FOLDER.glob("*.toml")}
-    extra = sorted(set(found) - set(ORDER))
-    return {name: found[name] for name in (*ORDER, *extra)}
-
-
 def load(path: Path) -> Profile:
-    """Read one profile file; a number without a source, or a key that is not known, is a one-line ValueError."""
+    """Read one profile file, in which every number is a table of its ``value`` and ``source``."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    profile = _parse(data, path.name, known=(*_FIELDS, "match", "notes", "flops", "links", "variant"))
-    if profile["name"] != path.stem:
-        raise ValueError(f"{path.name}: the profile is named {profile['name']!r}, the file must be named alike")
-    base = Profile(**profile)
-    variants = []
-    for row in data.get("variant", []):
-        fields = _parse(row, path.name, known=("title", "memory_gib", *_NUMBERS))
-        variants.append(replace(base, **{**fields, "sources": {**base.sources, **fields["sources"]}}))
-    return replace(base, variants=tuple(variants))
+    variants = [_fields(row) for row in data.pop("variant", ())]
+    base = Profile(**_fields(data))
+    return replace(base, variants=tuple(replace(base, **row) for row in variants))
 
 
-def _parse(data: dict, file: str, known: tuple[str, ...]) -> dict:
-    if unknown := sorted(set(data) - set(known)):
-        raise ValueError(f"{file}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    sources: dict[str, str] = {}
-
-    def number(key: str, row: dict) -> object:
-        if set(row) - {"value", "source"} or not str(row.get("source", "")).strip():
-            raise ValueError(f"{file}: {key} needs a value and a source (a source alone: there is none), got {row!r}")
-        sources[key] = row["source"]
-        return row.get("value")
-
-    fields: dict = {key: number(key, data[key]) if key in _NUMBERS else data[key] for key in data if key in _FIELDS}
-    for group in ("flops", "links"):
-        if group in data:
-            fields[group] = {key: number(f"{group}.{key}", row) for key, row in data[group].items()}
-    if "capability" in fields:
-        fields["capability"] = dtypes.check_capability(fields["capability"])
-    if "match" in data:
-        fields["pattern"] = data["match"]
-    return {**fields, "sources": sources}
+def _fields(data: dict) -> dict:
+    """The arguments of Profile from a table of a file; notes and sources are for the reader of the file."""
+    fields: dict = {}
+    for key, value in data.items():
+        if key in ("flops", "links"):
+            fields[key] = {name: row.get("value") for name, row in value.items()}
+        elif key == "capability":
+            fields[key] = tuple(value["value"])
+        elif key != "notes":
+            fields[key] = value.get("value") if isinstance(value, dict) else value
+    return fields
 
 
-def profiles() -> dict[str, Profile]:
+@cache
+def profiles() -> Mapping[str, Profile]:
     """Return all profiles by name: cpu first, then GPUs by age, generic last.
 
     >>> list(profiles())
     ['cpu', 'gtx1080', 'v100', 't4', 'rtx3090', 'rtx4090', 'a100', 'h100', 'h200', 'generic']
     """
-    return dict(_load())
+    names = {path.stem for path in FOLDER.glob("*.toml")}
+    return MappingProxyType({name: load(FOLDER / f"{name}.toml") for name in (*ORDER, *sorted(names - {*ORDER}))})
 
 
 def get_profile(name: str) -> Profile:
@@ -235,7 +205,7 @@ def get_profile(name: str) -> Profile:
     ...
     ringlab.hardware.profiles.UnknownProfile: unknown profile 'gtx180'; did you mean 'gtx1080'? known: auto, cpu, ...
     """
-    known = _load()
+    known = profiles()
     folded = {re.sub(r"[^a-z0-9]", "", key): key for key in (*known, "auto")}
     asked = re.sub(r"[^a-z0-9]", "", str(name).lower())
     if folded.get(asked, "auto") != "auto":
@@ -260,33 +230,4 @@ def match(machine: Machine) -> str:
     """
     if not machine.gpus:
         return "cpu"
-    return next((name for name, profile in _load().items() if profile.matches(machine.gpus[0])), "generic")
-
-
-def table(machine: Machine | None = None) -> list[dict]:
-    """List all profiles for a machine: name, title, sm, memory_bytes, dtype, runnable, why, matches.
-
-    >>> row = table(Machine(cpu_model="some CPU"))[1]
-    >>> row["name"], row["sm"], row["dtype"], row["runnable"]
-    ('gtx1080', 'sm_61', 'float32', False)
-    """
-    machine = machine or detect()
-    here = match(machine)
-    rows = []
-    for name, profile in _load().items():
-        ok, why = profile.runnable(machine)
-        profile = profile.on(machine)
-        rows.append(
-            {
-                "name": name,
-                "title": profile.title,
-                "sm": dtypes.sm(profile.capability),
-                "memory_bytes": profile.memory_bytes,
-                "dtype": str(profile.default_dtype()).removeprefix("torch."),
-                "dtype_reason": profile.dtype_reason(),
-                "runnable": ok,
-                "why": why,
-                "matches": name == here,
-            }
-        )
-    return rows
+    return next((name for name, profile in profiles().items() if profile.matches(machine.gpus[0])), "generic")

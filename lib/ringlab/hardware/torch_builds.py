@@ -6,13 +6,14 @@ compatibility guide for driver versions, and its rule that a cubin runs on the s
 
 from __future__ import annotations
 
+import math
 import re
 
 from .detect import Machine
-from .dtypes import Capability, check_capability, runs, sm
+from .dtypes import Capability, runs, sm
 
 TORCH = "2.13.0"  # the pin in constraints.txt
-INDEX_URL = "https://download.pytorch.org/whl/{}"
+INDEX_URL = "https://download.pytorch.org/whl"
 OLDEST = (5, 0)  # older GPUs have no kernels in any wheel of this version
 OLDEST_CUDA13 = (7, 5)  # the default wheel is built with CUDA 13.0, which dropped Maxwell, Pascal and Volta
 NEWEST_CUDA126 = (9, 0)  # the CUDA 12.6 wheel stops at Hopper and holds no PTX for later ones
@@ -27,16 +28,12 @@ def torch_build(capability: Capability | None, driver: str | None = None) -> str
     >>> torch_build((6, 1)), torch_build((7, 5)), torch_build((8, 0), "550.54"), torch_build((3, 5))
     ('cu126', '', 'cu126', None)
     """
-    pair = check_capability(capability)
-    if pair is None:
+    if capability is None:
         return ""
-    if pair < OLDEST:
+    if capability < OLDEST:
         return None
-    if pair < OLDEST_CUDA13:
-        return "cu126"
-    major = _major(driver)
-    old_driver = major is not None and MIN_DRIVER["cu126"] <= major < MIN_DRIVER["cu130"]
-    return "cu126" if old_driver and pair <= NEWEST_CUDA126 else ""
+    old_driver = MIN_DRIVER["cu126"] <= _major(driver) < MIN_DRIVER["cu130"]
+    return "cu126" if capability < OLDEST_CUDA13 or (old_driver and capability <= NEWEST_CUDA126) else ""
 
 
 def install_line(capability: Capability | None, driver: str | None = None) -> str:
@@ -52,7 +49,7 @@ def install_line(capability: Capability | None, driver: str | None = None) -> st
         return f"no torch {TORCH} wheel has kernels for {sm(capability)} (the oldest is sm_50): use the CPU, GPU=cpu"
     if not build:
         return f"pip install torch=={TORCH}"
-    return f"pip install torch=={TORCH}+{build} --extra-index-url {INDEX_URL.format(build)}"
+    return f"pip install torch=={TORCH}+{build} --extra-index-url {INDEX_URL}/{build}"
 
 
 def drivable(machine: Machine) -> str | None:
@@ -61,35 +58,28 @@ def drivable(machine: Machine) -> str | None:
     >>> drivable(Machine()) is None
     True
     """
-    if (obstacle := _obstacle(machine)) is None:
+    if (found := obstacle(machine)) is None:
         return None
-    (reason, remedy), gpu = obstacle, machine.gpus[0]
-    found = [gpu.name or "a GPU", sm(gpu.capability) if gpu.capability else "compute capability unknown"]
-    if gpu.memory_bytes:
-        found.append(f"{gpu.memory_bytes / 2**30:.1f} GiB")
-    found.append(f"driver {gpu.driver or 'unknown'}")
+    (reason, remedy), gpu = found, machine.gpus[0]
+    here = [gpu.name or "a GPU", sm(gpu.capability) if gpu.capability else "compute capability unknown"]
+    here += [f"{gpu.memory_bytes / 2**30:.1f} GiB"] if gpu.memory_bytes else []
+    here += [f"driver {gpu.driver or 'unknown'}"]
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
     return "\n".join([
         reason,
-        f"  found:   {', '.join(found)}",
+        f"  found:   {', '.join(here)}",
         f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
         f"  {remedy}",
         "  or:      GPU=cpu measures the CPU of this machine instead",
     ])  # fmt: skip
 
 
-def refusal(machine: Machine) -> str | None:
-    """Give :func:`drivable`'s verdict in one line: what is wrong and the remedy."""
-    obstacle = _obstacle(machine)
-    return obstacle and "; ".join(obstacle)
-
-
-def _obstacle(machine: Machine) -> tuple[str, str] | None:
-    """Say why torch cannot use the GPU that is there, and what would help; None where it can."""
+def obstacle(machine: Machine) -> tuple[str, str] | None:
+    """Say why torch cannot use the GPU that is there, and what would help; None where it can or there is none."""
     if not machine.gpus or machine.device == "cuda":
         return None
     gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
-    name, driver = gpu.name or "the GPU here", _major(gpu.driver)
+    name = gpu.name or "the GPU here"
     line = install_line(gpu.capability, gpu.driver)
     if gpu.capability is None:
         line += f" (a card older than Turing: {install_line((7, 0))})"
@@ -99,14 +89,15 @@ def _obstacle(machine: Machine) -> tuple[str, str] | None:
     if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
         return f"{name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
     needed = MIN_DRIVER["cu130" if int(machine.torch_cuda.split(".")[0]) >= 13 else "cu126"]
-    if driver is not None and driver < needed:
-        if torch_build(gpu.capability, gpu.driver) == "" or driver < MIN_DRIVER["cu126"]:
+    if _major(gpu.driver) < needed:
+        if torch_build(gpu.capability, gpu.driver) == "" or _major(gpu.driver) < MIN_DRIVER["cu126"]:
             remedy = f"install: an NVIDIA driver of version {needed} or newer"
         return f"{name} has driver {gpu.driver}; {torch}, CUDA {machine.torch_cuda}, needs {needed} or newer", remedy
     cause = f": {machine.torch_error}" if machine.torch_error else ""
     return f"{name} is here, but {torch} cannot start it{cause}", remedy
 
 
-def _major(driver: str | None) -> int | None:
+def _major(driver: str | None) -> float:
+    """The first number of a driver's version; infinite where the version is not known, as of a new driver."""
     found = re.match(r"\d+", driver or "")
-    return int(found.group()) if found else None
+    return int(found[0]) if found else math.inf

@@ -173,7 +173,7 @@ def _schedule(source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, b
         sizes = {"rows": rows, "cols": cols, "keys": None if m == n else m}
         return tile_schedule.make_schedule(source, n, heads, kv_heads, causal=causal, by=by, **sizes).to(q.device)
 
-    return cached(caches.key("tile schedule", source, n, m, heads, kv_heads, rows, cols, causal, by, q.device), build)
+    return cached(("tile schedule", source, n, m, heads, kv_heads, rows, cols, causal, by, q.device), build)
 
 
 def on_device(t: Tensor):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .points import STATUSES, Group, Point, Result, select, sgemm
+from .points import Group, Point, Result, sgemm
 from .provenance import engine_hash, machine_id
 from .session import Interrupted, run
 from .stats import Ratio, ratio
 from .store import SCHEMA, Busy, load
 
 __all__ = [
-    "SCHEMA", "STATUSES", "Busy", "Group", "Interrupted", "Point", "Ratio", "Result", "engine_hash", "load",
-    "machine_id", "ratio", "run", "select", "sgemm",
+    "SCHEMA", "Busy", "Group", "Interrupted", "Point", "Ratio", "Result", "engine_hash", "load", "machine_id", "ratio",
+    "run", "sgemm",
 ]  # fmt: skip

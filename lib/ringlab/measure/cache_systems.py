@@ -1,129 +1,93 @@
 """Systems that measure the pattern cache and the memory pool: plans built and looked up, scratch memory borrowed.
 
-They have no FLOPs and no bound. Each checks what the cache or pool gave.
+They have no FLOPs and no roofline. Each checks what the cache or pool gave.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .. import block_patterns, memory, patterns
+from .. import block_patterns, memory
 from .. import cache as caches
 from ..block_patterns import BlockSparse
 from ..cost import Cost
-from ..engine import blocks, gather
+from ..engine import blocks, execute, gather
 from ..engine.dilated import make_plan
-from ..engine.execute import WHOLE, Plan, View, views_of
+from ..engine.execute import Plan
 from .points import Point
-from .systems import SAMPLED, Output, Refused, System, only
+from .systems import Output, Refused, System, chosen, only
 
 
 class Uncosted(System):
-    """A system without tensors and FLOPs, and so without a bound; ``allowed`` names its options."""
+    """A system without tensors and FLOPs, and so without a roofline; ``allowed`` names its options."""
 
     allowed: tuple[str, ...] = ()
 
     def __init__(self, point: Point, device):
         self.options = only(point, *self.allowed)
-        self.point, self.device, self.dtype = point, torch.device(device), getattr(torch, point.dtype)
-        self.pattern, self.cost = patterns.from_dict(point.pattern), Cost(0, 0, 0, 0, 0)
+        super().__init__(point, device, None)
+        self.cost = Cost(0, 0, 0, 0, 0)
 
     def inputs(self) -> list[Tensor]:
         return []
 
 
-class PlanBuild(Uncosted):
-    """The steps of one attention call through a cache, without the attention; options ``gather``, ``blocks``, ``warm``.
+class Plans(Output):
+    """Plans as an output; ``show(plans)`` gives the tensors that tell whether they are right, only when asked for."""
 
-    ``gather``: index tensors instead of the plan of strided views; ``blocks``: the way of a block-sparse pattern.
-    ``warm=False`` clears the cache before every call, so that each builds anew. Its check is that the steps show just
-    the pattern's pairs.
+    def __init__(self, plans, show: Callable[..., dict[str, Tensor]], counted: dict[str, int]):
+        self.plans, self.show, self.counted = plans, show, counted
+
+    def named(self) -> dict[str, Tensor]:
+        return self.show(self.plans)
+
+
+class PlanBuild(Uncosted):
+    """The plan of one attention call through a cache, without the attention; options ``gather``, ``blocks``, ``warm``.
+
+    ``gather``: index tensors instead of strided views; ``blocks``: how a block-sparse pattern is executed.
+    ``warm=False`` clears the cache before every call, so that each builds anew. The check: attention by this plan
+    equals the float64 reference.
     """
 
     allowed = ("gather", "blocks", "warm")
 
     def __init__(self, point: Point, device):
         super().__init__(point, device)
-        self.gather, self.warm = self.options.get("gather", False), self.options.get("warm", True)
-        self.way, self.cache = self.options.get("blocks", "views"), caches.PatternCache()
+        p, self.cache = point, caches.PatternCache()
+        shape = self.pattern, p.seq_len, p.heads, p.kv_heads
+        self.attend = execute.forward
+        if isinstance(self.pattern, BlockSparse):
+            shape = *shape, p.causal, self.options.get("blocks", "views")
+            self.key, self.build = ("tiling", *shape), lambda: blocks.make_plan(*shape)
+        elif self.options.get("gather"):
+            shape, self.attend = (*shape, self.device), gather.forward
+            self.key, self.build = ("gather", *shape), lambda: gather.gather_indices(*shape)
+        else:
+            self.key, self.build = ("plan", *shape), lambda: make_plan(*shape)
 
     def run(self, inputs) -> Output:
-        if not self.warm:
+        if not self.options.get("warm", True):
             self.cache.clear()
-        shape = self.pattern, self.point.seq_len, self.point.heads, self.point.kv_heads
-        if isinstance(self.pattern, patterns.BlockSparse):
-            shape = *shape, self.point.causal, self.way
-            key, build = caches.key("tiling", *shape), lambda: blocks.make_plan(*shape)
-        elif self.gather:
-            key, build = caches.key("gather", *shape, self.device), lambda: gather.gather_indices(*shape, self.device)
-        else:
-            key, build = caches.key("plan", *shape), lambda: make_plan(*shape)
-        return Steps(self.cache.get(key, build), self.point)
+        return Plans(self.cache.get(self.key, self.build), self._attention, {})
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v of the attention that the plan is for."""
+        return [t.detach() for t in System.inputs(self)[:3]]
+
+    def _attention(self, plan) -> dict[str, Tensor]:
+        p, (q, k, v) = self.point, self.tensors()
+        kernel = chosen(p, self.device).kernel
+        return dict(zip(("out", "lse"), self.attend(q, k, v, plan, p.causal, p.head_dim**-0.5, kernel, pool=None)))
 
     def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
-        p, keys = self.point, torch.arange(self.point.seq_len)
-        of = {"n": p.seq_len, "heads": p.heads, "kv_heads": p.kv_heads}
-        want = [self.pattern.multiplicity(sampled(p), keys, head=h, **of) for h in range(p.heads)]
-        if p.causal:
-            want = [m * (keys <= sampled(p)[:, None]) for m in want]
-        wrong = (output.out != torch.stack(want)).double().mean()
-        return {"out": float(wrong)}, {"out": 0.0}
-
-
-def sampled(point: Point) -> Tensor:
-    """The queries whose pairs are compared, the last one with them."""
-    step = max(1, point.seq_len // SAMPLED)
-    return torch.cat([torch.arange(0, point.seq_len, step), torch.tensor([point.seq_len - 1])])
-
-
-class Steps(Output):
-    """Steps as an output; only when looked at is ``out`` the multiplicity (heads, queries, n) that they come to."""
-
-    def __init__(self, steps, point: Point):
-        self.steps, self.point, self.counted = steps, point, {}
-
-    @cached_property
-    def out(self) -> Tensor:
-        p, queries = self.point, sampled(self.point)
-        found = torch.zeros(p.heads, len(queries), p.seq_len)
-        for head, kv_head, rows, kv_rows in shown(self.steps, p):
-            right = kv_head == head // (p.heads // p.kv_heads)
-            for i, query in enumerate(queries):
-                for keys in kv_rows[(rows == query).any(-1)]:  # (m,)
-                    keys = keys[keys <= query] if p.causal else keys
-                    found[head, i, keys] += 1.0 if right else torch.inf
-        return found
-
-
-def shown(steps, point: Point) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """(head, K/V head, query positions (segments, m), key positions) that attend to each other, segment by segment."""
-    if not isinstance(steps, Plan):  # gather's indices
-        for members, kv_members, rows in (s for sets in steps for s in sets):
-            yield from ((int(h), int(kv), rows.cpu(), rows.cpu()) for h, kv in zip(members, kv_members))
-        return
-    for call in steps.calls:
-        own, kv = (_positions(v, call, point.seq_len, h) for v, h in ((call.q, point.heads), (call.k, point.kv_heads)))
-        for i in range(call.heads):
-            yield call.q.head + i * call.q.head_step, call.k.head + i * call.k.head_step, own[i], kv[i]
-
-
-def _positions(view: View, call, n: int, heads: int) -> list[Tensor]:
-    """The positions (nodes, rows) that one side of a call reads, by its heads."""
-    if view.index is not None:
-        rows = view.index if view.index.shape[1] == view.rows else view.index + torch.arange(view.rows)
-        return [rows] * call.heads
-    numbers = torch.arange(n)[:, None].expand(n, heads).reshape(1, n, heads, 1).contiguous()
-    ((found,),) = views_of([(numbers, WHOLE, view)], range(call.nodes), call.heads)
-    return list(found[..., 0].unbind(-1))
+        return super().check(self.tensors(), Output(**output.named()))
 
 
 LOOKUPS = 200
@@ -133,7 +97,7 @@ BORROWS = 4  # of each thread in a call
 def workload(point: Point) -> list[tuple[BlockSparse, int]]:
     """(pattern, n) of each lookup: six kinds of pattern at four lengths up to the point's, drawn by a Zipf law.
 
-    The same for the same length and block size: the seed is fixed, and which pattern is frequent is drawn too.
+    The seed is fixed, so the same length and block size give the same lookups.
     """
     size = point.pattern["block_size"]
     kinds = (
@@ -150,10 +114,9 @@ def workload(point: Point) -> list[tuple[BlockSparse, int]]:
 
 
 class CacheWorkload(Uncosted):
-    """All lookups of a ``workload`` through an empty cache; options ``max_mb``, in MiB, and ``blocks``, the way.
+    """All lookups of a ``workload`` through an empty cache; options ``max_mb``, in MiB, and ``blocks``.
 
-    Its check: the calls that every lookup gave are those built anew, and
-    the cache counted the hits, misses and evictions of a plain model of such a cache.
+    The check: each lookup gave the calls that are built anew.
     """
 
     allowed = ("max_mb", "blocks")
@@ -163,72 +126,41 @@ class CacheWorkload(Uncosted):
         if point.pattern["kind"] != "block_sparse":
             raise Refused("cache_workload looks block-sparse patterns up, give one of the block size to use")
         self.max_bytes = int(self.options.get("max_mb", 64) * 2**20)
-        self.way, self.lookups = self.options.get("blocks", "views"), workload(point)
+        way = self.options.get("blocks", "views")
+        self.lookups = [(pattern, n, 1, 1, point.causal, way) for pattern, n in workload(point)]
 
     def run(self, inputs) -> Output:
-        kept = caches.PatternCache(self.max_bytes)
-        found = [kept.get(caches.key("tiling", *shape), lambda shape=shape: blocks.make_plan(*shape))
-                 for shape in ((p, n, 1, 1, self.point.causal, self.way) for p, n in self.lookups)]  # fmt: skip
-        stats = kept.stats()
-        counted = {"cache_hits": stats.hits, "cache_misses": stats.misses, "cache_evictions": stats.evictions,
-                   "cache_bytes": stats.bytes}  # fmt: skip
-        return Found(found, counted)
+        cache = caches.PatternCache(self.max_bytes)
+        found = [cache.get(("tiling", *x), lambda x=x: blocks.make_plan(*x)) for x in self.lookups]
+        stats = cache.stats()
+        counted = {"hits": stats.hits, "misses": stats.misses, "evictions": stats.evictions, "bytes": stats.bytes}
+        return Plans(found, _pairs, {f"cache_{name}": value for name, value in counted.items()})
 
     def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
-        fresh = {x: blocks.make_plan(*x, 1, 1, self.point.causal, self.way) for x in set(self.lookups)}
-        wrong = sum(not same(found, fresh[x]) for x, found in zip(self.lookups, output.plans)) / LOOKUPS
-        wrong += output.counted != modelled(self.lookups, {x: _bytes(t) for x, t in fresh.items()}, self.max_bytes)
-        return {"out": float(wrong)}, {"out": 0.0}
+        fresh = {x: _listed(blocks.make_plan(*x)) for x in set(self.lookups)}
+        wrong = sum(_listed(found) != fresh[x] for x, found in zip(self.lookups, output.plans))
+        return {"out": wrong / LOOKUPS}, {"out": 0.0}
 
 
-class Found(Output):
-    """What lookups gave; only when looked at is ``out`` the pairs that each comes to (lookups,)."""
-
-    def __init__(self, plans: list[Plan], counted: dict[str, int]):
-        self.plans, self.counted, self.lse, self.grads = plans, counted, None, ()
-
-    @cached_property
-    def out(self) -> Tensor:
-        return torch.tensor([sum(c.q.rows * c.k.rows * c.nodes for c in plan.calls) for plan in self.plans])
+def _pairs(plans: list[Plan]) -> dict[str, Tensor]:
+    """How many pairs the calls of each plan compute."""
+    return {"out": torch.tensor([sum(c.q.rows * c.k.rows * c.nodes for c in plan.calls) for plan in plans])}
 
 
-def same(a: Plan, b: Plan) -> bool:
-    """Whether two plans are the same calls."""
-    return a.uncovered == b.uncovered and len(a.calls) == len(b.calls) and all(map(_same_call, a.calls, b.calls))
+def _listed(plan: Plan) -> list:
+    """The uncovered rows and the calls of a plan, with lists in place of tensors, so that two plans compare."""
 
+    def listed(view):
+        return view if view.index is None else replace(view, index=view.index.tolist())
 
-def _same_call(a, b) -> bool:
-    strided = [replace(c, q=replace(c.q, index=None), k=replace(c.k, index=None)) for c in (a, b)]
-    indices = [[t for t in (c.q.index, c.k.index) if t is not None] for c in (a, b)]
-    return strided[0] == strided[1] and len(indices[0]) == len(indices[1]) and all(map(torch.equal, *indices))
-
-
-def modelled(lookups, sizes: dict, max_bytes: int) -> dict[str, int]:
-    """What a least-recently-used cache of ``max_bytes`` counts; what is larger than all of it is not kept."""
-    kept: OrderedDict = OrderedDict()
-    hits = evictions = 0
-    for x in lookups:
-        hits += x in kept
-        if x in kept or sizes[x] <= max_bytes:
-            kept[x] = sizes[x]
-            kept.move_to_end(x)
-        while sum(kept.values()) > max_bytes:
-            kept.popitem(last=False)
-            evictions += 1
-    return {"cache_hits": hits, "cache_misses": len(lookups) - hits, "cache_evictions": evictions,
-            "cache_bytes": sum(kept.values())}  # fmt: skip
-
-
-def _bytes(plan: Plan) -> int:
-    found = {id(t): t.numel() * t.element_size() for c in plan.calls for t in (c.q.index, c.k.index) if t is not None}
-    return sum(found.values())
+    return [plan.uncovered, *(replace(c, q=listed(c.q), k=listed(c.k)) for c in plan.calls)]
 
 
 class PoolWorkload(Uncosted):
-    """Scratch of ``size_mb`` MiB borrowed, written once and given back, by each of ``threads``; ``pool=False``: fresh.
+    """Each of ``threads`` borrows scratch of ``size_mb`` MiB, writes and returns it; ``pool=False``: fresh memory.
 
-    The pool is its own and has no threshold. Its check: every thread reads what it wrote, also
-    while all of them hold their scratch at once.
+    The pool is its own and has no threshold. The check: every thread reads what it wrote, also while all of them hold
+    their scratch at once.
     """
 
     allowed = ("size_mb", "threads", "pool")
@@ -238,39 +170,34 @@ class PoolWorkload(Uncosted):
         self.size = int(self.options["size_mb"] * 2**20) // self.dtype.itemsize
         self.threads = self.options.get("threads", 1)
         self.pool = memory.MemoryPool(threshold_bytes=0) if self.options.get("pool") else None
-        each = max(1, torch.get_num_threads() // self.threads)  # they share the cores, and do not crowd them
+        each = max(1, torch.get_num_threads() // self.threads)  # they share the cores
         self.workers = ThreadPoolExecutor(max(2, self.threads), initializer=torch.set_num_threads, initargs=(each,))
 
     def scratch(self):
-        """A context that gives uninitialised scratch (size,)."""
-        if self.pool is not None:
-            return self.pool.borrow((self.size,), self.dtype, self.device)
-        return nullcontext(torch.empty(self.size, dtype=self.dtype, device=self.device))
+        """Uninitialised scratch (size,)."""
+        make = torch.empty if self.pool is None else self.pool.lend
+        return make((self.size,), dtype=self.dtype, device=self.device)
 
     def run(self, inputs) -> Output:
         def work(mark: int) -> Tensor:
             for _ in range(BORROWS):
-                with self.scratch() as scratch:
-                    read = scratch.fill_(mark)[-1:].clone()
-                    del scratch
+                read = self.scratch().fill_(mark)[-1:].clone()
             return read
 
         marks = range(1, self.threads + 1)
         found = list(self.workers.map(work, marks) if self.threads > 1 else map(work, marks))
         stats = self.pool.stats() if self.pool is not None else memory.PoolStats()
-        return Output(torch.cat(found), counted={"pool_reuses": stats.reuses, "pool_allocations": stats.allocations,
-                                                 "pool_bytes": stats.idle_bytes})  # fmt: skip
+        counted = {"reuses": stats.reuses, "allocations": stats.allocations, "bytes": stats.idle_bytes}
+        return Output(torch.cat(found), counted={f"pool_{name}": value for name, value in counted.items()})
 
     def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
         meet = threading.Barrier(max(2, self.threads), timeout=60)
 
         def hold(mark: int) -> bool:
-            with self.scratch() as scratch:
-                scratch.fill_(mark)
-                meet.wait()  # now all have written
-                kept = bool((scratch == mark).all())
-                meet.wait()
-                del scratch
+            scratch = self.scratch().fill_(mark)
+            meet.wait()  # now all have written
+            kept = bool((scratch == mark).all())
+            meet.wait()
             return kept
 
         kept = list(self.workers.map(hold, range(1, meet.parties + 1)))

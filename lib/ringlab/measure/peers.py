@@ -1,17 +1,17 @@
-"""Attention of other packages, where they are installed: each is checked against the function that it documents.
+"""Attention of other packages, if they are installed; each is checked against the function that it documents.
 
-A package is imported when a point of it is built, and never required. The option ``version`` of a point is the one that
-it is to be measured with, so that another one is another point. On a CPU a package's own kernel does not run; there
-torch's stands in for it, and the algorithm around it is theirs.
+A package is imported when one of its points is built, and never required. The option ``version`` of a point makes each
+version another point. On a CPU a package's own kernel does not run: torch's replaces it inside their algorithm.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from contextlib import contextmanager
+from contextlib import nullcontext
 from importlib import metadata
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -20,7 +20,7 @@ from .points import Point
 from .systems import Output, Refused, System, only
 
 ABSENT = "not installed"
-PEERS = {  # system: (distribution, how to install it beside a current torch: what it pins is years old)
+PEERS = {  # system: (distribution, how to install it beside a current torch, as it pins an old one)
     "dilated_attention_pytorch": (
         "dilated-attention-pytorch", "pip install --no-deps dilated-attention-pytorch einops xformers",
     ),
@@ -32,7 +32,7 @@ PEERS = {  # system: (distribution, how to install it beside a current torch: wh
 
 
 def installed(system: str) -> str | None:
-    """The installed version of a peer's package, with the commit where it came from git; None where it is absent.
+    """The installed version of a peer's package, with the commit if it came from git; None if it is absent.
 
     >>> version = installed("ring_attention_pytorch")  # as "0.5.20"
     """
@@ -45,7 +45,7 @@ def installed(system: str) -> str | None:
 
 
 def _module(point: Point, name: str):
-    """A module of the point's package; NotImplementedError where it is absent or cannot be imported here."""
+    """A module of the point's package; NotImplementedError if it is absent or cannot be imported."""
     (package, how), version = PEERS[point.system], installed(point.system)
     wanted = only(point, "version").get("version", version)
     if version is None:
@@ -59,7 +59,7 @@ def _module(point: Point, name: str):
 
 
 def _dilated(point: Point, mixing: str, offsets: str) -> tuple[list[int], list[int]]:
-    """Segment lengths and dilation rates of a point whose function the package states."""
+    """Segment lengths and dilation rates of a point, if the package documents its function."""
     pattern = patterns.from_dict(point.pattern)
     if not isinstance(pattern, patterns.Dilated) or (pattern.mixing, pattern.offsets) != (mixing, offsets):
         raise Refused(f"{point.system} computes dilated {mixing} with offsets by {offsets}, not {pattern}")
@@ -76,22 +76,13 @@ def _flash(q, k, v, causal: bool):
     return out.transpose(1, 2), lse
 
 
-@contextmanager
-def _standing_in(module, name: str, value, device):
-    """``value`` under a name of a module for as long as it runs, on the CPU alone."""
-    if torch.device(device).type != "cpu":
-        yield
-        return
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+def _replaced(module, name: str, value, device):
+    """A context in which ``value`` has a name of a module; on a GPU nothing is replaced."""
+    return mock.patch.object(module, name, value) if torch.device(device).type == "cpu" else nullcontext()
 
 
 class _Divided(System):
-    """A system whose results are smaller than the pattern's by a factor that it states; undone in its check alone."""
+    """A system whose results are the pattern's divided by a documented factor, which its check undoes."""
 
     def __init__(self, point: Point, device, forward, factor: int):
         super().__init__(point, device, forward)
@@ -105,7 +96,7 @@ class _Divided(System):
 def dilated_attention_pytorch(point: Point, device) -> System:
     """DilatedAttention of dilated-attention-pytorch: a group of heads for each branch, over the number of groups.
 
-    On the CPU torch's kernel stands in for that of xformers.
+    On the CPU torch's kernel replaces that of xformers.
     """
     module = _module(point, "dilated_attention_pytorch.dilated_attention")
     lengths, rates = _dilated(point, "head_groups", "branch")
@@ -117,7 +108,7 @@ def dilated_attention_pytorch(point: Point, device) -> System:
     ours = SimpleNamespace(memory_efficient_attention=kernel, LowerTriangularMask=object)
 
     def forward(q, k, v):
-        with _standing_in(module, "xops", ours, device):
+        with _replaced(module, "xops", ours, device):
             return attention(q, k, v, is_causal=point.causal), None
 
     return _Divided(point, device, forward, len(rates))
@@ -126,7 +117,7 @@ def dilated_attention_pytorch(point: Point, device) -> System:
 def torchscale_dilated(point: Point, device) -> System:
     """DilatedAttention of torchscale, LongNet's own code, without its projections: offsets by block of heads.
 
-    On the CPU torch's kernel stands in for flash-attn's.
+    On the CPU torch's kernel replaces that of flash-attn.
     """
     module = _module(point, "torchscale.component.dilated_attention")
     kernels = _module(point, "torchscale.component.multihead_attention")  # it looks its kernel up there
@@ -143,7 +134,7 @@ def torchscale_dilated(point: Point, device) -> System:
         return _flash(q, k, v, is_causal)
 
     def forward(q, k, v):
-        with _standing_in(kernels, "flash_attn_func", kernel, device):
+        with _replaced(kernels, "flash_attn_func", kernel, device):
             out, _ = attention(*(t.flatten(2) for t in (q, k, v)), is_causal=point.causal)  # (b, n, h * d)
         return out.unflatten(2, (point.heads, point.head_dim)), None
 

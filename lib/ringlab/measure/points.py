@@ -1,4 +1,4 @@
-"""What is measured, named so that two runs agree on it: a point, a group of points, and the result of one point."""
+"""What is measured: a point, a group of points, and the result of one point; ids are digests, equal in every run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 
 from .. import patterns
 from ..cost import PASSES
-
-STATUSES = ("ok", "incorrect", "oom", "unsupported", "timeout", "crashed", "suspect")
 
 
 def digest(value, length: int = 16) -> str:
@@ -27,10 +25,11 @@ def digest(value, length: int = 16) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """One thing to measure: a system on tensors (batch, seq_len, heads, head_dim), by value and hashable.
+    """One call to measure: a system on tensors (batch, seq_len, heads, head_dim).
 
-    ``system`` is a name in ``systems.SYSTEMS`` or an entry ``"module:function"``; ``pattern`` a ringlab pattern or its
-    dictionary; ``dtype`` a name as "float32"; ``passes`` "fwd" or "fwd+bwd"; ``options`` what the system takes besides.
+    ``system``: a name in ``systems.SYSTEMS`` or an entry ``"module:function"``; ``pattern``: a ringlab pattern or its
+    dictionary; ``dtype``: a name such as "float32"; ``passes``: "fwd" or "fwd+bwd"; ``options``: those of the system.
+    Raises ValueError for invalid fields.
 
     >>> p = Point("ringlab", patterns.Dilated([2, 4], [1, 2]), seq_len=64, options={"gather": True})
     >>> p.label()
@@ -53,12 +52,9 @@ class Point:
     options: tuple = ()
 
     def __post_init__(self):
-        given = self.pattern
-        pattern = patterns.from_dict(given) if isinstance(given, Mapping) else given
-        options = dict(self.options)  # a mapping or pairs
-        set_ = object.__setattr__
-        set_(self, "pattern", pattern.to_dict())
-        set_(self, "options", tuple(sorted(options.items())))
+        pattern, set_ = self.pattern, object.__setattr__
+        set_(self, "pattern", (patterns.from_dict(pattern) if isinstance(pattern, Mapping) else pattern).to_dict())
+        set_(self, "options", tuple(sorted(dict(self.options).items())))  # of a mapping or pairs
         set_(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         set_(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.passes not in PASSES:
@@ -80,13 +76,13 @@ class Point:
 
     @property
     def shape(self) -> dict:
-        """What ``cost.count`` takes besides the pattern and the dtype."""
+        """The arguments of ``cost.count`` besides the pattern and the dtype."""
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
         return {name: getattr(self, name) for name in names}
 
     @property
     def first(self) -> Point:
-        """The point whose work an A/A control repeats; itself for all others."""
+        """The point that an A/A control repeats; itself for all others."""
         return self.but(options={k: v for k, v in self.options if k != "twin"})
 
     def to_dict(self) -> dict:
@@ -102,9 +98,9 @@ class Point:
 
     def label(self) -> str:
         """One line for a terminal or a legend."""
-        options = "".join(f" {k}={v}" for k, v in self.options)
         if self.system == "sgemm":
             return f"sgemm {self.seq_len}"
+        options = "".join(f" {k}={v}" for k, v in self.options)
         tail = f"{self.dtype}{' causal' if self.causal else ''} {self.passes}"
         shape = f"b={self.batch} " if self.batch > 1 else ""
         shape += f"p={self.world_size} " if self.world_size > 1 else ""
@@ -112,7 +108,7 @@ class Point:
 
 
 def sgemm(size: int = 2048) -> Point:
-    """The pseudo-system that multiplies two (size, size) fp32 matrices: the matmul rate of the run it stands in."""
+    """The product of two (size, size) fp32 matrices: the matmul rate of the run."""
     return Point("sgemm", patterns.Dense(), seq_len=size, heads=1, head_dim=size)
 
 
@@ -120,9 +116,9 @@ def sgemm(size: int = 2048) -> Point:
 class Group:
     """Points that are measured together, each in its own process; interleaved, they take turns sample by sample.
 
-    Ratios within an interleaved group are paired round by round. ``timed=False`` checks the points and takes their
-    memory, and no time. ``rounds``: so many at least, where calls are so long that fewer would do. ``sample_s``: a
-    sample takes so long at least, where some calls of a group are much longer than others: it is worth as much then.
+    Ratios within an interleaved group are paired round by round. ``timed=False`` measures memory and errors only.
+    ``rounds``: the least number of rounds, for long calls. ``sample_s``: the least seconds of a sample, if some calls
+    of the group are much longer than others.
     """
 
     name: str
@@ -141,11 +137,11 @@ class Group:
 
     @property
     def id(self) -> str:
-        """A digest of the points and of how they are taken."""
+        """A digest of the points and of how they are measured."""
         return digest([[p.id for p in self.points], self.timed, self.interleave, *self._more], 12)
 
     def composition(self, point: Point) -> str:
-        """What else the point's samples depend on: all points of its group if they are interleaved, else itself."""
+        """A digest of what the point's samples depend on: all points of its group if interleaved, else itself."""
         members = [p.id for p in self.points] if self.interleave else [point.id]
         return digest([members, self.timed, *([self.ranks] if self.ranks > 1 else []), *self._more], 12)
 
@@ -156,20 +152,21 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """The largest number of ranks; a row's threads per rank are the machine's cores over this, in every row."""
+        """The largest number of ranks of a point; every rank of every point gets the machine's cores over this."""
         return max((p.world_size for p in self.points), default=1)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of one point after a run; times in seconds, memory in bytes.
+    """The result of one point after a run; times in seconds, memory in bytes.
 
-    ``seconds`` holds one time per sample and ``rounds`` the number of each (by default 0, 1, ...); results of one
-    ``run`` and an interleaved group are paired where they share rounds. ``final`` is false where trying again may help.
-    ``share`` is useful FLOPs per second as a fraction of the rate of the group's sgemm. ``ranks``, in a group with
-    points on several: ``threads`` of each, ``oversubscribed`` (more ranks than cores: no time is taken), the ``scheme``
-    and, by rank, ``bytes_sent`` in a call, ``planned`` bytes, ``messages`` and ``tracked_peak_bytes``; times are the
-    slowest rank's, and ``memory`` is that of the rank with the highest peak.
+    ``status``: "ok", "incorrect", "oom", "unsupported", "timeout", "crashed", or "suspect" for what cannot be true.
+    ``seconds`` has one time per sample and ``rounds`` their numbers (by default 0, 1, ...); results of one ``run`` and
+    an interleaved group are paired by round. ``final`` is false if trying again may help. ``share``: useful FLOPs per
+    second as a fraction of the rate of the group's sgemm. ``ranks``, in a group with points on several: ``threads`` of
+    each, ``oversubscribed`` (more ranks than cores: no time is taken), the ``scheme`` and, by rank, ``bytes_sent`` in a
+    call, ``planned`` bytes, ``messages`` and ``tracked_peak_bytes``. Times are those of the slowest rank, ``memory``
+    that of the rank with the highest peak.
     """
 
     point: Point
@@ -209,22 +206,3 @@ class Result:
 
     def option(self, name: str, default=None):
         return dict(self.point.options).get(name, default)
-
-
-def select(results, group: str | None = None, **fields) -> list[Result]:
-    """Results of ``group`` whose point has these fields; ``options`` is matched key by key.
-
-    >>> r = Result(sgemm(), "g", "ok")
-    >>> select([r], "g", system="sgemm") == [r], select([r], options={"pool": True})
-    (True, [])
-    """
-    wanted = dict(fields.pop("options", {}))
-    if unknown := fields.keys() - Point.__dataclass_fields__.keys():
-        raise TypeError(f"a point has no {', '.join(sorted(unknown))}; it has: {', '.join(Point.__dataclass_fields__)}")
-    return [
-        r
-        for r in results
-        if (group is None or r.group == group)
-        and all(getattr(r.point, k) == v for k, v in fields.items())
-        and all(r.option(k) == v for k, v in wanted.items())
-    ]

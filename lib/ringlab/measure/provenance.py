@@ -12,6 +12,7 @@ import subprocess
 import time
 import uuid
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -21,8 +22,7 @@ from ..kernels import triton_config
 PACKAGE = Path(__file__).resolve().parent.parent
 # What a measured call runs, by folder or module of the package, and what of these only starts or tunes it.
 ENGINE = (
-    "patterns", "block_patterns", "cache", "memory", "attention", "adaptive", "compat", "kernels", "engine",
-    "ring",
+    "patterns", "block_patterns", "cache", "memory", "attention", "adaptive", "compat", "kernels", "engine", "ring",
 )  # fmt: skip
 NOT_RUN = ("kernels/triton_tune", "ring/launch")
 # What decides how a call is timed and checked; in measure/ the others name the points, run them and keep the rows.
@@ -35,43 +35,29 @@ SALT = "ringlab measurement"  # keeps the id of a machine from being looked up e
 KEY = ("engine", "method", "torch", "device", "device_name", "machine", "threads", "tuning")
 
 
-def code_hash(paths, root: Path) -> str:
-    """12 hex digits over Python files: their code, without comments, docstrings, layout and messages of errors.
+class _Code(ast.NodeTransformer):
+    """Drops docstrings and the messages of errors from a syntax tree."""
 
-    The syntax tree is written out by hand because ``ast.dump`` differs between Python versions.
-    """
+    def visit_Expr(self, node):
+        return None if isinstance(getattr(node.value, "value", None), str) else node
+
+    def visit_Raise(self, node):
+        return ast.Raise(getattr(node.exc, "func", node.exc), node.cause)
+
+
+def code_hash(paths, root: Path) -> str:
+    """12 hex digits over Python files: their code, without comments, docstrings, layout and messages of errors."""
     sha = hashlib.sha256()
     for path in sorted(paths):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        sha.update(f"{path.relative_to(root).as_posix()}\n{_written(tree)}\n".encode())
+        code = ast.unparse(_Code().visit(ast.parse(path.read_text(encoding="utf-8"))))
+        sha.update(f"{path.relative_to(root).as_posix()}\n{code}\n".encode())
     return sha.hexdigest()[:12]
 
 
-def _written(node, raised: bool = False) -> str:
-    if isinstance(node, list):
-        return f"[{','.join(_written(each, raised) for each in node if not _is_text(each))}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    raised = raised or isinstance(node, ast.Raise)
-    if raised and (isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str)):
-        return "''"
-    fields = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
-    return f"{type(node).__name__}({','.join(f'{name}={_written(value, raised)}' for name, value in fields)})"
-
-
-def _is_text(node) -> bool:
-    """A statement that is only a string: a docstring."""
-    value = getattr(node, "value", None)
-    return isinstance(node, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str)
-
-
 def _hash_of(package: Path, names: tuple[str, ...]) -> str:
-    found = [
-        *(package / f"{name}.py" for name in names),
-        *(p for name in names for p in (package / name).rglob("*.py")),
-    ]
-    left_out = {package / f"{name}.py" for name in NOT_RUN}
-    return code_hash([path for path in found if path.exists() and path not in left_out], package)
+    paths = {path for name in names for path in (package / f"{name}.py", *(package / name).rglob("*.py"))}
+    paths -= {package / f"{name}.py" for name in NOT_RUN}
+    return code_hash({path for path in paths if path.exists()}, package)
 
 
 @functools.cache
@@ -101,29 +87,26 @@ def machine_id() -> str:
 
 
 def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
-    """(commit, dirty) of the checkout that holds this package, reports/ aside.
+    """(commit, dirty) of the checkout that holds this package; changes in reports/ do not count.
 
-    A copy outside of git is of the commit whose hash RINGLAB_COMMIT holds, or of an "unknown" one; whether it was
-    changed is "unknown".
+    Outside of git the commit is the hash in the environment variable RINGLAB_COMMIT, or "unknown", and dirty is
+    "unknown".
     """
 
     def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(package), *arguments]
         try:
-            done = subprocess.run(
-                ["git", "-C", str(package), *arguments], capture_output=True, text=True, timeout=20, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
+            return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
-    top = git("rev-parse", "--show-toplevel")
-    ours = top is not None and git("ls-files", "--error-unmatch", str(package / "patterns.py")) is not None
-    commit = git("rev-parse", "HEAD") if ours else None
+    tracked = git("ls-files", "--error-unmatch", "patterns.py") is not None
+    commit = git("rev-parse", "HEAD") if tracked else None
     if commit is None:
         told = re.fullmatch(r"[0-9a-f]{7,40}", os.environ.get("RINGLAB_COMMIT", ""))
         return told[0] if told else "unknown", "unknown"
-    changed = git("status", "--porcelain", "--", top, ":(exclude,top)reports")
-    return commit, bool(changed) if changed is not None else "unknown"
+    changed = git("status", "--porcelain", "--", ":/", ":(exclude,top)reports")
+    return commit, "unknown" if changed is None else bool(changed)
 
 
 def threads() -> int:
@@ -169,9 +152,11 @@ def collect(device: str) -> dict:
 
 def moment(device: str) -> dict:
     """What changes from group to group: UTC time, load average of the last minute, clocks and temperature."""
-    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    lines = (hardware.Probe().read("/proc/cpuinfo") or "").splitlines()
+    clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]  # not on every architecture
+    found = {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_average": round(os.getloadavg()[0], 2)}
+    found["cpu_mhz"] = round(mean(clocks)) if clocks else None
     state = device_state(device)
-    found = {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_average": load, "cpu_mhz": _cpu_mhz()}
     return found | ({"gpu_before": state} if state else {})
 
 
@@ -194,13 +179,6 @@ def device_state(device: str) -> dict:
     values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
     number = re.compile(r"-?\d+(\.\d+)?")  # others are "[N/A]", a bit mask, "P0"
     return {name: float(x) if number.fullmatch(x) else x for name, x in zip(GPU_STATE, values)}
-
-
-def _cpu_mhz() -> float | None:
-    """Mean clock of the cores now, as the kernel tells it; None where it does not."""
-    lines = (hardware.Probe().read("/proc/cpuinfo") or "").splitlines()
-    found = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
-    return round(sum(found) / len(found)) if found else None
 
 
 def key(provenance: dict) -> tuple:

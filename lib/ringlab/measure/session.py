@@ -1,6 +1,7 @@
-"""Runs the points that have no rows yet: each in its own process, compared ones in turns, every sample stored at once.
+"""Runs the points that have no rows yet, each in its own process; points of a group take turns.
 
-A run of a group that was stopped goes on at its next round. A process that dies costs its point alone.
+Every sample is stored at once, so that a run that was stopped goes on at its next round. A process that dies costs
+its point alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from uuid import uuid4
 
 import torch
@@ -33,10 +35,10 @@ LEAST_S = 0.9  # the machine counts in hundredths of a second, too coarse for le
 
 
 class CpuContention:
-    """CPU time that other processes take while samples are taken: times measured beside other work are too long.
+    """CPU time that other processes use while samples are taken, which makes our times too long.
 
-    Others' time is the machine's busy time, a hypervisor's stolen time included, less our own. ``threads``: how many of
-    ours must not wait. Nothing is known without a /proc/stat, and over less than a second in all.
+    It is the machine's busy time, with the time that a hypervisor steals, minus our own. ``threads``: how many of ours
+    must not wait. Nothing is known without /proc/stat, or of less than a second in all.
     """
 
     def __init__(self, threads: int, cores: int | None = None, stat: Path = STAT, clock: Callable = time.monotonic):
@@ -45,7 +47,7 @@ class CpuContention:
 
     @contextmanager
     def watched(self, ours: Callable[[], float] = time.process_time) -> Iterator[None]:
-        """Watch what runs inside; ``ours``: CPU seconds that this process and its workers have used so far."""
+        """Count inside this context; ``ours``: CPU seconds that this process and its workers have used so far."""
         busy, used, begin = self._busy(), ours(), self.clock()
         yield
         self.wall_s += self.clock() - begin
@@ -57,17 +59,8 @@ class CpuContention:
         text = hardware.Probe().read(str(self.stat))
         if text is None:
             return None
-        fields = text.split("\n", 1)[0].split()[1:]
-        user, nice, system, _, _, irq, softirq, stolen = (int(x) for x in fields[:8])
+        user, nice, system, _idle, _iowait, irq, softirq, stolen = map(int, text.split()[1:9])
         return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
-
-    @classmethod
-    def now(cls, threads: int, wall_s: float = 1.0) -> CpuContention:
-        """What others take while this process waits."""
-        found = cls(threads)
-        with found.watched():
-            time.sleep(wall_s)
-        return found
 
     @property
     def cores(self) -> float | None:
@@ -82,15 +75,15 @@ class CpuContention:
 
 
 EVERY_S = 10.0
-PRIOR_POINTS, PRIOR_S = 6, 30.0  # what is assumed of the pace, or the first points alone would decide
-PREPARED = 0.2  # of a point is done when it was built and checked
+PRIOR_POINTS, PRIOR_S = 6, 30.0  # assumed before the first points tell the pace
+PREPARED = 0.2  # of a point is done once it is built and checked
 
 
 class Progress:
-    """What a run shows on stderr: a line for each group and point, and the round at work with the time left.
+    """What a run prints to stderr: a line for each group and point, and the current round with the time left.
 
-    On a terminal that is one line written over and over, in a file or a pipe a line every ten seconds. The time left
-    takes all points for equally long, as their samples are chosen to be.
+    On a terminal that is one line which is overwritten, in a file or a pipe a line every ten seconds. The time left
+    assumes that all points take equally long.
     """
 
     def __init__(self, total: int, show: bool, clock: Callable[[], float]):
@@ -103,7 +96,7 @@ class Progress:
         self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self._left()})")
 
     def did(self, text: str, share: float) -> None:
-        """This share of a point is done."""
+        """Another ``share`` of a point is done; ``text`` says what."""
         self.done += share
         if self.terminal:
             print(f"\r\033[K{text} ({self._left()})", end="", file=sys.stderr, flush=True)
@@ -111,15 +104,13 @@ class Progress:
             self._line(f"{text} ({self._left()})")
 
     def result(self, result: Result, share: float) -> None:
-        """A point is done, and with it the rest of its ``share``."""
+        """A point is done; ``share``: what was left of it."""
         self.count, self.done = self.count + 1, self.done + share
-        if result.median is not None:
-            found = f"{result.median * 1e3:.4g} ms" + (" unstable" if result.unstable else "")
-        else:
-            found = "checked" if result.status == "ok" else ""
-        if result.status != "ok":
-            found = f"{found} {result.status}: {result.reason}".strip()
-        self._line(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {found}")
+        found = [] if result.median is None else [f"{result.median * 1e3:.4g} ms"]
+        found += ["unstable"] if result.unstable else []
+        found += [f"{result.status}: {result.reason}"] if result.status != "ok" else []
+        said = " ".join(found) or "checked"
+        self._line(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {said}")
 
     def clear(self) -> None:
         if self.terminal:
@@ -132,15 +123,16 @@ class Progress:
             warn(text)
 
     def _left(self) -> str:
-        pace = (self.clock() - self.start + PRIOR_S) / (self.done + PRIOR_POINTS)  # seconds a point
+        pace = (self.clock() - self.start + PRIOR_S) / (self.done + PRIOR_POINTS)  # seconds per point
         left = max(0.0, self.total - self.done) * pace
         return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
 
 
 @dataclass
 class Member:
-    """A point of a group on its way: its processes, what their replies said, and its samples by round."""
+    """A point of a group that is being measured: its processes, its row so far, and its samples by round."""
 
+    group: Group
     point: Point
     samples: dict[int, float] = field(default_factory=dict)
     workers: Workers | None = None
@@ -150,6 +142,7 @@ class Member:
     spent: float = 0.0
     cpu_s: float = 0.0  # CPU time of its processes so far
     done: float = 0.0  # as a part of the point
+    timed: bool = True
 
     @property
     def alive(self) -> bool:
@@ -159,28 +152,20 @@ class Member:
     def left(self) -> int:
         return max(0, self.wanted - len(self.samples)) if self.alive else 0
 
-    @property
-    def oversubscribed(self) -> bool:
-        """Its ranks have no core each, so that no time is taken."""
-        return self.row.get("ranks", {}).get("oversubscribed", False)
-
-    @property
-    def drawn(self) -> tuple:
-        """What decides the point's inputs, their random values aside."""
-        return (*self.point.shape.values(), self.point.dtype)
-
     def close(self) -> None:
         if self.workers is not None:
             self.workers.close()
             self.workers = None
 
 
-EARLY = ("cuda",)  # devices whose processes take seconds to be ready: those of a group start side by side
-CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, its libraries' workspaces included
+CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, with its libraries' workspaces
 
 
 class Session:
-    """The arguments of ``run``, and what all groups of a run share. ``workers`` starts the processes of a point."""
+    """The state that all groups of a run share. ``workers`` starts the processes of a point.
+
+    ``memory_bytes``: how much a worker on the CPU may grow, by default what is available. Other arguments as ``run``.
+    """
 
     def __init__(
         self,
@@ -212,7 +197,7 @@ class Session:
         self.start, self.contention, self.clock = workers, contention, clock
         self.bounds = Bounds(device, None if rehearsal else name, self.probe)
         self.results: list[Result] = []
-        self.said: set[str] = set()  # warnings that need not come again
+        self.said: set[str] = set()  # warnings that were printed
         self.tolerances: dict[tuple, dict] = {}  # by shape and dtype: half precision takes seconds
 
     def run(self, groups: Iterable[Group], force: bool = False, minutes: float | None = None) -> list[Result]:
@@ -227,76 +212,86 @@ class Session:
             wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
             missing = [(g, [p for p in g.points if (g.name, g.composition(p), p.id) not in done]) for g in groups]
             todo = [(group, points) for group, points in missing if points]
-            if self.show and not todo:
-                newest = max((r.provenance.get("utc", "") for r in kept), default="")
-                warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
-            elif self.show and (why := _foreign(there, self.here, wanted)):
-                warn(why)
+            if self.show:
+                self._explain(there, kept, wanted, todo)
             self.progress = Progress(sum(len(points) for _, points in todo), self.show, self.clock)
             try:
                 for number, (group, points) in enumerate(todo):
                     if number and self.clock() >= until:
                         self.progress.clear()
-                        warn(_left(todo[number:], minutes))
+                        rest = todo[number:]
+                        left, names = sum(len(points) for _, points in rest), "; ".join(g.name for g, _ in rest)
+                        warn(f"{minutes:g} minutes are over: {left} points are left, of {names}; run again to go on")
                         break
                     anew = force or group.name in {name for name, _ in disturbed}
-                    self.run_group(group, points, None if anew else self._unfinished(group))
+                    earlier = None if anew else unfinished(self.folder, group, self.here, self.rehearsal)
+                    self._run_group(group, points, earlier)
             except KeyboardInterrupt:
                 self.progress.clear()
                 said = f"{len(self.results)} points and the finished samples of others are kept"
                 raise Interrupted(f"interrupted: {said}; run again to go on") from None
         return latest([r for r in kept + self.results if (r.group, r.composition, r.point.id) in wanted])
 
-    def _unfinished(self, group: Group) -> Unfinished | None:
-        return unfinished(self.folder, group, self.here, self.rehearsal)
+    def _explain(self, there: list[Result], kept: list[Result], wanted: set, todo: list) -> None:
+        """Say why there is nothing to measure, or why rows that are there do not count."""
+        if not todo:
+            newest = max((r.provenance.get("utc", "") for r in kept), default="")
+            warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
+            return
+        rows = [r for r in there if (r.group, r.composition, r.point.id) in wanted]
+        apart = [found for r in rows if (found := provenance.differs(r.provenance, self.here))]
+        if apart:
+            names = ", ".join(name for name in provenance.KEY if any(name in found for found in apart))
+            warn(f"{len(apart)} rows that are there are of another {names}: measuring these points here")
 
     def _counts(self, result: Result) -> bool:
-        """Whether a result of an earlier run is done, by the same code on this machine."""
+        """Whether a result of an earlier run counts: the same code on this machine, and nothing to try again."""
         same = result.rehearsal == self.rehearsal and not provenance.differs(result.provenance, self.here)
         less_time = result.provenance.get("timeout_s", self.timeout_s) < self.timeout_s
         return result.final and same and not (result.status == "timeout" and less_time)
 
     def _disturbed(self, kept: list[Result]) -> set[tuple[str, str]]:
-        """(group, run) of the rows that other work disturbed, if it no longer would."""
+        """(group, run) of the rows that other work disturbed, if the machine is quiet now."""
         found = {(r.group, r.run) for r in kept if r.provenance.get("crowded")}
-        if found and (now := self.contention.now(self.threads)).high:
-            if self.show:
-                warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
-            return set()
+        if found:
+            with (now := self.contention(self.threads)).watched():
+                time.sleep(1.0)
+            if now.high:
+                if self.show:
+                    warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
+                return set()
         return found
 
-    def run_group(self, group: Group, points: list[Point], earlier: Unfinished | None) -> None:
-        """Measure points of a group, together or one by one, going on with a run that was stopped (``earlier``)."""
+    def _run_group(self, group: Group, points: list[Point], earlier: Unfinished | None) -> None:
+        """Measure points of a group, together or one by one; ``earlier``: a run that was stopped, to go on with."""
         self.progress.begin(group, points)
         if earlier is None:
             earlier = Unfinished(uuid4().hex[:12])
             self._append(earlier.run, kind="run", group=group.name, members=group.id, key=provenance.key(self.here))
         first = earlier.rounds
         for together in self._cohorts(group, points):
-            members = [Member(p, earlier.samples.get(p.id, {})) for p in together]
+            members = [Member(group, p, earlier.samples.get(p.id, {})) for p in together]
             first = self._run_together(group, earlier.run, members, first)
 
     def _cohorts(self, group: Group, points: list[Point]) -> list[list[Point]]:
-        """The points whose processes live at the same time: all that take turns, as far as a GPU has room for them."""
-        if not group.interleave:
-            return [[p] for p in points]
-        most = len(points)
-        if self.device == "cuda" and self.here.get("device_memory_bytes"):
+        """The points whose processes live at the same time: all that take turns, as many as fit on a GPU."""
+        most = len(points) if group.interleave else 1
+        if group.interleave and self.device == "cuda" and self.here["device_memory_bytes"]:
             most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))
         return [points[i : i + most] for i in range(0, len(points), most)]
 
     def _run_together(self, group: Group, run: str, members: list[Member], first: int) -> int:
-        """Prepare, then take rounds in turn, from number ``first``; returns the number after the last."""
+        """Prepare all, then take rounds in turn, from number ``first``; returns the number after the last."""
         origin = self.here | provenance.moment(self.device) | {"timeout_s": self.timeout_s}
         starved, others = [], self.contention(self.threads if self.device == "cpu" else 0)
         try:
-            if self.device in EARLY:
-                self._start_early(group, members)
             for member in members:
-                self._step(group, member, "prepare", PREPARED)
+                self._start(member)
+            for member in (m for m in members if m.alive):
+                self._step(member, "prepare", PREPARED)
                 if member.row["status"] == "oom" and any(m.workers for m in members):
                     starved.append(member)
-                elif not group.timed or member.oversubscribed:
+                elif not group.timed or not member.timed:
                     member.close()
             last = self._take_rounds(group, run, members, first, others) if group.timed else first
             self._conclude(group, run, [m for m in members if m not in starved], origin, others)
@@ -304,33 +299,39 @@ class Session:
             for member in members:
                 member.close()
         for member in starved:  # once more, with all of the memory
-            last = self._run_together(group, run, [Member(member.point)], last)
+            last = self._run_together(group, run, [Member(group, member.point)], last)
         return last
 
-    def _start_early(self, group: Group, members: list[Member]) -> None:
-        """Start the processes of points on one rank; ``prepare`` tells of what goes wrong."""
-        for member in (m for m in members if m.point.world_size == 1):
-            try:
-                member.workers = self._start_point(group, member)
-            except Died:
-                return
+    def _start(self, member: Member) -> None:
+        """Start a point's processes; on a GPU, where it takes seconds, those of a group build their systems at once."""
+        early = self.device == "cuda" and member.point.world_size == 1
+        settings = self.settings | {"point": member.point.to_dict(), "early": early}
+        if (ranks := member.group.ranks) > 1:
+            settings |= {"threads": max(1, self.threads // ranks), "timeout_s": self.timeout_s}
+            oversubscribed = member.point.world_size > self.threads  # its ranks have no core each: no time is taken
+            member.row["ranks"] = {"threads": settings["threads"], "oversubscribed": oversubscribed}
+            member.timed = not oversubscribed
+        try:
+            member.workers = self.start(settings, member.point.world_size)
+        except Died as death:
+            member.row |= {"status": death.status, "reason": death.reason, "final": death.final}
 
     def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: CpuContention) -> int:
         for member in members:
-            if member.alive and not member.oversubscribed:
-                reply = self._step(group, member, "calibrate", 0.0, sample_s=group.sample_s)
+            if member.alive and member.timed:
+                reply = self._step(member, "calibrate", 0.0, sample_s=group.sample_s)
                 member.estimate = reply.get("estimate", 0.0)
         alive = [m for m in members if m.alive and m.estimate]
         for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
             member.wanted = max(count, group.rounds)
         number = first
         while waiting := [m for m in members if m.left]:
-            turn = number % len(waiting)  # or the same one would always come first, and another always after it
+            turn = number % len(waiting)  # each comes first in some round
             for member in waiting[turn:] + waiting[:turn]:
                 done, share = number - first, (1 - PREPARED) / member.wanted
                 text = f"{group.name}: round {done + 1} of {done + max(m.left for m in waiting)}"
                 with others.watched(lambda member=member: time.process_time() + member.cpu_s):
-                    reply = self._step(group, member, "sample", share, text, last=member.left == 1)
+                    reply = self._step(member, "sample", share, text, last=member.left == 1)
                 if member.alive:
                     member.samples[number] = reply["seconds"]
                     sample = {"round": number, "seconds": reply["seconds"], "loops": member.row["loops"]}
@@ -338,18 +339,16 @@ class Session:
             number += 1
         for member in members:
             if member.alive and member.samples:
-                self._step(group, member, "verify", 0.0)
+                self._step(member, "verify", 0.0)
         return number
 
-    def _step(self, group: Group, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
-        """One command to a point's process; what goes wrong is that point's status and reason."""
-        start, reply = self.clock(), {}
+    def _step(self, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
+        """Send one command to a point's process; a failure becomes the point's status and reason."""
+        start = self.clock()
+        known = self.tolerances.setdefault((*member.point.shape.values(), member.point.dtype), {})
         if command == "prepare":
-            arguments["tolerance"] = self.tolerances.get(member.drawn, {})
+            arguments["tolerance"] = known
         try:
-            if member.workers is None:
-                member.workers = self._start_point(group, member)
-                start = self.clock()  # the first one waits for torch's import, which is not the point's time
             reply = member.workers.ask(command, max(0.0, self.timeout_s - member.spent), **arguments)
         except TimedOut as late:
             behind = f": {late}" if str(late) else ""
@@ -358,36 +357,26 @@ class Session:
             reply = {"status": death.status, "reason": death.reason, "final": death.final}
         member.spent += self.clock() - start
         member.cpu_s = reply.pop("cpu_s", member.cpu_s)
-        known = reply.pop("known", {})
+        known |= reply.pop("known", {})
         if "ranks" in reply:
             reply["ranks"] = member.row["ranks"] | reply["ranks"]
         member.row |= reply
-        self.tolerances.setdefault(member.drawn, {}).update(known)
         member.done += share
-        self.progress.did(text or f"{group.name}: {command} {member.point.label()}", share)
+        self.progress.did(text or f"{member.group.name}: {command} {member.point.label()}", share)
         if not member.alive:
             member.close()
         return reply
 
-    def _start_point(self, group: Group, member: Member) -> Workers:
-        point = member.point
-        own = {"point": point.to_dict(), "early": point.world_size == 1 and self.device in EARLY}
-        if group.ranks > 1:
-            own |= {"threads": max(1, self.threads // group.ranks), "timeout_s": self.timeout_s}
-            member.row["ranks"] = {"threads": own["threads"], "oversubscribed": point.world_size > self.threads}
-        return self.start(self.settings | own, point.world_size)
-
     def probe(self, names: list[str]) -> dict:
-        """The CPU's rates, from a process of their own; none where that fails or others run beside it.
+        """The CPU's rates, measured in a process of their own; {} if that fails or other processes disturb it.
 
-        A disturbed rate is too low, and the bound that it gives too high: it would accuse honest rows.
+        A disturbed rate is too low, and correct rows would be faster than the roofline that it gives.
         """
-        worker, others = None, self.contention(self.threads)
+        others, reply = self.contention(self.threads), {"cpu_s": 0.0}
         try:
-            worker = self.start(self.settings | {"memory_bytes": None})
-            reply = {"cpu_s": 0.0}
-            with others.watched(lambda: time.process_time() + reply["cpu_s"]):
-                reply |= worker.ask("probe", self.timeout_s, dtypes=names)
+            with closing(self.start(self.settings | {"memory_bytes": None})) as worker:
+                with others.watched(lambda: time.process_time() + reply["cpu_s"]):
+                    reply |= worker.ask("probe", self.timeout_s, dtypes=names)
             if others.high:
                 raise Died("crashed", f"others used {others.cores:g} cores meanwhile")
             return reply["peaks"]
@@ -397,24 +386,30 @@ class Session:
                 self.said.add(why)
                 warn(f"the CPU's rates could not be measured, so these rows have no lower bound: {why}")
             return {}
-        finally:
-            if worker is not None:
-                worker.close()
 
     def _conclude(self, group: Group, run: str, members: list[Member], origin: dict, others: CpuContention) -> None:
-        """Statistics, bound and share of each point, stored; an ok that cannot be true becomes suspect."""
+        """Store each point with its statistics and roofline; a result that cannot be true becomes suspect."""
         self.bounds.need({m.point.dtype for m in members if m.alive and m.samples})
         state = provenance.device_state(self.device)
         origin |= {"others_cores": others.cores, "crowded": others.high} | ({"gpu_after": state} if state else {})
         if others.high:
             warn(f"{group.name}: others used {others.cores:g} cores meanwhile, so that these times are too long")
         gemm = [m for m in members if m.point.system == "sgemm" and m.samples and m.alive]
-        rate = gemm[0].row["cost"]["flops"] / summary(list(gemm[0].samples.values())).median if gemm else None
+        rate = gemm[0].row["cost"]["flops"] / median(gemm[0].samples.values()) if gemm else None
         for member in members:
             row = {k: v for k, v in member.row.items() if k not in ("estimate", "seconds")}
             if member.alive:
                 row |= self._judged(member, rate, others.high)
-            self._store(group, run, member, row, origin)
+            rounds = sorted(member.samples) if row.get("median") is not None else []
+            result = Result(
+                point=member.point, group=group.name, run=run, rehearsal=self.rehearsal,
+                composition=group.composition(member.point), interleaved=group.interleave,
+                seconds=tuple(member.samples[number] for number in rounds), rounds=tuple(rounds),
+                provenance=origin | {"seed": member.point.id}, **row,
+            )  # fmt: skip
+            self.store.append(**result_row(result, member.spent))
+            self.results.append(result)
+            self.progress.result(result, 1 - member.done)
 
     def _judged(self, member: Member, rate: float | None, crowded: bool) -> dict:
         cost, doubts, row = Cost(**member.row["cost"]), [], {}
@@ -434,28 +429,12 @@ class Session:
                 doubts.append(f"{found.median * 1e3:.3g} ms is below its bound of {bound * 1e3:.3g} ms")
         return row | ({"status": "suspect", "reason": "; ".join(doubts)} if doubts else {})
 
-    def _store(self, group: Group, run: str, member: Member, row: dict, origin: dict) -> None:
-        timed = row.get("median") is not None
-        rounds = sorted(member.samples) if timed else []
-        result = Result(
-            point=member.point, group=group.name, run=run, rehearsal=self.rehearsal,
-            composition=group.composition(member.point), interleaved=group.interleave,
-            seconds=tuple(member.samples[number] for number in rounds), rounds=tuple(rounds),
-            provenance=origin | {"seed": member.point.id}, **row,
-        )  # fmt: skip
-        self.store.append(**result_row(result, member.spent))
-        self.results.append(result)
-        self.progress.result(result, 1 - member.done)
-
     def _append(self, run: str, **row) -> None:
         self.store.append(run=run, rehearsal=self.rehearsal, **row)
 
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during a run; the message says what is kept."""
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else "interrupted"
 
 
 def run(
@@ -468,33 +447,23 @@ def run(
     timeout_s: float = TIMEOUT_S,
     progress: bool = False,
     force: bool = False,
-    memory_bytes: int | None = None,
     minutes: float | None = None,
 ) -> list[Result]:
     """Measure the points of ``groups`` that have no rows in ``folder`` yet, and return the results of all of them.
 
-    ``profile``: a hardware profile or its name, whose figures bound GPU times. ``device``: "cuda" or "cpu", by default
-    what the profile is for, and "cpu" for a rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point
-    on stderr. ``force``: measure again what is there. ``memory_bytes``: how much a worker on the CPU may grow, by
-    default what is available. ``minutes``: after so long no further group is begun (one always is), what is left is
-    said, and the next run goes on there.
+    ``profile``: a hardware profile or its name, whose rates bound GPU times. ``device``: "cuda" or "cpu", by default
+    the profile's kind, and "cpu" for a rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point on
+    stderr. ``force``: measure again what is there. ``minutes``: after this time no further group is begun (the first
+    always is), and the next run goes on there.
 
-    A point is done where a result exists for the same point, group, engine, method, torch, device, machine and threads,
-    and, if the group is interleaved, the same points in it. A worker that was killed from outside, a time that was too
-    short, and other work that ran meanwhile leave a point to the next run (the last, once the machine is quiet).
-    Raises Interrupted on Ctrl-C (all rows so far are kept), Busy where another run holds the folder, OSError where the
-    folder cannot be written, and ValueError for arguments that cannot be.
+    A point is done if a result exists for the same point, group, engine, method, torch, device, machine and threads,
+    and, if the group is interleaved, the same points in it. The next run repeats a point whose worker was killed from
+    outside, whose time limit was shorter, or which other work disturbed (the last only on a quiet machine).
+    Raises Interrupted on Ctrl-C (all rows so far are kept), Busy if another run uses the folder, OSError if the folder
+    cannot be written, and ValueError for invalid arguments.
     """
-    session = Session(
-        folder, profile=profile, device=device, rehearsal=rehearsal, timeout_s=timeout_s, progress=progress,
-        memory_bytes=memory_bytes,
-    )  # fmt: skip
-    return session.run(groups, force, minutes)
-
-
-def _left(todo: list[tuple[Group, list]], minutes: float) -> str:
-    points, names = sum(len(points) for _, points in todo), [group.name for group, _ in todo]
-    return f"{minutes:g} minutes are over: {points} points are left, of {'; '.join(names)}; run again to go on"
+    how = {"profile": profile, "device": device, "rehearsal": rehearsal, "timeout_s": timeout_s, "progress": progress}
+    return Session(folder, **how).run(groups, force, minutes)
 
 
 def _checked(groups, minutes: float | None) -> list[Group]:
@@ -508,13 +477,3 @@ def _checked(groups, minutes: float | None) -> list[Group]:
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be positive, got {minutes!r}")
     return groups
-
-
-def _foreign(there: list[Result], here: dict, wanted: set) -> str:
-    """Why rows that lie there do not count."""
-    rows = [r for r in there if (r.group, r.composition, r.point.id) in wanted]
-    apart = [provenance.differs(r.provenance, here) for r in rows]
-    names = [name for name in provenance.KEY if any(name in found for found in apart)]
-    if not names:
-        return ""
-    return f"{sum(map(bool, apart))} rows that are there are of another {', '.join(names)}: measuring these points here"

@@ -1,7 +1,7 @@
-"""Medians, intervals and paired ratios, by the standard library alone and the same on every call.
+"""Medians, intervals and paired ratios; the same input gives the same numbers.
 
-A ratio is the median of the log ratios of the rounds that both took part in. Intervals of 95 %: the bootstrap's
-percentiles (Efron 1979); for fewer than six values, whose resamples hardly differ, Student's t on their logarithms.
+A ratio is the median of the log ratios of the rounds that both took part in. Intervals of 95 %: percentiles of the
+bootstrap (Efron 1979); for fewer than six values, whose resamples hardly differ, Student's t on their logarithms.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from statistics import mean, median, quantiles, stdev
 
 RESAMPLES = 2000
 LEVEL = 0.95
-UNSTABLE = 0.20  # quartiles, or halves of a run, that lie further apart than this part of the median
+UNSTABLE = 0.20  # of the median: quartiles, or medians of the halves of a run, that are further apart
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of t by the number of values
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, quartiles, 95 % interval of the median, and whether they spread or drift too far to quote it alone."""
+    """Median, quartiles, 95 % interval of the median, and whether the samples spread or drift too much."""
 
     median: float
     q1: float
@@ -31,10 +31,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ratio:
-    """``value`` = time of a / time of b, its 95 % interval, the rounds it rests on, and whether they were paired.
+    """``value`` = time of a / time of b, its 95 % interval, the number of rounds, and whether they were paired.
 
-    ``unstable``: the rounds' own ratios spread or drift too far, or, unpaired, the samples of one side.
-    ``resolution``: the factor by which the same work differed from itself in this run; no smaller one is a difference.
+    ``unstable``: the ratios of the rounds spread or drift too much, or, unpaired, the samples of one side.
+    ``resolution``: the noise floor, the factor by which the same work differed in this run.
     """
 
     value: float
@@ -51,7 +51,7 @@ class Ratio:
 
     @property
     def longer(self) -> bool:
-        """a takes longer than b: the interval lies above what the same work may differ by."""
+        """a takes longer than b: the interval lies above the noise floor."""
         return self.low > self.resolution
 
     @property
@@ -61,7 +61,7 @@ class Ratio:
 
 
 def summary(seconds: Sequence[float]) -> Summary:
-    """Describe samples of one point; raises ValueError for none.
+    """Median, quartiles and interval of the samples of one point; raises ValueError for none.
 
     >>> s = summary([4.0, 1.0, 2.0, 3.0, 2.0, 3.0])
     >>> s.median, s.q1, s.q3, s.unstable
@@ -71,7 +71,7 @@ def summary(seconds: Sequence[float]) -> Summary:
         raise ValueError("no samples")
     q1, q3 = _quartiles(seconds)
     middle, (low, high) = median(seconds), map(math.exp, _interval([math.log(s) for s in seconds]))
-    ci = min(low, middle), max(high, middle)  # logarithms round, and of two middle samples they take another mean
+    ci = min(low, middle), max(high, middle)  # the median of logarithms may differ from the median's logarithm
     return Summary(middle, q1, q3, ci, _unsteady(seconds))
 
 
@@ -83,7 +83,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _unsteady(values: Sequence[float]) -> bool:
-    """The quartiles lie too far apart, or the medians of the first and the second half, or one value says nothing."""
+    """The quartiles are too far apart, or the medians of the two halves; one value is never steady."""
     q1, q3 = _quartiles(values)
     half = (len(values) + 1) // 2
     drift = abs(median(values[:half]) - median(values[-half:]))
@@ -106,10 +106,9 @@ def _interval(logs: Sequence[float]) -> tuple[float, float]:
 def ratio(a, b) -> Ratio:
     """How many times longer a takes than b; a and b are Results, or lists of seconds by round.
 
-    Results of one interleaved run are compared round by round, over the rounds that both took part in. Others are
-    compared by their medians, and say so by ``paired=False``: drift between the two runs is then in the ratio but not
-    in its interval.
-    Raises ValueError where one of them has no samples.
+    Results of one interleaved run are compared round by round. Others are compared by their medians, with
+    ``paired=False``: drift between the two runs is then in the ratio but not in its interval. Raises ValueError if one
+    of them has no samples.
 
     >>> ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]).ci
     (2.0, 2.0)
@@ -131,11 +130,9 @@ def ratio(a, b) -> Ratio:
 
 
 def _paired_logs(a, b, x, y) -> list[float]:
-    """Log ratios of the rounds that both took; results of different runs or groups have none."""
-    if hasattr(a, "rounds") and hasattr(b, "rounds"):
-        if (a.run, a.composition) != (b.run, b.composition):  # points that take no turns have compositions of their own
-            return []
-        x, y = dict(zip(a.rounds, x)), dict(zip(b.rounds, y))
-    else:
-        x, y = dict(enumerate(x)), dict(enumerate(y))
+    """Log ratios of the rounds that both took part in; [] for results of different runs or groups."""
+    results = hasattr(a, "rounds") and hasattr(b, "rounds")
+    if results and (a.run, a.composition) != (b.run, b.composition):  # differs for each point if not interleaved
+        return []
+    x, y = (dict(zip(r.rounds if results else range(len(s)), s)) for r, s in ((a, x), (b, y)))
     return [math.log(x[number] / y[number]) for number in sorted(x.keys() & y.keys())]

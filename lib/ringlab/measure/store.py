@@ -1,15 +1,14 @@
 """The rows: one file, samples.jsonl, to which every measurement is appended as it comes.
 
-Schema 1, one JSON object a line. Every row has ``schema``, ``kind``, ``run`` (one group measured, perhaps in several
-goes) and ``rehearsal``, and all but the first kind ``point`` (its id). Non-finite numbers are written
-as strings ("inf").
+Schema 1, one JSON object per line. Every row has ``schema``, ``kind``, ``run`` (one group measured, perhaps with
+interruptions) and ``rehearsal``, and all but the first kind ``point`` (its id). Non-finite numbers are strings ("inf").
 
     run     a group is begun: ``group``, ``members`` (a digest of its points), ``key`` (engine, torch, machine, ...)
     sample  one time: ``round``, ``seconds`` for one call, ``loops`` calls that were timed together
-    result  an attempt ended: all of ``points.Result`` but ``seconds``, which are the ``samples`` rows of this run and
-            point; ``definition`` is the point in full, ``duration`` the seconds spent on it, warm-up and check included
+    result  an attempt ended: all of ``points.Result`` except for ``seconds``, which are the ``samples`` rows of this
+            run and point; ``definition`` is the whole point, ``duration`` all seconds spent on it
 
-A line that cannot be read is skipped with one line of warning; a result whose samples are not all there does not count.
+Lines that cannot be read are skipped with a warning; a result without all of its samples does not count.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -27,8 +27,8 @@ from .points import Group, Point, Result
 from .provenance import key
 
 SCHEMA = 1
-_said: set[str] = set()
 NAME = "samples.jsonl"
+_said: set[str] = set()  # warnings that were printed: a report reads its rows more than once
 
 
 class Busy(RuntimeError):
@@ -57,10 +57,8 @@ class Store:
         return self
 
     def __exit__(self, *_):
-        try:
+        with suppress(OSError):  # it was reported when the row was written
             self.file.close()
-        except OSError:  # what could not be flushed was reported when it was written
-            pass
 
     def append(self, **row) -> None:
         """Write one row through to the file."""
@@ -76,7 +74,7 @@ def warn(text: str) -> None:
 
 
 def read(folder: Path | str, warn: Callable[[str], None] = warn) -> list[Result]:
-    """All complete results in the order of the file; [] where there is none yet."""
+    """All complete results in the order of the file; [] if there is none yet."""
     samples: dict[tuple, dict] = {}
     results: list[Result] = []
     bad: list[int] = []
@@ -85,25 +83,21 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn) -> list[Result]
             if row["kind"] == "sample":
                 samples.setdefault((row["run"], row["point"]), {})[row["round"]] = float(row["seconds"])
             elif row["kind"] == "result":
-                result = _result(row, samples.pop((row["run"], row["point"]), {}))
-                if result is None:
-                    bad.append(number)
-                else:
-                    results.append(result)
+                results.append(_result(row, samples.pop((row["run"], row["point"]), {})))
         except (ValueError, KeyError, TypeError, OverflowError):
             bad.append(number)
     if bad:
         shown = ", ".join(map(str, sorted(bad)[:5])) + (", ..." if len(bad) > 5 else "")
         what = f"{len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})"
         said = f"{Path(folder) / NAME}: skipped {what}; delete these lines to be rid of this"
-        if said not in _said:  # a run reads its rows more than once
+        if said not in _said:
             _said.add(said)
             warn(said)
     return results
 
 
 def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of this schema; the numbers of lines that are no rows go to ``bad``."""
+    """(line number, row) of this schema; the numbers of unreadable lines are added to ``bad``."""
     path = Path(folder) / NAME
     if not path.exists():
         return
@@ -121,7 +115,7 @@ def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
 
 @dataclass
 class Unfinished:
-    """A run of a group that was stopped: its name, the rounds it began, the samples of points without a result."""
+    """A run of a group that was stopped: its name, the rounds begun, the samples of points without a result."""
 
     run: str
     rounds: int = 0
@@ -129,7 +123,7 @@ class Unfinished:
 
 
 def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) -> Unfinished | None:
-    """The newest run of just these points by this engine, torch, device and machine, to be gone on with."""
+    """The newest run of exactly these points by this engine, torch, device and machine, to go on with."""
     found: Unfinished | None = None
     about = {"group": group.name, "members": group.id, "key": list(key(here)), "rehearsal": rehearsal}
     for _, row in _rows(folder, []):
@@ -145,24 +139,18 @@ def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) ->
     return found
 
 
-def load(folder: Path | str, *, prefer: dict | None = None, warn: Callable[[str], None] = warn) -> list[Result]:
-    """The newest result of each point in each group; of an interleaved group only those measured in its newest make-up.
-
-    With ``prefer`` (a provenance) results of that engine, torch, device and machine come before newer ones of others.
-    """
-    return latest(read(folder, warn), prefer)
+def load(folder: Path | str, *, warn: Callable[[str], None] = warn) -> list[Result]:
+    """The newest result of each point in each group; of an interleaved group only those of its newest composition."""
+    return latest(read(folder, warn))
 
 
-def latest(results: list[Result], prefer: dict | None = None) -> list[Result]:
-    if prefer is not None:
-        results = sorted(results, key=lambda r: key(r.provenance) == key(prefer))  # stable: the newest stay last
-    make_up = {r.group: r.composition for r in results if r.interleaved}
+def latest(results: list[Result]) -> list[Result]:
+    newest = {r.group: r.composition for r in results if r.interleaved}
     found: dict[tuple, Result] = {}
     for r in results:
-        if r.interleaved and r.composition != make_up[r.group]:
-            continue
-        found.pop((r.group, r.point.id), None)
-        found[r.group, r.point.id] = r
+        if not r.interleaved or r.composition == newest[r.group]:
+            found.pop((r.group, r.point.id), None)
+            found[r.group, r.point.id] = r
     return list(found.values())
 
 
@@ -173,11 +161,11 @@ def result_row(result: Result, duration: float) -> dict:
     return row | {"samples": len(result.seconds), "duration": round(duration, 3)}
 
 
-def _result(row: dict, taken: dict[int, float]) -> Result | None:
+def _result(row: dict, taken: dict[int, float]) -> Result:
     point = Point.from_dict(row["definition"])
-    rounds = sorted(taken) if row["samples"] else []  # a point that failed late left samples that count for nothing
+    rounds = sorted(taken) if row["samples"] else []  # the samples of a point that failed do not count
     if point.id != row["point"] or len(rounds) != row["samples"]:
-        return None
+        raise ValueError("incomplete")
     names = {f.name for f in fields(Result)} - {"point", "seconds", "rounds"}
     given = {k: v for k, v in row.items() if k in names}
     for k in ("errors", "tolerance"):

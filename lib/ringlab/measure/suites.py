@@ -1,7 +1,7 @@
-"""Which points answer which document. A suite is a function of a profile: every machine measures the same list.
+"""The points of each report page. A suite is a function of a profile, so that every machine measures the same list.
 
-``suite(profile, device=..., rehearsal=...)`` gives groups of points; all that a group compares takes turns. In the
-option ``twin`` a call stands twice: an A/A control, which shows by how much the same work differs from itself.
+``suite(profile, device=..., rehearsal=...)`` returns groups of points; the points of a group take turns. The option
+``twin`` marks an A/A control: the same call once more, which shows the noise floor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from . import peers
 from .points import Group, Point, sgemm
 
 TWIN = {"twin": True}
-SHORTEST = 4096  # a rehearsal goes no further
-LARGE_MEMORY = 16e9  # bytes; from here on a GPU takes longer sequences
+SHORTEST = 4096  # the longest sequence of a rehearsal
 
 
 def own_dtype(profile: hardware.Profile) -> str:
-    """What the profile's policy chooses."""
+    """The dtype that the profile's policy chooses."""
     return str(profile.default_dtype()).removeprefix("torch.")
 
 
@@ -30,8 +29,9 @@ def half_dtype(profile: hardware.Profile, device: str) -> str:
     return "bfloat16" if device == "cpu" else own if own != "float32" else "float16"
 
 
-def is_large(profile: hardware.Profile) -> bool:
-    return (profile.memory_bytes or 0) > LARGE_MEMORY
+def by_size(profile: hardware.Profile, device: str, cpu: int, small: int, large: int) -> int:
+    """One of these lengths or factors: for a CPU, a GPU, or a GPU of more than 16 GB."""
+    return cpu if device == "cpu" else large if (profile.memory_bytes or 0) > 16e9 else small
 
 
 def dense(point: Point) -> Point:
@@ -45,9 +45,9 @@ def again(point: Point) -> Point:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# document 000: what each optimisation is worth, and how near the engine is to what the machine can do
+# document 000: what each optimisation is worth, and how close the engine comes to the rate of the machine
 
-# b = 1, h = 8, d = 64; head groups with offsets by branch is what its classes compute.
+# b = 1, h = 8, d = 64; its classes compute head groups with offsets by branch.
 DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
 TOKENS = 8192
 PLAIN = {"gather": True, "backend": "eager", "cache": False, "pool": False}
@@ -58,54 +58,47 @@ COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_poo
 LONG = Dilated([2048, 4096], [1, 2])
 SHORT = Dilated([512, 1024], [1, 2])
 LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
-POOLED = Dilated([512, 4096], [1, 8])  # few products, and of 16 such sequences one head's accumulator is 16 MiB
+TRAINED = (4096, 8192, 32768)  # tokens by_size: forward and backward of dense attention take a second at most
+POOLED = Dilated([512, 4096], [1, 8])  # few products; of 16 such sequences one head's accumulator is 16 MiB
 
 
 def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 000, about three minutes on two CPU cores; a rehearsal takes the first two groups alone.
+    """Document 000, about three minutes on two CPU cores; a rehearsal has the first two groups.
 
-    ``implementations``: each in each dtype, each switch and each kernel. ``lengths``: from which n on the pattern pays.
-    ``passes``: causal, and in training. ``cache and pool``: what a plan costs, when a pool helps. ``engine forward``
-    and ``engine backward``: beside this machine's matrix product, torch's own kernel and the copying form. ``memory``:
-    what half precision holds. Dense SDPA is timed at each n that occurs.
+    Dense SDPA is timed at each shape that occurs.
     """
     groups = [implementations(profile, device, rehearsal), lengths(profile, device)]
     return groups if rehearsal else [*groups, passes(profile, device), reuse(profile, device), *engine(profile, device)]
 
 
 def implementations(profile: hardware.Profile, device: str, rehearsal: bool) -> Group:
-    """The document's table, its dtype x optimisation 2x2, the switches and the kernels."""
+    """The document's table, dtype by optimisation, the switches and the kernels."""
     ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
     plain, flash = ours.but(options=PLAIN), ours.but(system="RingDilatedAttentionV2Flash", options={})
     bf16 = device == "cpu" and not rehearsal or hardware.has_bf16(profile.capability)
     points = [ours, dense(ours), again(ours)]
     for dtype in ("float32", "float16", *(["bfloat16"] if bf16 else [])):
-        # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would repeat what others show.
+        # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would repeat other rows.
         repeats = {"bfloat16": (plain, flash), "float32": (flash,)}.get(dtype, ()) if device == "cpu" else ()
         points += [p.but(dtype=dtype) for p in (plain, ours, flash) if p not in repeats]
         # On a CPU torch computes half-precision dense attention up to six times slower: a minute for one row.
         points += [dense(ours).but(dtype=dtype)] if device != "cpu" and dtype != "float32" else []
     points.append(ours.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE))
     points += [ours.but(options=FULL | {name: PLAIN[name]}) for name in FULL]
-    if device != "cpu":  # there the plain path takes a second a call, and its switches as long again
+    if device != "cpu":  # where the plain path takes a second per call
         points += [ours.but(options=PLAIN | {name: FULL[name]}) for name in ("gather", "backend")]
     named = [ours.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
     if not rehearsal:
-        # Strided views borrow nothing for this function; gathered, its buffers reach the published threshold of 16 MB.
+        # Only gathered does this function borrow buffers, of the published threshold of 16 MB.
         points += [ours.but(options=FULL | {"gather": True, "pool": False}), *named]
     if device == "cuda" and own_dtype(profile) != "float32":  # fp32 is refused by most GPU kernels
         points += [p.but(dtype=own_dtype(profile)) for p in named]
-    return Group("implementations", tuple(dict.fromkeys(points)))
-
-
-def long_length(profile: hardware.Profile, device: str) -> int:
-    """A sequence that a forward and backward of dense attention takes a second for, or less."""
-    return 4096 if device == "cpu" else 32768 if is_large(profile) else 8192
+    return Group("implementations", dict.fromkeys(points))
 
 
 def lengths(profile: hardware.Profile, device: str) -> Group:
     """All optimisations and dense SDPA over growing n."""
-    longest = 4096 if device == "cpu" else 65536 if is_large(profile) else 32768
+    longest = by_size(profile, device, 4096, 32768, 65536)
     ours = Point("ringlab", DOCUMENT, dtype="float32" if device == "cpu" else own_dtype(profile), options=FULL)
     ns = [2**i for i in range(10, 20) if 2**i <= longest]
     points = [p for n in ns for p in (ours.but(seq_len=n), dense(ours.but(seq_len=n)))]
@@ -113,18 +106,18 @@ def lengths(profile: hardware.Profile, device: str) -> Group:
 
 
 def passes(profile: hardware.Profile, device: str) -> Group:
-    """All optimisations and dense SDPA: causal, and forward with backward. The plain forward stands in ``lengths``."""
-    ours = Point("ringlab", DOCUMENT, seq_len=long_length(profile, device), dtype=own_dtype(profile), options=FULL)
+    """All optimisations and dense SDPA: causal, and with a backward. The plain forward is in ``lengths``."""
+    n, dtype = by_size(profile, device, *TRAINED), own_dtype(profile)
+    ours = Point("ringlab", DOCUMENT, seq_len=n, dtype=dtype, options=FULL)
     ways = ({"causal": True}, {"passes": "fwd+bwd"}, {"causal": True, "passes": "fwd+bwd"})
     points = [p.but(**way) for way in ways for p in (ours, dense(ours))]
     return Group("passes", (*points, again(ours.but(passes="fwd+bwd"))))
 
 
 def reuse(profile: hardware.Profile, device: str) -> Group:
-    """The pattern cache cold and warm, and the pool by threshold where it borrows: accumulators of half precision.
+    """The pattern cache cold and warm, and the pool by threshold, for accumulators of half precision.
 
-    The pool's function is chosen for it: few products, and in every call one accumulator of 16 MiB, or of 4 MiB at a
-    quarter of the length.
+    ``POOLED`` takes an accumulator of 16 MiB in every call, or of 4 MiB at a quarter of the length.
     """
     build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
     plans = [build.but(seq_len=1024), build, build.but(pattern=LADDER), build.but(options={"gather": True})]
@@ -134,12 +127,12 @@ def reuse(profile: hardware.Profile, device: str) -> Group:
         off = Point("ringlab", POOLED, batch=16, seq_len=n, heads=1, dtype=half_dtype(profile, device))
         points += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
         points += [dense(off), again(off)]
-    return Group("cache and pool", tuple(points))
+    return Group("cache and pool", points)
 
 
 def engine(profile: hardware.Profile, device: str) -> list[Group]:
-    """The engine's speed against what the machine can do, and its memory; dense SDPA at a shorter n is timed above."""
-    n, half = long_length(profile, device), half_dtype(profile, device)
+    """The engine's speed beside the rate of the machine, and its memory; ``passes`` has dense SDPA at a shorter n."""
+    n, half = by_size(profile, device, *TRAINED), half_dtype(profile, device)
     long = Point("ringlab", LONG, seq_len=(2 if device == "cpu" else 4) * n, dtype=own_dtype(profile))
     causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
     rate = () if device == "cuda" else (sgemm(),)
@@ -150,15 +143,15 @@ def engine(profile: hardware.Profile, device: str) -> list[Group]:
     return [
         Group("engine forward", (*forward, ladder.but(system="copying"), dense(long), *rate)),
         Group("engine backward", (*backward, *rate)),
-        Group("memory", tuple(dict.fromkeys(held)), timed=False),
+        Group("memory", dict.fromkeys(held), timed=False),
     ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # documents 001, 003, 004: ring attention by rank and length, float32 as they have it
 
-# With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from others, and the plan and the ring move
-# nothing; RING_LONG reaches over a border. Points on more ranks than the machine has cores have memory and no time.
+# With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from other ranks; RING_LONG crosses a border.
+# Points on more ranks than the machine has cores have memory and no time.
 RING_DOCUMENT = Dilated([512, 1024], [1, 2], mixing="head_groups", offsets="branch")
 RING_LONG = DOCUMENT
 SDPA, CORRECT = "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect"
@@ -167,10 +160,9 @@ V2_COLLECTIVE, ROBUST, HYBRID = (f"RingDilatedAttention{name}" for name in ("V2C
 
 
 def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 001: throughput and memory per rank over n and p, of the systems that it tested.
+    """Document 001: throughput and memory per rank over n and p.
 
-    ``throughput``: on one rank, two and four; ``simulated``: eight in one process, which has no memory of a rank to
-    show.
+    ``throughput``: on one rank, two and four. ``simulated``: eight ranks in one process, which shows no rank's memory.
     """
     first = Point(SDPA, RING_DOCUMENT)
     ns = _lengths(rehearsal, 2048, 4096, 8192, 16384)
@@ -180,14 +172,13 @@ def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool
     points += [second.but(system=HILBERT), dense(second)]
     points += [second.but(world_size=p, options=TWIN) for p in (1, 2)]
     simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
-    return [Group("throughput", tuple(points)), Group("simulated", (simulated,), timed=False)]
+    return [Group("throughput", points), Group("simulated", (simulated,), timed=False)]
 
 
 def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 003: gathering against the ring against the plan; time, memory and bytes.
+    """Document 003: gathering, the ring and the plan; time, memory and bytes.
 
-    ``one device``: its tables, where no ring code runs; ``schemes``: two ranks and four whose segments reach over the
-    border.
+    ``one device``: its tables, where no ring code runs. ``schemes``: two and four ranks, with segments across a border.
     """
     first, ns = Point(V2_COLLECTIVE, RING_LONG), (1024, 2048, 4096)
     one = [first.but(system=system, seq_len=n) for n in ns for system in (V2_COLLECTIVE, ROBUST)]
@@ -200,17 +191,17 @@ def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal:
     several = [p for n in ns for p in schemes(n, 2)]
     several += [p.but(causal=True) for p in several[-3:]]
     several += [again(several[-1]), *schemes(4096, 4)]
-    return [Group("one device", tuple(one)), Group("schemes", tuple(several))]
+    return [Group("one device", one), Group("schemes", several)]
 
 
 def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 004: the hybrid over n and p. ``long``: what 32K and 64K hold on several ranks, untimed."""
+    """Document 004: the hybrid over n and p. ``long``: memory at 32K and 64K on several ranks, untimed."""
     first = Point(HYBRID, RING_DOCUMENT, world_size=2)
     ns = _lengths(rehearsal, 1024, 2048, 4096, 8192, 16384)
     points = [first.but(seq_len=n) for n in ns]
     points += [first.but(seq_len=n, world_size=p) for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))]
     long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
-    groups = [Group("hybrid", (*points, again(points[0]))), Group("long", tuple(long), timed=False)]
+    groups = [Group("hybrid", (*points, again(points[0]))), Group("long", long, timed=False)]
     return groups[:1] if rehearsal else groups
 
 
@@ -226,17 +217,17 @@ EXTREME_LENGTHS, BLOCK_PATTERNS, SESSION_REUSE = "extreme lengths", "block patte
 ORIGINAL, OPTIMIZED = "BlockSparseRingDilatedAttention", "BlockSparseOptimized"
 TORCH_SPARSE = "BlockSparseTorchSparse"
 
-# The document's: batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions, two blocks each way.
+# The document has batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions, two blocks each way.
 SESSION_TOKENS = 4096
 WINDOW = sliding_window(2, block_size=64)
 LONG_TOKENS = 16384
 FAR = sliding_window(2, block_size=128)
 EXTREME_TOKENS = (65536, 131072, 262144)
-BLOCK_WAYS = ("rows", "batched", "views")  # of execution, as the document's journey goes
+BLOCK_WAYS = ("rows", "batched", "views")  # of execution, in the order of the document
 FRESH = {"results": False}
-ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window shows
-LOOKED_UP = 2048  # the longest of the lengths whose patterns are looked up
-CACHES_MB = (0, 0.25, 1, 64)  # the last is the library's own; with 0 nothing is kept
+ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window has
+LOOKED_UP = 2048  # the longest length whose patterns are looked up
+CACHES_MB = (0, 0.25, 1, 64)  # 64 is the library's default; with 0 nothing is kept
 SCRATCH_MB, THREADS = (1, 4, 16, 64), (1, 2)
 KINDS: dict[str, BlockSparse] = {
     "window": WINDOW,
@@ -254,40 +245,38 @@ def a_tenth(block_size: int, times: int = 1) -> BlockSparse:
 
 
 def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 002, about three minutes on two CPU cores; a rehearsal leaves out what is long.
+    """Document 002, about three minutes on two CPU cores; a rehearsal leaves the long groups out.
 
-    ``block sparse table``: its table and dense attention. ``journey``: what building the calls costs, cold and warm,
-    and what each step is worth. ``efficiency``: how near a call comes to dense time times density, beside torch's
-    compiled FlexAttention on the same masks. ``window lengths``: from which n on the pattern pays. ``extreme
-    lengths``: the lengths of its headlines, each alone. ``block patterns``: density, time and error of each kind, and
-    of blocks chosen by content. ``reuse``: a cache by its bytes where many patterns are looked up, and a pool beside
-    fresh memory by size and threads.
+    ``block sparse table``: its table and dense attention. ``block patterns``: each kind, and blocks chosen by content.
+    ``extreme lengths``: those of its headlines, each alone. ``reuse``: the cache by its bytes, and the pool by size and
+    threads.
     """
     dtype = own_dtype(profile) if device == "cuda" else "float32"
     ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
+    # torch's sparse tensors exist in float32 only, so others are measured in float32 too.
+    table = [*(ours.but(system=system) for system in (ORIGINAL, OPTIMIZED)), ours, again(ours), dense(ours)]
+    table.append(ours.but(system=TORCH_SPARSE, dtype="float32"))
+    table += [p.but(dtype="float32") for p in table[1:3] if p.dtype != "float32"]
     chosen = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
-    kinds = Group(BLOCK_PATTERNS, (*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen))
-    groups = [sparse_table(ours), journey(ours), window_lengths(ours, profile, device, rehearsal), kinds]
+    kinds = [*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen]
+    windows = window_lengths(ours, profile, device, rehearsal)
+    groups = [Group(SPARSE_TABLE, table), journey(ours), windows, Group(BLOCK_PATTERNS, kinds)]
     if rehearsal:
         return groups
-    # A CPU takes one head of the eight: all of them are alike, and it would spend minutes on them.
+    # A CPU takes one of the eight heads, which are alike; all would take minutes.
     far = ours.but(pattern=FAR, heads=1, kv_heads=1) if device == "cpu" else ours.but(pattern=FAR)
-    extreme = Group(EXTREME_LENGTHS, tuple(far.but(seq_len=n) for n in EXTREME_TOKENS), interleave=False)
-    return [*groups, efficiency(ours, profile, device), extreme, session_reuse()]
-
-
-def sparse_table(ours: Point) -> Group:
-    """The document's rows; torch's sparse tensors know float32 alone, and where others have another dtype they stand
-    beside it in float32 too.
-    """
-    published = [ours.but(system=system) for system in (ORIGINAL, OPTIMIZED)]
-    points = [*published, ours, again(ours), dense(ours), ours.but(system=TORCH_SPARSE, dtype="float32")]
-    points += [p.but(dtype="float32") for p in (published[1], ours) if p.dtype != "float32"]
-    return Group(SPARSE_TABLE, tuple(points))
+    extreme = Group(EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False)
+    lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
+    caches = [{"max_mb": mb, "blocks": "batched"} for mb in CACHES_MB] + [{"max_mb": CACHES_MB[-1], "blocks": "views"}]
+    pools = [
+        {"size_mb": mb, "threads": n, "pool": pool} for mb in SCRATCH_MB for n in THREADS for pool in (False, True)
+    ]
+    reused = [point.but(options=how) for point, ways in ((lookup, caches), (scratch, pools)) for how in ways]
+    return [*groups, efficiency(ours, profile, device), extreme, Group(SESSION_REUSE, reused)]
 
 
 def journey(call: Point) -> Group:
-    """Calls built and found, the three ways, and the cache off and on."""
+    """Plans built and looked up, the three ways of execution, and the cache off and on."""
     built = [{"blocks": way, "warm": warm} for way in BLOCK_WAYS for warm in (False, True)]
     ways = [{"blocks": way} for way in BLOCK_WAYS] + [{"blocks": way, "cache": False} for way in ("rows", "views")]
     points = [call.but(system="plan_build", options=how) for how in built] + [call.but(options=how) for how in ways]
@@ -295,56 +284,43 @@ def journey(call: Point) -> Group:
 
 
 def efficiency(ours: Point, profile: hardware.Profile, device: str) -> Group:
-    """Local and global blocks at about a tenth of all pairs; dense attention, and torch's kernel for the same mask.
+    """Local and global blocks at about a tenth of all pairs, dense attention, and FlexAttention on the same mask.
 
-    On a CPU once more with results in fresh memory, which shows what their page faults cost. The dense call takes
-    seconds there, and its pace changes meanwhile: three rounds tell little, and one call of half a second too.
+    On a CPU also with results in fresh memory, which shows the cost of page faults. The dense call takes seconds there,
+    so there are more rounds and samples of a second.
     """
-    times = 4 if device == "cuda" and is_large(profile) else 1
+    times = by_size(profile, device, 1, 1, 4)
     long = ours.but(pattern=a_tenth(128, times), seq_len=times * LONG_TOKENS)
     points = [long, long.but(pattern=a_tenth(64, times)), long.but(causal=True), long.but(passes="fwd+bwd")]
     points += [long.but(options=FRESH)] if device == "cpu" else []
     points += [dense(long), *([dense(long).but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute
     points.append(long.but(system="flex"))  # compiling it takes as long as all else
-    return Group(EFFICIENCY, tuple(points), rounds=6, sample_s=1.0 if device == "cpu" else 0.0)
+    return Group(EFFICIENCY, points, rounds=6, sample_s=1.0 if device == "cpu" else 0.0)
 
 
 def window_lengths(ours: Point, profile: hardware.Profile, device: str, rehearsal: bool) -> Group:
-    """A fixed window over growing n beside dense attention, and the document's two rows at a long n."""
-    longest = SHORTEST if rehearsal else LONG_TOKENS if device == "cpu" else 65536 if is_large(profile) else 32768
+    """A fixed window and dense attention over growing n, and the document's two rows at a long n."""
+    longest = SHORTEST if rehearsal else by_size(profile, device, LONG_TOKENS, 32768, 65536)
     dense_to = SHORTEST if device == "cpu" else longest
     ns = [2**i for i in range(10, 20) if 2**i <= longest]
     points = [ours.but(seq_len=n) for n in ns] + [dense(ours.but(seq_len=n)) for n in ns if n <= dense_to]
     if longest > SHORTEST:
         far = longest // 2 if device == "cpu" else longest
         points += [ours.but(seq_len=far, system=system) for system in (ORIGINAL, OPTIMIZED)]
-    return Group(WINDOW_LENGTHS, tuple(points))
-
-
-def session_reuse() -> Group:
-    """Lookups of many patterns by what the cache may hold, and scratch from a pool and without it."""
-    lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
-    caches = [{"max_mb": mb, "blocks": "batched"} for mb in CACHES_MB] + [{"max_mb": CACHES_MB[-1], "blocks": "views"}]
-    pools = [
-        {"size_mb": mb, "threads": threads, "pool": pool}
-        for mb in SCRATCH_MB for threads in THREADS for pool in (False, True)
-    ]  # fmt: skip
-    points = [point.but(options=how) for point, ways in ((lookup, caches), (scratch, pools)) for how in ways]
-    return Group(SESSION_REUSE, tuple(points))
+    return Group(WINDOW_LENGTHS, points)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# kernels on a GPU: each way to run a pattern there, beside the fastest calls that do like work
+# kernels on a GPU: each way to run a pattern there, beside the fastest calls that do similar work
 
-# One shape throughout: 16 heads in the GPU's half precision, three branches that fold. Groups are named from these.
+# One shape: 16 heads in the GPU's half precision, three branches that fold.
 RUNGS, RUNGS_BY_LENGTH = "rungs", "rungs by length"
 RUNGS_ON_BLOCKS, RUNGS_IN_MEMORY = "rungs on blocks", "rungs in memory"
 RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
 RUNG_TOKENS, RUNG_HEADS, RUNG_HEAD_DIMS = 65536, 16, (128, 64)
 RUNG_LONGER = (262_144, 1_048_576)
 RUNG_MASK = a_tenth(128, 4)  # of 65,536 positions about a tenth of all pairs
-# Each way of this library by the options of the system "ringlab"; the next one is one more row here and one in
-# report/rungs.toml.
+# Each way of this library by the options of the system "ringlab"; a new one needs a row in report/rungs.toml too.
 RUNG_WAYS: dict[str, dict] = {
     "default": {},
     "lists": {"backend": "triton"},
@@ -360,12 +336,11 @@ RUNG_PASSES: dict[str, dict] = {
 
 
 def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """The points for a GPU that is here, about four minutes on a data-centre GPU; none for a CPU or a rehearsal.
+    """Points for a GPU, about four minutes on a data-centre GPU; none for a CPU or a rehearsal.
 
-    ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by head_dim and pass; dense attention
-    beside the first. ``rungs by length``: from 16,384 tokens to a million, beside the copying form. ``rungs on
-    blocks``: a tenth of all pairs in blocks of 128. ``rungs in memory``: the longest, forward and backward, each alone
-    on the GPU.
+    ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by head_dim and pass. ``rungs by
+    length``: from 16,384 tokens to a million. ``rungs on blocks``: a tenth of all pairs in blocks of 128. ``rungs in
+    memory``: the longest, forward and backward, each alone on the GPU.
     """
     if device == "cpu" or rehearsal:
         return []
@@ -373,14 +348,19 @@ def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
                   dtype=half_dtype(profile, device))  # fmt: skip
     longer = [n for n in RUNG_LONGER if _fits(first.but(seq_len=n), profile.memory_bytes)]
     groups = [rungs(first.but(head_dim=d, **how), name) for d in RUNG_HEAD_DIMS for name, how in RUNG_PASSES.items()]
-    groups += [rungs_by_length(first.but(seq_len=n)) for n in (RUNG_TOKENS // 4, *longer)]
-    for name in ("forward", "forward and backward"):  # FlexAttention is compiled last, and forward alone
+    for n in (RUNG_TOKENS // 4, *longer):
+        point = first.but(seq_len=n)
+        points = [*_ways(point, "default", "lists", "fused"), point.but(system="copying")]
+        points += [dense(point)] if n <= RUNG_TOKENS else []  # in less than a tenth of a second
+        turns = n < max(RUNG_LONGER)  # at that length the copying form needs the whole memory
+        groups.append(Group(f"{RUNGS_BY_LENGTH}, {n:,} tokens", points, interleave=turns))
+    for name in ("forward", "forward and backward"):  # FlexAttention comes last, for the forward only
         point = first.but(pattern=RUNG_MASK, **RUNG_PASSES[name])
         flex = [point.but(system="flex")] if name == "forward" else []
         groups.append(Group(f"{RUNGS_ON_BLOCKS}, {name}", (*_ways(point, "default", "lists"), dense(point), *flex)))
     training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
     trained = _ways(training, "default", "lists", "fused")
-    return [*groups, Group(RUNGS_IN_MEMORY, tuple(trained), interleave=False)]
+    return [*groups, Group(RUNGS_IN_MEMORY, trained, interleave=False)]
 
 
 def rungs(point: Point, name: str) -> Group:
@@ -389,18 +369,7 @@ def rungs(point: Point, name: str) -> Group:
     points += [point.but(system="contiguous_segments", options={"backend": peer}) for peer in RUNG_PEERS]
     if (point.head_dim, name) == (RUNG_HEAD_DIMS[0], "forward"):
         points += [dense(point), again(point)]
-    return Group(f"{RUNGS}, head_dim {point.head_dim}, {name}", tuple(points))
-
-
-def rungs_by_length(point: Point) -> Group:
-    """Every way but eager merges, and the copying form; dense attention where it takes less than a tenth of a second.
-
-    A million tokens leave the copying form no memory beside others: each has the GPU to itself.
-    """
-    points = [*_ways(point, "default", "lists", "fused"), point.but(system="copying")]
-    points += [dense(point)] if point.seq_len <= RUNG_TOKENS else []
-    turns = point.seq_len < max(RUNG_LONGER)
-    return Group(f"{RUNGS_BY_LENGTH}, {point.seq_len:,} tokens", tuple(points), interleave=turns)
+    return Group(f"{RUNGS}, head_dim {point.head_dim}, {name}", points)
 
 
 def _ways(point: Point, *names: str) -> list[Point]:
@@ -408,15 +377,15 @@ def _ways(point: Point, *names: str) -> list[Point]:
 
 
 def _fits(point: Point, memory_bytes: int | None) -> bool:
-    """Memory for q, k, v, out and their gradients twice: a timed call's results are compared with the checked one's."""
+    """Memory for q, k, v, out and their gradients twice: the last results are compared with the first."""
     return 16 * 2 * point.seq_len * point.heads * point.head_dim <= (memory_bytes or 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the landscape: the field's attention functions on one page
+# the landscape: attention functions of the field on one page
 
-# Dense attention sees every key; a query of the sparse ones 270 to 450 of them on average, whatever the length, so that
-# they differ in which keys they see and less in how many.
+# A query of the sparse patterns sees 270 to 450 keys on average at every length: they differ in which keys, not in how
+# many.
 LANDSCAPE, LANDSCAPE_CHECKS = "landscape", "landscape checks"
 LANDSCAPE_WINDOW = WINDOW  # five blocks: 320 keys
 BIGBIRD = bigbird(1, 1, 1, block_size=64)  # three, a global and a random one
@@ -434,7 +403,7 @@ def landscape_ladder(seq_len: int, **how) -> Dilated:
     return Dilated([ROWS_KEPT * r for r in rates], rates, **how)
 
 
-LANDSCAPE_PEERS: dict[str, Callable[[int], Dilated | Dense]] = {  # what each says it computes, by sequence length
+LANDSCAPE_PEERS: dict[str, Callable[[int], Dilated | Dense]] = {  # the documented function, by sequence length
     "dilated_attention_pytorch": lambda n: landscape_ladder(n, mixing="head_groups", offsets="branch"),
     "torchscale_dilated": lambda n: landscape_ladder(n, offsets="block"),
     "ring_attention_pytorch": lambda n: Dense(),
@@ -444,13 +413,12 @@ LANDSCAPE_PEERS: dict[str, Callable[[int], Dilated | Dense]] = {  # what each sa
 def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """The field on one page, under 45 seconds on two CPU cores.
 
-    ``landscape``: each system over three lengths, forward; dense attention not where it takes a second, FlexAttention
-    at the longest, for compiling it takes ten. ``landscape checks``: gradients at the shortest, untimed. A package of
-    others that is installed stands in both, with its version, and causal too; one that is not, once, to be listed as
-    absent.
+    ``landscape``: each system over three lengths, forward; dense attention unless it takes a second, FlexAttention at
+    the longest only, because it compiles for ten seconds. ``landscape checks``: gradients at the shortest, untimed.
+    Other packages are in both with their version; a package that is not installed has one point, listed as absent.
     """
     ns = _lengths(rehearsal, *([1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536]))
-    dense_to = SHORTEST if device == "cpu" else ns[-1] if is_large(profile) else ns[-2]
+    dense_to = by_size(profile, device, SHORTEST, ns[-2], ns[-1])
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile) if device == "cuda" else "float32")
     points = [dense(window.but(seq_len=n)) for n in ns if n <= dense_to]
     for n in ns:
@@ -458,12 +426,16 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
         points += [window.but(seq_len=n, pattern=pattern) for pattern in here]
     points.append(window.but(seq_len=ns[0], options=TWIN))
     if not rehearsal:
-        # Its mask is made from all pairs, 4 GiB of them at 65,536.
-        n = ns[-1] if device == "cpu" or is_large(profile) else ns[-2]
+        # Its mask is made from all pairs: 4 GiB at 65,536.
+        n = by_size(profile, device, ns[-1], ns[-2], ns[-1])
         points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
     for name, pattern in LANDSCAPE_PEERS.items():
         points += _peer(name, pattern, window.dtype, [n for n in ns if pattern(n) != Dense() or n <= dense_to])
-    return [Group(LANDSCAPE, tuple(dict.fromkeys(points))), landscape_checks(points, ns[0])]
+    checked = [p for p in points if p.seq_len == ns[0] and p.system != "flex" and p == p.first]
+    checked = [p.but(passes="fwd+bwd") for p in checked if p.system not in LANDSCAPE_PEERS or p.options]
+    checked += [p.but(causal=True) for p in checked if p.system in LANDSCAPE_PEERS]
+    checks = Group(LANDSCAPE_CHECKS, dict.fromkeys(checked), timed=False)
+    return [Group(LANDSCAPE, dict.fromkeys(points)), checks]
 
 
 def _peer(name: str, pattern: Callable, dtype: str, ns: list[int]) -> list[Point]:
@@ -473,14 +445,6 @@ def _peer(name: str, pattern: Callable, dtype: str, ns: list[int]) -> list[Point
         return [Point(name, pattern(ns[0]), seq_len=ns[0], dtype=dtype)]
     theirs = [Point(name, pattern(n), seq_len=n, dtype=dtype, options={"version": version}) for n in ns]
     return theirs + [p.but(system="ringlab", options={}) for p in theirs if p.pattern["kind"] == "dilated"]
-
-
-def landscape_checks(points: list[Point], seq_len: int) -> Group:
-    """Forward and backward of each system at one length, those of others causal too; FlexAttention has no backward."""
-    there = [p for p in points if p.seq_len == seq_len and p.system != "flex" and not dict(p.options).get("twin")]
-    there = [p.but(passes="fwd+bwd") for p in there if p.system not in LANDSCAPE_PEERS or p.options]
-    causal = [p.but(causal=True) for p in there if p.system in LANDSCAPE_PEERS]
-    return Group(LANDSCAPE_CHECKS, tuple(dict.fromkeys([*there, *causal])), timed=False)
 
 
 RING_SUITES: dict[str, Callable[..., list[Group]]] = {

@@ -1,6 +1,6 @@
 """The systems under measurement: inputs, one call, a check of that call against the float64 reference, and its cost.
 
-A builder takes (point, device) and returns a System. ``SYSTEMS`` names them; a point may also name a builder of the
+A builder takes (point, device) and returns a System. ``SYSTEMS`` names the builders; a point may also name one of the
 user's own, as ``"module:function"``.
 """
 
@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ SAMPLED = 32  # rows and columns per head that are compared with the float64 ora
 
 @dataclass
 class Output:
-    """What one call gave; ``grads`` = (dq, dk, dv) for "fwd+bwd"; ``counted``: what else it did, by name."""
+    """The results of one call; ``grads`` = (dq, dk, dv) for "fwd+bwd"; ``counted``: other numbers by name."""
 
     out: Tensor
     lse: Tensor | None = None
@@ -45,12 +46,12 @@ class Output:
 
 
 class Refused(ValueError):
-    """A system does not serve a point; the message says why. Any other error of a system is a fault."""
+    """A system does not support a point; the message says why. Any other error of a system is a fault."""
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Arguments that the library refuses inside are a refusal of the point."""
+    """Turn a ValueError of the library into a refusal of the point."""
     try:
         yield
     except ValueError as error:
@@ -58,17 +59,17 @@ def refusing() -> Iterator[None]:
 
 
 class System:
-    """Attention by ``forward(q, k, v) -> (out, lse or None)`` on (b, n, h, d), judged against ``pattern``.
+    """Attention by ``forward(q, k, v) -> (out, lse or None)`` on (b, n, h, d), checked against ``pattern``.
 
-    Another kind of system overrides ``inputs``, ``run`` and ``check``, and sets ``cost``.
+    Other kinds of systems override ``inputs``, ``run`` and ``check``, and set ``cost``.
     """
 
     def __init__(self, point: Point, device, forward: Callable, pattern=None):
         self.point, self.device, self.forward = point, torch.device(device), forward
         self.dtype = getattr(torch, point.dtype)
         self.pattern = patterns.from_dict(point.pattern) if pattern is None else pattern
-        self.scheme: str | None = None  # across ranks: by which its bytes are predicted, None where nothing is
-        self.tolerance: dict[str, float] = {}  # where it is known already: inputs of one shape are drawn alike
+        self.scheme: str | None = None  # across ranks: predicts its bytes, None if nothing does
+        self.tolerance: dict[str, float] = {}  # known from inputs of the same shape, or computed by ``check``
         self.cost: Cost = cost.count(self.pattern, dtype=self.dtype, **point.shape)
 
     @property
@@ -81,7 +82,7 @@ class System:
         return [(p.batch, p.seq_len, h, p.head_dim) for h in (p.heads, p.kv_heads, p.kv_heads)]
 
     def inputs(self) -> list[Tensor]:
-        """q, k, v, and for a backward dout; normal, from a generator seeded by the point's id, made in place."""
+        """q, k, v, and dout for a backward: normal, from a generator seeded by the point's id."""
         generator = torch.Generator(self.device).manual_seed(int(self.point.id, 16) >> 1)
         shapes = self.shapes()
         shapes += shapes[:1] if self.backward else []
@@ -103,20 +104,18 @@ class System:
     def check(self, inputs: list[Tensor], output: Output, starts=(None,)) -> tuple[dict[str, float], dict[str, float]]:
         """(errors, tolerance) of this output against the float64 oracle at full size; inf: wrong shape or dtype.
 
-        ``starts``: where the stretches of keys begin whose gradients are compared, None: one anywhere.
+        ``starts``: where the ranges of keys begin whose gradients are compared; None: one at a random place.
         """
         q, k, v, *rest = (self.as_bnhd(t.detach()) for t in inputs)
         found = {n: t if n == "lse" else self.as_bnhd(t) for n, t in output.named().items()}
         dout, causal = (rest[0] if rest else None), self.point.causal
         if found.keys() - self.tolerance.keys():
             self.tolerance = reference.tolerance(q, k, v, dout, causal=causal)
-        tolerance = self.tolerance
         b, n, h, _ = q.shape
         want = {"out": q.shape, "lse": (b, h, n), "dq": q.shape, "dk": k.shape, "dv": v.shape}
-        dtypes = {name: q.dtype for name in want} | {"lse": found["lse"].dtype if "lse" in found else None}
-        wrong = [x for x, t in found.items() if tuple(t.shape) != tuple(want[x]) or t.dtype != dtypes[x]]
+        wrong = [x for x, t in found.items() if t.shape != want[x] or x != "lse" and t.dtype != q.dtype]
         if wrong:
-            return dict.fromkeys(wrong, float("inf")), {name: tolerance[name] for name in wrong}
+            return dict.fromkeys(wrong, float("inf")), {name: self.tolerance[name] for name in wrong}
         seed = int(self.point.id[:8], 16)
         errors = reference.sampled_errors(
             q, k, v, self.pattern, causal=causal, out=found["out"], lse=found.get("lse"), samples=SAMPLED, seed=seed
@@ -124,16 +123,22 @@ class System:
         if rest:
             each = [self._gradient_errors(q, k, v, dout, found, seed, start) for start in starts]
             errors |= {name: max(e[name] for e in each) for name in each[0]}
-        return errors, {name: tolerance[name] for name in errors}
+        return errors, {name: self.tolerance[name] for name in errors}
 
     def _gradient_errors(self, q, k, v, dout, found, seed: int, start: int | None) -> dict[str, float]:
-        """dq, dk, dv of a few neighbouring heads: every query that sees a sampled key needs its exact softmax."""
+        """Errors of dq, dk, dv for a few neighbouring heads: each needs the exact softmax of many queries."""
         heads, kv_heads = self.point.heads, self.point.kv_heads
         group, few = heads // kv_heads, min(GRADIENT_KV_HEADS, kv_heads)
         first = seed % (kv_heads - few + 1)
         kv, own = slice(first, first + few), slice(first * group, (first + few) * group)
+
+        def multiplicity(queries, keys, *, n: int, head: int, **_) -> Tensor:
+            own_head = own.start + head
+            return self.pattern.multiplicity(queries, keys, n=n, head=own_head, heads=heads, kv_heads=kv_heads)
+
         errors = reference.sampled_errors(
-            q[:, :, own], k[:, :, kv], v[:, :, kv], _HeadsFrom(self.pattern, own.start, heads, kv_heads),
+            q[:, :, own], k[:, :, kv], v[:, :, kv],
+            SimpleNamespace(multiplicity=multiplicity, reach=self.pattern.reach),
             causal=self.point.causal, out=found["out"][:, :, own], lse=None, dout=dout[:, :, own],
             grads=(found["dq"][:, :, own], found["dk"][:, :, kv], found["dv"][:, :, kv]),
             samples=SAMPLED, seed=seed, start=start,
@@ -141,24 +146,10 @@ class System:
         return {name: errors[name] for name in ("dq", "dk", "dv")}
 
 
-class _HeadsFrom:
-    """A pattern seen by some of its heads, ``first`` being number 0."""
-
-    def __init__(self, pattern, first: int, heads: int, kv_heads: int):
-        self.pattern, self.first, self.of = pattern, first, {"heads": heads, "kv_heads": kv_heads}
-
-    def multiplicity(self, queries, keys, *, n: int, head: int, **_):
-        return self.pattern.multiplicity(queries, keys, n=n, head=self.first + head, **self.of)
-
-    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
-        return self.pattern.reach(first, last, n)
-
-
 def only(point: Point, *allowed: str) -> dict:
     """The options of a point; raises Refused for one that the system does not have."""
     options = dict(point.options)
-    unknown = options.keys() - set(allowed)
-    if unknown:
+    if unknown := options.keys() - set(allowed):
         raise Refused(f"{point.system} has no option {sorted(unknown)[0]!r}; known: {', '.join(allowed) or 'none'}")
     return options
 
@@ -168,16 +159,16 @@ def only(point: Point, *allowed: str) -> dict:
 
 
 def count_step() -> None:
-    """Count a step that all ranks take together, so that the one that stays behind is known."""
+    """Count a step that all ranks take together; the counts show which rank is behind."""
     if comm.on_post is not None:
         comm.on_post()
 
 
 class Sharded:
-    """This rank's part of a system that works on shards over the default group; a ``System`` to who measures it.
+    """This rank's part of a system that works on shards over the default group, with the interface of ``System``.
 
-    ``cost`` is the whole point's, but for ``floor_bytes``, which are those of the shard. Raises Refused for a layout
-    that the point cannot have.
+    ``cost`` is that of the whole point, except for ``floor_bytes``, which are those of the shard. Raises Refused for a
+    layout that the point cannot have.
     """
 
     def __init__(self, system: System):
@@ -196,32 +187,29 @@ class Sharded:
         return [t.requires_grad_(self.system.backward) for t in mine[:3]] + mine[3:]
 
     def run(self, inputs: list[Tensor]) -> Output:
-        with counting() as traffic, torch.autograd.set_multithreading_enabled(False):  # count the backward's bytes too
+        with counting() as traffic, torch.autograd.set_multithreading_enabled(False):  # counts the backward too
             output = self.system.run(inputs)
         self.first = self.first or traffic
         return output
 
     def check(self, inputs: list[Tensor], output: Output) -> tuple[dict[str, float], dict[str, float]]:
-        """(errors, tolerance) of all ranks' output, gathered on rank 0 and compared as a system on one device is."""
+        """(errors, tolerance) of all ranks' output, gathered and checked on rank 0."""
         mine = {name: t.detach().cpu() for name, t in output.named().items()}
         everyone = [None] * self.ranks
         count_step()
         dist.gather_object(mine, everyone if self.rank == 0 else None)
-        found = [self._judged(everyone) if self.rank == 0 else None]
+        found = [self._check_whole(everyone) if self.rank == 0 else None]
         dist.broadcast_object_list(found)
         errors, tolerance, self.tolerance = found[0]
         return errors, tolerance
 
-    def _judged(self, everyone: list[dict[str, Tensor]]) -> tuple[dict, dict, dict]:
-        shapes = {name: [size[2 if name == "lse" else 1] for size in (e[name].shape for e in everyone)]
-                  for name in everyone[0]}  # fmt: skip
-        wanted = [self.layout.size(rank) for rank in range(self.ranks)]
-        wrong = [name for name, sizes in shapes.items() if sizes != wanted]
-        if wrong:
-            return dict.fromkeys(wrong, float("inf")), dict.fromkeys(wrong, 0.0), {}
-        device = self.system.device
-        whole = {name: self.layout.unshard([e[name] for e in everyone], 2 if name == "lse" else 1).to(device)
-                 for name in everyone[0]}  # fmt: skip
+    def _check_whole(self, everyone: list[dict[str, Tensor]]) -> tuple[dict, dict, dict]:
+        sizes, whole = [self.layout.size(rank) for rank in range(self.ranks)], {}
+        for name in everyone[0]:
+            shards, axis = [each[name] for each in everyone], 2 if name == "lse" else 1
+            if [t.shape[axis] for t in shards] != sizes:
+                return {name: float("inf")}, {name: 0.0}, {}
+            whole[name] = self.layout.unshard(shards, axis).to(self.system.device)
         grads = tuple(whole[name] for name in ("dq", "dk", "dv") if name in whole)
         self.system.tolerance = self.tolerance
         starts = [owned[0].start for rank in range(self.ranks) if (owned := self.layout.ranges(rank))]
@@ -230,7 +218,7 @@ class Sharded:
         return errors, tolerance, self.system.tolerance
 
     def sent(self) -> dict:
-        """What this rank sent in its first call, beside what its scheme's plan says; ``planned`` None: no scheme."""
+        """What this rank sent in its first call, and the bytes that its scheme plans (None without a scheme)."""
         scheme, p = self.system.scheme, self.point
         bytes_, messages = self.first.from_rank(self.rank), self.first.messages
         found = {"scheme": scheme, "bytes_sent": bytes_, "messages": messages, "planned": None}
@@ -253,44 +241,41 @@ TORCHS = {
 
 
 def ringlab(point: Point, device) -> System:
-    """This library; options are those of ``Execution``, backend, and pool_threshold_mb for a pool of its own.
+    """This library; options: those of ``Execution``, backend, and pool_threshold_mb for a pool of its own.
 
-    On several ranks, or ``simulated`` ones in this process: scheme and layout.
+    On several ranks, or ``simulated`` ones in this process, also scheme and layout.
     """
     switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "results", "pool_threshold_mb")
     options = only(point, *switches, "simulated", "scheme", "layout")
     across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
-    group = group_of(point, options.pop("simulated", None))
-    if group is not None:
-        across["group"] = group
+    across["group"] = group_of(point, options.pop("simulated", None))
     backend, threshold_mb = options.pop("backend", "auto"), options.pop("pool_threshold_mb", None)
     if threshold_mb is not None:
         if not options.get("pool"):
             raise Refused(f"pool_threshold_mb={threshold_mb} needs pool=True")
         options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
-    pattern, causal = patterns.from_dict(point.pattern), point.causal
     with refusing():
-        execution = Execution(**options)
-    # Refused here, before any input is made.
-    kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=causal,
-                   backward=point.passes == "fwd+bwd", backend=backend)  # fmt: skip
-
-    def forward(q, k, v):
-        return attention(q, k, v, pattern, causal=causal, backend=backend, execution=execution, return_lse=True,
-                         **across)  # fmt: skip
-
-    system = System(point, device, forward)
+        how = {"causal": point.causal, "backend": backend, "execution": Execution(**options), "return_lse": True}
+    chosen(point, device, backend)  # refused before any input is made
+    pattern = patterns.from_dict(point.pattern)
+    system = System(point, device, lambda q, k, v: attention(q, k, v, pattern, **how, **across))
     system.scheme = across.get("scheme", "auto") if point.world_size > 1 else None
     return system
 
 
+def chosen(point: Point, device, backend: str = "auto") -> kernels.Choice:
+    """The kernel for a point; raises NotImplementedError if there is none."""
+    dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
+    return kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward, backend=backend)
+
+
 def group_of(point: Point, simulated: int | None):
-    """The group of a point: its processes, ranks that are simulated in one, or None on one device."""
-    if point.world_size > 1:
-        if simulated is not None:
-            raise Refused(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
-        return dist.group.WORLD
-    return None if simulated is None else Simulated(simulated)
+    """The group of a point: its processes, ranks simulated in this process, or None for one device."""
+    if point.world_size == 1:
+        return None if simulated is None else Simulated(simulated)
+    if simulated is not None:
+        raise Refused(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
+    return dist.group.WORLD
 
 
 def dense_sdpa(point: Point, device) -> System:
@@ -308,20 +293,18 @@ def dense_sdpa(point: Point, device) -> System:
 
 
 def copying(point: Point, device) -> System:
-    """What others ship, on the same function: each branch made contiguous, the same kernel, scattered, then mixed."""
+    """The published way of the same function: copies each branch, runs the same kernel, scatters, then mixes."""
     only(point)
-    pattern = patterns.from_dict(point.pattern)
-    dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
-    kernel = kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward).kernel
+    pattern, kernel = patterns.from_dict(point.pattern), chosen(point, device).kernel
     return System(point, device, lambda q, k, v: (copying_attention(q, k, v, pattern, point.causal, kernel), None))
 
 
 class ContiguousSegments(System):
-    """torch's own kernel on segments that lie ready, as long as the first branch's selected rows: a ceiling for it.
+    """torch's own kernel on contiguous segments as long as the first branch's selected rows: an upper limit for it.
 
-    Another function than the point's pattern: plain segments of m = w / r rows, checked as such. The option ``backend``
-    is a name of ``TORCHS``; without it torch takes which it likes. Raises Refused if m does not divide the sequence
-    length, and NotImplementedError where the named kernel cannot run.
+    This is another function than the point's pattern: plain segments of m = w / r rows, checked as such. The option
+    ``backend`` is a name of ``TORCHS``; without it torch chooses. Raises Refused if m does not divide the sequence
+    length, and NotImplementedError if the named kernel cannot run.
     """
 
     def __init__(self, point: Point, device):
@@ -329,8 +312,7 @@ class ContiguousSegments(System):
         if self.backend is not None:
             if self.backend not in TORCHS:
                 raise Refused(f"unknown kernel of torch's {self.backend!r}; known: {', '.join(TORCHS)}")
-            kernels.choose(device, getattr(torch, point.dtype), point.head_dim, causal=point.causal,
-                           backward=point.passes == "fwd+bwd", backend=self.backend)  # fmt: skip
+            chosen(point, device, self.backend)
         pattern = patterns.from_dict(point.pattern)
         dilated = isinstance(pattern, patterns.Dilated)
         self.rows = pattern.segment_lengths[0] // pattern.dilation_rates[0] if dilated else point.seq_len
@@ -352,7 +334,7 @@ class ContiguousSegments(System):
 
 
 class Sgemm(System):
-    """(n, n) @ (n, n) in fp32: the matmul rate that this run reaches."""
+    """(n, n) @ (n, n) in fp32: the matmul rate of this run."""
 
     def __init__(self, point: Point, device):
         only(point)
@@ -376,12 +358,12 @@ class Sgemm(System):
 # ---------------------------------------------------------------------------------------------------------------------
 # the copying form of dilated attention
 
-UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as torchscale has it: finite, and weightless
+UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as in torchscale: finite, with weight 0
 
 
 @dataclass(frozen=True)
 class RowCopy:
-    """``segments`` whole segments of one branch from position ``start``, in which each selected head keeps m rows."""
+    """``segments`` whole segments of one branch from ``start``; each selected head keeps ``rows`` rows of each."""
 
     start: int
     segments: int
@@ -416,7 +398,7 @@ def _slice(heads: list[int]):
 
 
 def parts_of(branch, n: int) -> list[RowCopy]:
-    """A branch's kernel calls: whole segments and a short last one, heads of equal row counts together."""
+    """The kernel calls of a branch: whole segments and a short last one, heads of equal row counts together."""
     found = []
     whole, rest = divmod(n, branch.length)
     for start, segments, length in ((0, whole, branch.length), (whole * branch.length, 1, rest)):
@@ -468,8 +450,8 @@ class _Copying(torch.autograd.Function):
         branches, causal, scale, kernel = ctx.rest
         grads = [torch.zeros_like(mixed) for _ in range(3)]
         for parts, weight in zip(branches, weights):
-            # d out_i = w_i dout and d lse_i = w_i dout (out_i - out): a flash backward, which subtracts
-            # rowsum(d out_i * out), gives both at once when it is handed the mixed output.
+            # d out_i = w_i dout and d lse_i = w_i dout (out_i - out): a flash backward subtracts rowsum(d out_i * out),
+            # so with the mixed output it computes both at once.
             d_branch = dout * weight.unsqueeze(-1).to(dout.dtype)
             full = [torch.zeros_like(mixed) for _ in range(3)]
             for part in parts:
@@ -487,10 +469,10 @@ class _Copying(torch.autograd.Function):
 
 
 def flex(point: Point, device) -> System:
-    """The kernel that ``Execution(blocks="flex")`` calls, without the lse that views make for it; forward alone.
+    """The kernel that ``Execution(blocks="flex")`` calls, without lse; forward only.
 
-    Compiled, and the mask built, before anything is timed; its tracked memory lacks what it holds inside. Raises
-    NotImplementedError where it cannot run.
+    It is compiled and its mask built before anything is timed; tracked memory lacks what it allocates inside. Raises
+    NotImplementedError if it cannot run.
     """
     only(point)
     pattern = patterns.from_dict(point.pattern)
@@ -507,14 +489,14 @@ def flex(point: Point, device) -> System:
     return system
 
 
-ROUNDING = 1e-4  # by so much of the largest logit may a block that was left out be better: means are rounded
+ROUNDING = 1e-4  # of the largest logit: a block that was left out may be better by this much, as means are rounded
 
 
 class TopBlocks(System):
-    """Each block of queries chooses its blocks, and then attends to them; options ``block_size`` and ``top_k``.
+    """Each block of queries chooses its blocks by content, then attends to them; options ``block_size``, ``top_k``.
 
-    The point's pattern is dense, as any block may be chosen. Its check compares with the oracle on the blocks chosen,
-    and these with the best by logits in float64. Raises Refused for a batch: the oracle knows one choice a head.
+    The point's pattern is dense, as any block may be chosen. The check compares with the oracle on the chosen blocks,
+    and these with the best blocks in float64. Raises Refused for a batch: the oracle has one choice per head.
     """
 
     def __init__(self, point: Point, device):
@@ -529,57 +511,41 @@ class TopBlocks(System):
         self.cost = replace(self.cost, pairs=pairs, distinct_pairs=pairs, flops=flops, folded_flops=flops)
 
     def check(self, inputs, output, starts=(None,)):
-        q, k = (t.detach() for t in inputs[:2])
-        table = seen(best_blocks(q, k, self.chosen, causal=self.point.causal), self.point.causal)[0]
-        self.pattern = OfBlocks(table, self.chosen.block_size)
+        (q, k), size, causal = (t.detach() for t in inputs[:2]), self.chosen.block_size, self.point.causal
+        picks = best_blocks(q, k, self.chosen, causal=causal)[0]  # (h, blocks, top_k)
+        table = torch.zeros(*picks.shape[:2], picks.shape[1], dtype=torch.bool, device=q.device).scatter_(
+            -1, picks, True
+        )
+        table = table.tril() if causal else table  # (h, blocks, blocks)
+
+        def multiplicity(queries, keys, *, head: int, **_) -> Tensor:
+            return table[head][queries // size][:, keys // size].long()
+
+        self.pattern = SimpleNamespace(multiplicity=multiplicity, reach=lambda first, last, n: (0, n))
         errors, tolerance = super().check(inputs, output, starts)
-        if worse(table, q, k, self.chosen, self.point.causal):
-            errors = dict.fromkeys(errors, float("inf"))
-        return errors, tolerance
+        right = are_best(table, q, k, self.chosen, causal)
+        return errors if right else dict.fromkeys(errors, float("inf")), tolerance
 
 
-def seen(picks: Tensor, causal: bool) -> Tensor:
-    """Which blocks picks (b, h, blocks, top_k) are, bool (b, h, blocks, blocks)."""
-    found = torch.zeros(*picks.shape[:3], picks.shape[2], dtype=torch.bool, device=picks.device)
-    found.scatter_(-1, picks, True)
-    return found.tril() if causal else found
+def are_best(table: Tensor, q: Tensor, k: Tensor, chosen: Adaptive, causal: bool) -> bool:
+    """Whether ``table`` (h, blocks, blocks) has the blocks of the largest logits in float64, up to rounding.
 
-
-def worse(table: Tensor, q: Tensor, k: Tensor, chosen: Adaptive, causal: bool) -> bool:
-    """Whether a block was left out of ``table`` (h, blocks, blocks) whose logit in float64 is larger than a seen one's.
-
-    Of q (1, n, h, d) and k (1, n, h_kv, d); plain means, a block at a time.
+    Of q (1, n, h, d) and k (1, n, h_kv, d); a block is represented by its mean.
     """
-    size = chosen.block_size
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    mean_q, mean_k = (torch.stack([part.double().mean(1)[0] for part in t.split(size, 1)], 1) for t in (q, k))
-    if causal:  # asked by the block before, the first by none
+    mean_q, mean_k = (torch.stack([x.double().mean(1)[0] for x in t.split(chosen.block_size, 1)], 1) for t in (q, k))
+    allowed = torch.ones_like(table)
+    if causal:  # the query is the mean of the block before; the block itself is always chosen, and not by its logit
         mean_q = torch.cat([torch.zeros_like(mean_q[:, :1]), mean_q[:, :-1]], 1)
-    z = q.shape[3] ** -0.5 * mean_q @ mean_k.mT  # (h, blocks, blocks)
-    open_ = torch.ones_like(table)
-    if causal:
-        open_, itself = open_.tril(-1), torch.eye(table.shape[1], dtype=torch.bool, device=table.device)
+        allowed, itself = allowed.tril(-1), torch.eye(table.shape[1], dtype=torch.bool, device=table.device)
         if not table[:, itself].all():
-            return True
+            return False
         table = table & ~itself
-    counts = open_.sum(-1).clamp(max=chosen.top_k - causal)
-    least = z.masked_fill(~table, torch.inf).amin(-1)
-    best_left = z.masked_fill(table | ~open_, -torch.inf).amax(-1)
-    right = (table <= open_).all() and (table.sum(-1) == counts).all()
-    return not (right and (best_left <= least + ROUNDING * z.abs().max()).all())
-
-
-class OfBlocks:
-    """A table of blocks (h, blocks, blocks) as the pattern of its heads."""
-
-    def __init__(self, table: Tensor, size: int):
-        self.table, self.size = table, size
-
-    def multiplicity(self, queries, keys, *, head: int, **_) -> Tensor:
-        return self.table[head][queries // self.size][:, keys // self.size].long()
-
-    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
-        return 0, n
+    z = q.shape[3] ** -0.5 * mean_q @ mean_k.mT  # (h, blocks, blocks)
+    count = chosen.top_k - causal
+    best, taken = (z.masked_fill(~mask, -torch.inf).topk(count).values for mask in (allowed, table & allowed))
+    as_many = (table.sum(-1) == allowed.sum(-1).clamp(max=count)).all()
+    return bool(as_many) and torch.allclose(taken, best, rtol=0.0, atol=ROUNDING * float(z.abs().max()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -595,7 +561,7 @@ BLOCK_SPARSE = ("BlockSparseRingDilatedAttention", "BlockSparseOptimized", "Bloc
 
 
 def published(point: Point, device) -> System:
-    """A published module by its own constructor and forward; options go to the constructor."""
+    """A published module, by its own constructor and forward; options go to the constructor."""
     name, pattern, options = point.system, patterns.from_dict(point.pattern), dict(point.options)
     if name in BLOCK_SPARSE:
         if not isinstance(pattern, patterns.BlockSparse):
@@ -615,7 +581,7 @@ def published(point: Point, device) -> System:
     system = System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
     system.scheme = module.scheme if point.world_size > 1 else None
     layout = module._ranks(point.seq_len).get("layout")
-    if layout is not None:  # the reference goes along its curve
+    if layout is not None:  # the reference follows its curve
         order = torch.cat([layout.positions(rank) for rank in range(layout.ranks)]).to(device)
         system.as_bnhd = lambda t: t[:, order]
     return system
@@ -641,9 +607,9 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
 
 
 def build(point: Point, device) -> System | Sharded:
-    """The system of a point; raises Refused for an unknown name, and what its builder raises to refuse the point.
+    """The system of a point; raises Refused or NotImplementedError if there is none.
 
-    The option ``twin=True`` changes nothing: it marks the A/A control, which does the same work once more.
+    The option ``twin=True`` changes nothing: it marks the A/A control, which does the same work again.
 
     >>> build(Point("dense_sdpa", patterns.Dense(), seq_len=8), "cpu").cost.pairs
     512

@@ -1,13 +1,15 @@
-"""Clocks and how often to call, in seconds; lower bounds on times; the memory of a first call."""
+"""Clocks and how often to call; the least time of a call by the roofline; the memory of a first call."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import math
+import re
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,45 +29,34 @@ MAX_SAMPLES = 30
 WARM_S = 0.1  # of calls before the first sample, at least one
 
 
-class CpuClock:
+def cpu_seconds(call: Callable[[], object], loops: int) -> float:
     """Wall-clock time of ``loops`` calls in a row, per call."""
-
-    def sample(self, call: Callable[[], object], loops: int) -> float:
-        start = time.perf_counter()
-        for _ in range(loops):
-            call()
-        return (time.perf_counter() - start) / loops
+    start = time.perf_counter()
+    for _ in range(loops):
+        call()
+    return (time.perf_counter() - start) / loops
 
 
-class CudaClock:
-    """Time between two events on the current stream, per call; the L2 cache is flushed before each of them.
+def cuda_seconds(call: Callable[[], object], loops: int, device: torch.device) -> float:
+    """Time between two events on the current stream, per call; the L2 cache is flushed before each call.
 
     The flush overwrites a buffer twice as large as L2, so that inputs come from memory as in a real network.
     """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
-        self.buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
-
-    def sample(self, call: Callable[[], object], loops: int) -> float:
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(loops)]
-        torch.cuda.synchronize(self.device)
-        for start, end in events:
-            self.buffer.zero_()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize(self.device)
-        return sum(start.elapsed_time(end) for start, end in events) / 1e3 / loops
-
-
-def clock_for(device: torch.device) -> CpuClock | CudaClock:
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+    size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
+    buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(loops)]
+    torch.cuda.synchronize(device)
+    for start, end in events:
+        buffer.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    return sum(start.elapsed_time(end) for start, end in events) / 1e3 / loops
 
 
 def loops_for(seconds: float, sample_s: float = 0.0) -> int:
-    """Calls per sample, so that one sample is long enough to time, and takes ``sample_s`` at least.
+    """Calls per sample, so that a sample is long enough to time and takes at least ``sample_s`` seconds.
 
     >>> loops_for(0.5), loops_for(0.003), loops_for(0.3, 1.0)
     (1, 7, 4)
@@ -74,7 +65,7 @@ def loops_for(seconds: float, sample_s: float = 0.0) -> int:
 
 
 def samples_for(seconds: float) -> int:
-    """Samples of a point, each of which takes so long: 10, more for quick calls, fewer where they would take over 3 s.
+    """How many samples of so many seconds to take: 10, more of quick calls, fewer if they would take over 3 s.
 
     >>> samples_for(0.001), samples_for(0.2), samples_for(0.7), samples_for(2.5), samples_for(60.0)
     (30, 10, 4, 3, 3)
@@ -88,26 +79,26 @@ def samples_for(seconds: float) -> int:
 
 
 def rounds_for(seconds: list[float], interleaved: bool) -> list[int]:
-    """Samples of each point of a group; interleaved ones get no extra samples that others would not pair with.
+    """How many samples to take of each point of a group; interleaved points get none that no other could pair with.
 
     >>> rounds_for([0.001, 0.2, 2.5], True), rounds_for([0.001, 0.01], True), rounds_for([0.001, 2.5], False)
     ([10, 10, 3], [30, 30], [30, 3])
+    >>> rounds_for([], True)
+    []
     """
     counts = [samples_for(s) for s in seconds]
-    if not interleaved or not counts:
-        return counts
-    common = max(SAMPLES, min(counts))
+    common = max(SAMPLES, min(counts, default=0)) if interleaved else MAX_SAMPLES
     return [min(c, common) for c in counts]
 
 
-PROBES = 3  # of the rates, before a row that is faster than its bound is called suspect
+PROBES = 3  # of the rates, before a row that is faster than its roofline is called suspect
 
 
 class Bounds:
-    """``seconds(cost, dtype)`` that no call can beat on this device.
+    """``seconds(cost, dtype)``: the least time of a call on this device by its roofline.
 
-    ``probe(names)`` measures the rates of dtypes on the CPU: name -> (FLOP/s, bytes/s from memory, from cache). One
-    that other processes disturb says too little, and its bound would accuse honest rows: the best of all counts.
+    ``probe(names)`` measures the rates of dtypes on the CPU: name -> (FLOP/s, bytes/s from memory, from cache). Other
+    processes can only lower them, which would make correct rows suspect, so the best of all probes counts.
     """
 
     def __init__(self, device: str, profile: str | None, probe: Callable[[list[str]], dict]):
@@ -117,7 +108,7 @@ class Bounds:
         self.peaks: dict[str, hardware.Peaks] = {}
 
     def need(self, dtypes, again: bool = False) -> None:
-        """Measure the rates of these dtypes, and of fp32, in which half precision may be computed: once each."""
+        """Measure the rates of these dtypes once, and of fp32, in which half precision may be computed."""
         wanted = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
         wanted = sorted(wanted if again else wanted - self.peaks.keys())
         for name, rates in (self._probe(wanted) if wanted else {}).items():
@@ -137,9 +128,9 @@ class Bounds:
         return cost.seconds(rates.flops_per_s, rates.bytes_per_s)
 
     def below(self, cost: Cost, dtype: str, seconds: float) -> tuple[float | None, bool]:
-        """(bound, whether ``seconds`` lies below it even after the rates were probed again)."""
+        """(bound, whether ``seconds`` is below it even after the rates were probed again)."""
         bound = self.seconds(cost, dtype)
-        for _ in range(0 if self.on_gpu else PROBES):
+        for _ in range(PROBES):
             if bound and seconds < bound:
                 self.need({dtype}, again=True)
                 bound = self.seconds(cost, dtype)
@@ -154,11 +145,10 @@ ALREADY_WARM = ("sgemm", "flex")  # one has no code of ours to load, the other i
 def footprint(system: System, device: torch.device) -> tuple[list, Output, dict, float]:
     """(inputs, output, memory in bytes, seconds) of a first, cold call. Inputs, output and gradients count.
 
-    ``tracked_peak_bytes``: live tensor storages. ``high_water_bytes``: the process's own mark above its resident size
-    before the inputs were made, on the CPU and for 32 MiB of tensors or more, below which the libraries' own pages
-    would be most of it. ``allocator_peak_bytes``: on CUDA. ``operator_calls``: aten operators that the call dispatched,
-    ``view_calls`` those of them that only make a view; what a cache builds once is in neither. And what the system
-    itself counted in that call.
+    ``tracked_peak_bytes``: live tensor storages. ``high_water_bytes``: growth of the process's resident size, on the
+    CPU and for at least 32 MiB of tensors, below which it would mostly be pages of the libraries.
+    ``allocator_peak_bytes``: on CUDA. ``operator_calls``: aten operators of the call, ``view_calls`` those that only
+    make a view, both without what a cache builds once. And what the system itself counted.
     """
     gc.collect()
     floor = system.cost.floor_bytes
@@ -186,10 +176,10 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
 
 
 def warm(point: Point, device: torch.device) -> None:
-    """Start threads and load code before any baseline is taken: pages that do not grow with n are not counted.
+    """Start threads and load code first, so that pages which do not grow with n are not counted.
 
-    A long point is preceded by a short one of its kind; what the allocator keeps of it is given back where the C
-    library can (glibc).
+    A long point is preceded by a short one of its kind, whose memory is returned to the system if the C library can do
+    that (glibc).
     """
     x = torch.ones(1, 2, 64, 64, device=device, requires_grad=True)
     with tracking.LiveStorageTracker():
@@ -201,18 +191,17 @@ def warm(point: Point, device: torch.device) -> None:
         system = build(point.but(seq_len=WARM_TOKENS), device)
         with tracking.LiveStorageTracker():
             system.run(system.inputs())
-    except (Refused, NotImplementedError):  # this length alone, perhaps; the point itself comes next
+    except (Refused, NotImplementedError):  # perhaps of this length alone; the point itself comes next
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     memory.GLOBAL_POOL.clear()
     memory.RESULTS.clear()
     gc.collect()
-    if trim is not None:
-        trim(0)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit_memory(extra_bytes: int | None) -> None:
-    """Let the process grow by so much more, so that a failing allocation is an error here and not a kill elsewhere."""
+    """Let the process grow by so many bytes only: too large an allocation then fails, and the system kills nobody."""
     if extra_bytes is not None:
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + extra_bytes, resource.RLIM_INFINITY))
@@ -220,6 +209,6 @@ def limit_memory(extra_bytes: int | None) -> None:
 
 def available_bytes(ram_bytes: int | None) -> int | None:
     """Memory that a process may still take, by the system's estimate and at most ``ram_bytes``; None: unknown."""
-    lines = (hardware.Probe().read("/proc/meminfo") or "").splitlines()
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*available, *([ram_bytes] if available and ram_bytes else [])], default=None)
+    found = re.search(r"^MemAvailable: +(\d+) kB", hardware.Probe().read("/proc/meminfo") or "", re.MULTILINE)
+    available = int(found[1]) * 1024 if found else None
+    return min(available, ram_bytes) if available and ram_bytes else available

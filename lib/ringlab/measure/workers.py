@@ -1,8 +1,8 @@
-"""Worker processes: a point on one rank or several, built, checked and then timed, on the session's word.
+"""Worker processes: build, check and time a point on one rank or several, as a session asks.
 
 A session sends a command and gets one reply for all ranks: "prepare" (build, first call, check), "calibrate", "sample",
-"verify"; "probe" measures the CPU's rates. A reply with a ``status`` other than "ok" is the end of the point. What the
-process itself cannot survive (a kill, a segmentation fault, no end) is reported from outside, with the rank's name.
+"verify"; "probe" measures the CPU's rates. A reply with a ``status`` other than "ok" ends the point. If a process is
+killed, crashes or hangs, the session's side reports it and names the rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..ring.launch import End, Ended, Process, last_line, signal_name
 from ..tracking import is_out_of_memory
 from .points import Point
 from .systems import Output, Refused, System, build, count_step
-from .timing import LONG_S, WARM_S, clock_for, footprint, limit_memory, loops_for, warm
+from .timing import LONG_S, WARM_S, cpu_seconds, cuda_seconds, footprint, limit_memory, loops_for, warm
 
 
 class TimedOut(Exception):
@@ -32,7 +32,7 @@ class TimedOut(Exception):
 
 
 class Died(Exception):
-    """The process ended: ``status`` and ``reason`` for its point, ``final`` where trying again would not help."""
+    """The process ended: ``status`` and ``reason`` for its point, ``final`` if trying again would not help."""
 
     def __init__(self, status: str, reason: str, final: bool = False):
         super().__init__(reason)
@@ -40,7 +40,7 @@ class Died(Exception):
 
 
 def cause_of_death(code: int, said: str) -> Died:
-    """What a point's row says of a process that ended by itself: its exit code, and the last line on its stderr."""
+    """The failure of a point whose process ended with exit code ``code`` and ``said`` as its last line on stderr."""
     if code < 0:
         name = signal_name(-code)
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
@@ -51,7 +51,7 @@ def cause_of_death(code: int, said: str) -> Died:
 
 
 class Workers:
-    """The processes of one point, one for each rank. Raises Died where they cannot be started."""
+    """The processes of one point, one for each rank. Raises Died if they cannot be started."""
 
     def __init__(self, settings: dict, ranks: int = 1):
         self.folder = tempfile.TemporaryDirectory(prefix="ringlab-")
@@ -63,11 +63,9 @@ class Workers:
                 own = settings | ({"rank": rank, "folder": self.folder.name} if ranks > 1 else {})
                 output = stderr.fileno(), stderr.fileno()
                 self.processes.append(Process(serve, own, modules=modules, output=output))
-        except BaseException as error:
+        except Ended as error:
             self.close()
-            if isinstance(error, Ended):
-                raise cause_of_death(error.code, error.said) from None
-            raise
+            raise cause_of_death(error.code, error.said) from None
 
     def ask(self, command: str, timeout_s: float, **arguments) -> dict:
         """One reply for all ranks; raises TimedOut, or Died with the reason."""
@@ -95,7 +93,7 @@ class Workers:
         return reply
 
     def close(self) -> None:
-        """End the processes and all that they have started."""
+        """End the processes and all that they started."""
         for process in self.processes:
             process.end()
         for stderr in self.stderrs:
@@ -109,7 +107,7 @@ def _end_of(reply: dict) -> End:
 
 
 def _merged(replies: list[dict]) -> dict:
-    """The first rank's reply, and of what they do not share the largest, or all by rank."""
+    """One reply for all ranks: the first rank's, with the sums, the largest or the lists of what differs by rank."""
     merged = replies[0]
     if "cpu_s" in merged:
         merged["cpu_s"] = sum(reply["cpu_s"] for reply in replies)
@@ -131,52 +129,46 @@ def _merged(replies: list[dict]) -> dict:
 # in the worker's process
 
 
-def first_line(error: BaseException, length: int = 300) -> str:
-    return " ".join(str(error).split())[:length] or type(error).__name__
-
-
 def outcome(error: Exception) -> tuple[str, str]:
-    """(status, reason) of what a system raised: only what is raised to refuse a point is "unsupported".
+    """(status, reason) of an error that a system raised; only a refusal of the point is "unsupported".
 
     >>> outcome(NotImplementedError("needs CUDA")), outcome(ValueError("shapes differ"))
     (('unsupported', 'needs CUDA'), ('crashed', 'ValueError: shapes differ'))
     """
+    said = " ".join(str(error).split())[:300] or type(error).__name__
     if is_out_of_memory(error):
-        return "oom", first_line(error)
+        return "oom", said
     if isinstance(error, NotImplementedError | Refused):
-        return "unsupported", first_line(error)
-    return "crashed", f"{type(error).__name__}: {first_line(error)}"
+        return "unsupported", said
+    return "crashed", f"{type(error).__name__}: {said}"
 
 
 class Worker:
-    """A point on its way: its system, its inputs, and what its first call gave. Every method returns a reply."""
+    """A point in its process: its system, its inputs, and the output of its first call. Commands return a reply."""
 
-    def __init__(self, point: Point, device: str):
-        self.point, self.device = point, torch.device(device)
+    def __init__(self, settings: dict):
+        self.settings, self.point = settings, Point.from_dict(settings["point"])
+        self.device = torch.device(settings["device"])
         self.system: System | None = None
-        self.inputs: list = []
-        self.checked: Output | None = None
         self.latest: Output | None = None
-        self.tolerance: dict[str, float] = {}
-        self.loops, self.keep, self.cold_s = 1, False, 0.0
+        self.keep = False
 
     def start(self) -> dict:
-        """Load libraries and build the system, which tries its kernel."""
+        """Load libraries and build the system, which probes its kernel."""
         warm(self.point, self.device)
         self.system = build(self.point, self.device)
         return {}
 
     def prepare(self, tolerance: dict) -> dict:
-        """Take the memory of the first call, and check it; ``tolerance``: what is known of it already."""
+        """Measure the memory of the first call and check its output; ``tolerance``: known already, by name."""
         if self.system is None:
             self.start()
-        self.tolerance = tolerance
-        self.system.tolerance = self.tolerance
+        self.system.tolerance = tolerance
         reply = {"cost": asdict(self.system.cost)}
         self.inputs, self.checked, reply["memory"], self.cold_s = footprint(self.system, self.device)
         errors, self.tolerance = self.system.check(self.inputs, self.checked)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the check took is for the processes that wait beside this one
+            torch.cuda.empty_cache()  # other processes wait for this memory
         reply |= {"errors": errors, "tolerance": self.tolerance, "warmups": 1, "known": self.system.tolerance}
         wrong = [n for n, e in errors.items() if not e <= self.tolerance[n]]
         if wrong or not errors:
@@ -185,25 +177,26 @@ class Worker:
         return reply
 
     def calibrate(self, sample_s: float) -> dict:
-        """Warm up, longer where calls are quick and not where the checked call was long; choose a sample's loops, so
-        that it takes ``sample_s`` at least, and reply with the seconds that it takes.
+        """Warm up unless the first call was long; choose the loops of a sample that takes ``sample_s`` at least, and
+        reply with the seconds that it takes.
         """
-        self.clock = self.make_clock()
         gc.collect()
         gc.disable()
         warmups, estimate, spent = 1, self.cold_s, 0.0
         while self.cold_s < LONG_S and (warmups < 2 or spent < WARM_S):  # by the clock, which ranks share
-            estimate = self.clock.sample(self._call, 1)
+            estimate = self.timed(1)
             warmups, spent = warmups + 1, spent + estimate
         self.loops = loops_for(estimate, sample_s)
         return {"estimate": estimate * self.loops, "warmups": warmups, "loops": self.loops}
 
-    def make_clock(self):
-        return clock_for(self.device)
+    def timed(self, loops: int) -> float:
+        """Seconds of a call, from so many of them."""
+        on_gpu = self.device.type == "cuda"
+        return cuda_seconds(self._call, loops, self.device) if on_gpu else cpu_seconds(self._call, loops)
 
     def sample(self, last: bool) -> dict:
         self.keep = last
-        return {"seconds": self.clock.sample(self._call, self.loops)}
+        return {"seconds": self.timed(self.loops)}
 
     def _call(self) -> None:
         output = self.system.run(self.inputs)
@@ -211,11 +204,11 @@ class Worker:
             self.latest = output
 
     def verify(self) -> dict:
-        """The last timed call must still give what was checked: memory that is reused may not change a result."""
+        """The last timed call must give the checked result again: reused memory may not change it."""
         latest = self.latest or self.system.run(self.inputs)  # an earlier process may have taken all samples
         was, now = self.checked.named(), latest.named()
         for name, limit in self.tolerance.items():
-            # dout is standard normal, so this is the floor below which a gradient counts as zero
+            # dout is standard normal, so a gradient below this counts as zero
             floor = 1.0 if name in ("out", "lse") else 0.01 * was["out"].numel() ** 0.5
             apart = reference.error(now[name], was[name], floor)
             if not apart <= 2 * limit:
@@ -224,7 +217,7 @@ class Worker:
         return {}
 
     def answer(self, command: str, **arguments) -> dict:
-        """The reply to a command; whatever a system raises is that point's status and reason."""
+        """The reply to a command; an error that a system raises becomes the point's status and reason."""
         try:
             return getattr(self, command)(**arguments)
         except Exception as error:  # noqa: BLE001  any failure of a system is a result, reported with its reason
@@ -243,73 +236,47 @@ def probe(dtypes: list[str]) -> dict:
 def serve(channel: Connection, settings: dict) -> None:
     """Answer the session's commands.
 
-    Every reply says how much CPU time this process has used (``cpu_s``), so that the rest is known to be others'.
+    Every reply has the CPU time that this process has used (``cpu_s``), to tell it from that of other processes.
     """
     torch.set_num_threads(settings["threads"])
     limit_memory(settings.get("memory_bytes"))
-    worker = None
-    if settings.get("early"):  # while others of its group do so too; what goes wrong, prepare will raise again
-        worker = _worker(settings)
+    worker = (RankWorker if "rank" in settings else Worker)(settings) if "point" in settings else None
+    if settings.get("early"):  # if this fails, so does ``prepare``
         worker.answer("start")
     while True:
         command, arguments = pickle.loads(channel.recv_bytes())
-        if command == "probe":
-            reply = probe(**arguments)
-        else:
-            worker = worker or _worker(settings)
-            reply = worker.answer(command, **arguments)
+        reply = probe(**arguments) if command == "probe" else worker.answer(command, **arguments)
         reply = {"status": "ok", "reason": "", "cpu_s": time.process_time()} | reply
         channel.send_bytes(pickle.dumps(reply))
-
-
-def _worker(settings: dict) -> Worker:
-    point = Point.from_dict(settings["point"])
-    return RankWorker(point, settings) if "rank" in settings else Worker(point, settings["device"])
 
 
 class RankWorker(Worker):
     """A worker that joins the others in ``prepare``; every time that it reports is the slowest rank's."""
 
-    def __init__(self, point: Point, settings: dict):
-        super().__init__(point, settings["device"])
-        self.rank, self.folder, self.timeout_s = settings["rank"], settings["folder"], settings["timeout_s"]
-
     def prepare(self, tolerance: dict) -> dict:
-        self._join()
+        self._join(self.settings["rank"], self.point.world_size)
         reply = super().prepare(tolerance)
         self.cold_s = slowest(self.cold_s, self.device)
-        found = self.system.sent()
-        reply["sent"] = found
+        found = reply["sent"] = self.system.sent()
         if reply.get("status", "ok") == "ok" and found["planned"] not in (None, found["bytes_sent"]):
             said = f"{found['bytes_sent']} bytes were sent, the plan has {found['planned']}"
             reply |= {"status": "incorrect", "reason": said}
         return reply
 
-    def _join(self) -> None:
-        ranks, backend = self.point.world_size, "gloo"
+    def _join(self, rank: int, ranks: int) -> None:
+        backend = "gloo"
         if self.device.type == "cuda":
-            if torch.cuda.device_count() < ranks:
-                found = torch.cuda.device_count()
+            if (found := torch.cuda.device_count()) < ranks:
                 raise NotImplementedError(f"{ranks} ranks need a GPU each, this machine has {found}")
-            self.device, backend = torch.device("cuda", self.rank), "nccl"
+            self.device, backend = torch.device("cuda", rank), "nccl"
             torch.cuda.set_device(self.device)
         # The session's own time is up first, and it names the rank that is behind.
-        launch.join_group(self.folder, self.rank, ranks, 2 * self.timeout_s, backend)
+        launch.join_group(self.settings["folder"], rank, ranks, 2 * self.settings["timeout_s"], backend)
 
-    def make_clock(self):
-        return SharedClock(super().make_clock(), self.device)
-
-
-class SharedClock:
-    """A clock that all ranks start together and that shows the slowest one's time."""
-
-    def __init__(self, clock, device: torch.device):
-        self.clock, self.device = clock, device
-
-    def sample(self, call, loops: int) -> float:
+    def timed(self, loops: int) -> float:
         count_step()
         dist.barrier()
-        return slowest(self.clock.sample(call, loops), self.device)
+        return slowest(super().timed(loops), self.device)
 
 
 def slowest(seconds: float, device: torch.device) -> float:

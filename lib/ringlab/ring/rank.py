@@ -15,7 +15,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .. import cache as caches
 from ..block_patterns import BlockSparse
 from ..engine import Execution, dilated, execute
 from ..engine.blocks import layer, layers_of, tile
@@ -157,7 +156,7 @@ class Rank:
     @cached_property
     def plan(self) -> RankPlan:
         """Which rows the rank receives and sends."""
-        key = caches.key("exchange", self.problem, self.rank)
+        key = ("exchange", self.problem, self.rank)
         return self.execution.cached(key, lambda: plan_rank(self.problem, self.rank))
 
     def calls(self, source: int | None, step: int | None = None) -> Plan:
@@ -165,7 +164,7 @@ class Rank:
 
         On its own shard these are the calls between different chunks, or of block-sparse patterns all calls.
         """
-        key = caches.key("calls", self.problem, self.rank, source, supports_lower_right_causal(self.kernel), step)
+        key = ("calls", self.problem, self.rank, source, supports_lower_right_causal(self.kernel), step)
         if step is None or step >= self.problem.heads:
             return self.execution.cached(key[:-1], lambda: self._calls(source))
         return self.execution.cached(key, lambda: self.calls(source).in_head_blocks(step))

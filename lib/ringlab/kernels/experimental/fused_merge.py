@@ -23,7 +23,6 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ... import cache as caches
 from ...block_patterns import BlockSparse
 from ...patterns import Pattern
 from ..base import HALF, DeviceSpec, Kernel, accumulation_dtype, needs_cuda, wants_dtype
@@ -191,7 +190,7 @@ def _join(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, over
     b, n, owners, d = into.shape
     parts = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in parts)
     strides = tuple((_strides(t)[:3], _strides(l)[:3]) for t, l in zip(parts, lses))
-    key = caches.key("rows", pattern, n, owners, group, strides, over, into.device)
+    key = "rows", pattern, n, owners, group, strides, over, into.device
     rows = cached(key, lambda: make_rows(calls, owners * group, n, group, strides, over, into.device))
     if into.is_meta:  # a run without data
         return
