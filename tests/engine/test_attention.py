@@ -9,26 +9,21 @@ from matrix import Case, differentiated, drawn, judged, paths
 from ringlab import Dense, Dilated, Execution, Simulated, attention, blocks, memory, reference
 from ringlab.engine.execute import merge
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 
 LADDER = Dilated([150, 300], [1, 2])
 BF16 = torch.bfloat16
 GOOD = torch.zeros(1, 16, 4, 8)
 
 
-def zeros(batch=1, n=16, heads=4, d=8):
-    return torch.zeros(batch, n, heads, d)
-
-
 @pytest.mark.parametrize(
     "given, error, message",
     [
         (dict(q=GOOD[..., 0]), ValueError, r"q must be \(batch, .*, got shape \(1, 16, 4\)"),
-        (dict(k=zeros(n=15), v=zeros(n=15)), ValueError, "agree in batch, seq and head_dim"),
-        (dict(k=zeros(2), v=zeros(2)), ValueError, "agree in batch, seq and head_dim"),
-        (dict(k=zeros(d=6), v=zeros(d=6)), ValueError, "agree in batch, seq and head_dim"),
-        (dict(v=zeros(heads=2)), ValueError, "k and v must have one shape"),
-        (dict(k=zeros(heads=3), v=zeros(heads=3)), ValueError, "multiple of K/V heads: 4 and 3"),
+        (dict.fromkeys("kv", GOOD[:, :15]), ValueError, "agree in batch, seq and head_dim"),
+        (dict.fromkeys("kv", GOOD.expand(2, -1, -1, -1)), ValueError, "agree in batch, seq and head_dim"),
+        (dict.fromkeys("kv", GOOD[..., :6]), ValueError, "agree in batch, seq and head_dim"),
+        (dict(v=GOOD[:, :, :2]), ValueError, "k and v must have one shape"),
+        (dict.fromkeys("kv", GOOD[:, :, :3]), ValueError, "multiple of K/V heads: 4 and 3"),
         (dict(q=GOOD.long()), ValueError, "q must be float64, .* got torch.int64"),
         (dict(k=GOOD.double()), ValueError, "one dtype"),
         (dict(v=GOOD.to("meta")), ValueError, "one device"),
@@ -55,14 +50,16 @@ def test_wrong_arguments_are_refused_in_one_line(given, error, message):
 
 
 def test_cache_and_pool_never_change_a_bit():
+    """Not even of an earlier result, whose memory a pool might lend again."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 300, 4, 16, requires_grad=True) for _ in range(3))
     for gather in (False, True):
         seen = []
         for cache in (False, True, True):
-            for pool in (False, True):
+            for pool in (False, memory.MemoryPool(threshold_bytes=0)):
                 out = attention(q, k, v, LADDER, causal=True, execution=Execution(gather, cache, pool))
                 seen.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+                attention(torch.randn_like(q), k, v, LADDER, causal=True, execution=Execution(gather, cache, pool))
         for other in seen[1:]:
             assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
 
@@ -95,15 +92,6 @@ def test_results_are_contiguous_and_inputs_stay_as_they_are(dtype):
                 out = attention(q, q, q, pattern, causal=causal)
                 assert out.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes, (str(pattern), causal)
                 assert torch.equal(q, copy) and torch.equal(out, attention(copy, copy, copy, pattern, causal=causal))
-
-
-def test_results_survive_later_calls():
-    q = torch.randn(1, 128, 4, 16)
-    out = attention(q, q, q, LADDER, execution=Execution(pool=True))
-    copy = out.clone()
-    for _ in range(10):
-        attention(torch.randn_like(q), q, q, LADDER, execution=Execution(pool=True))
-    assert torch.equal(out, copy)
 
 
 @pytest.mark.parametrize("pattern", [LADDER, Dense(), blocks.local_global(1, 1, block_size=32)])
@@ -141,8 +129,6 @@ def test_only_large_results_on_a_cpu_are_lent():
     with FakeTensorMode():
         attention(*[torch.zeros(1, 2**14, 4, 64)] * 3, short)
     assert memory.RESULTS.stats().borrows == before
-    with pytest.raises(TypeError, match="results cannot be 16"):
-        Execution(results=16)
 
 
 def test_no_gradient_is_computed_where_none_is_asked_for():
@@ -268,11 +254,9 @@ def by_branch(join):
 
 WRONG = {
     "no scale": lambda q, k, v: attention(q, k, v, LADDER, scale=1.0),
-    "other offsets": lambda q, k, v: attention(q, k, v, Dilated([150, 300], [1, 2], offsets="branch")),
     "averaged branches": by_branch(lambda outs, lses: sum(outs) / 2),
     "constant weights of branches": by_branch(lambda outs, lses: merge(outs, [lse.detach() for lse in lses])[0]),
     "lse rounded": by_branch(lambda outs, lses: merge(outs, [lse.bfloat16().float() for lse in lses])[0]),
-    "attention over heads": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
     "one stale key": lambda q, k, v: attention(q, torch.cat([k[:, :1], k[:, :1], k[:, 2:]], 1), v, LADDER),
     "gradient of the last shard dropped": lambda q, k, v: attention(
         q, torch.cat([k[:, :200], k[:, 200:].detach()], 1), v, LADDER),

@@ -10,25 +10,18 @@ import pytest
 import ringlab
 import torch
 from helpers import STAINED
-from matrix import BF16, BLOCK, BLOCK_SPARSE, F32, TILED_WAYS, WAYS, Case, all_wrong, drawn, judged
+from matrix import BF16, BLOCK, F16, F32, F64, TILED_WAYS, WAYS, Case, all_wrong, drawn, judged
+from matrix import BLOCK_SPARSE as PATTERNS
 from ringlab import Execution, attention, blocks, kernels, patterns, reference
 from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
 from ringlab.cost import count_pairs
 from ringlab.measure import Point, systems
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PATTERNS = BLOCK_SPARSE
-
 
 def tensors(pattern, n, dtype=F32, batch=1, heads=2, kv_heads=2):
     """q, k, v."""
     return drawn(Case(pattern, n, dtype, batch=batch, heads=heads, kv_heads=kv_heads))[0]
-
-
-def brute(pattern, n, causal):
-    x = torch.arange(n)
-    m = pattern.multiplicity(x, x, n=n, head=0, heads=1)
-    return m.tril() if causal else m
 
 
 class Products(TorchDispatchMode):
@@ -90,7 +83,7 @@ def test_long_sequences_are_cut_into_nodes_and_strips(shape, causal):
     """Lengths at which global rows are cut, blocks share queries or keys, and wide causal calls are cut in strips."""
     batch, heads, n = shape
     wide = blocks.local_global(1, 2, block_size=64)
-    for pattern, dtype in product((wide, PATTERNS[-2]), (F32, torch.float64)):
+    for pattern, dtype in product((wide, PATTERNS[-2]), (F32, F64)):
         case = Case(pattern, n, dtype, causal, batch, heads, 2, execution=Execution(blocks="views", results=STAINED))
         assert not all_wrong([case])
 
@@ -117,10 +110,11 @@ def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 def test_counts_are_brute_force(causal):
     for pattern in PATTERNS:
-        pairs = int(brute(pattern, 101, causal).sum())
+        x = torch.arange(101)
+        shown = pattern.multiplicity(x, x, n=101, head=0, heads=1)
+        pairs = int((shown.tril() if causal else shown).sum())
         assert pattern.pairs(101, causal) == pairs and pattern.density(101, causal) == pairs / 101**2
         assert count_pairs(pattern, 101, 4, 2, causal) == (4 * pairs, 4 * pairs)
-        shown = brute(pattern, 101, False)
         for first, last in ((0, 0), (40, 55), (96, 100)):
             start, stop = pattern.reach(first, last, 101)
             assert not shown[first : last + 1, :start].any() and not shown[first : last + 1, stop:].any()
@@ -163,8 +157,8 @@ def test_flex_is_compiled_whoever_looks_on(flex, recwarn):
     "way, dtype, why",
     [
         ("bsr", BF16, "blocks='bsr' takes float32, float64, not bfloat16$"),
-        ("bsr", torch.float16, "blocks='bsr' takes float32, float64, not float16$"),
-        ("flex", torch.float64, "blocks='flex' takes float32, float16, bfloat16, not float64$"),
+        ("bsr", F16, "blocks='bsr' takes float32, float64, not float16$"),
+        ("flex", F64, "blocks='flex' takes float32, float16, bfloat16, not float64$"),
         ("flex", F32, "blocks='flex' needs a block size that is a multiple of 16"),
     ],
 )
@@ -207,11 +201,11 @@ def test_bsr_multiplies_by_torch_sparse_and_forms_seen_blocks_alone():
 
 
 def test_bsr_prints_no_warning():
-    code = (
-        "import torch, ringlab; from ringlab.block_patterns import sliding_window as window\n"
-        "q = torch.ones(1, 20, 2, 8, requires_grad=True); way = ringlab.Execution(blocks='bsr')\n"
-        "ringlab.attention(q, q, q, window(1, block_size=8), execution=way).sum().backward()"
-    )
+    code = """
+import torch, ringlab
+q, pattern = torch.ones(1, 20, 2, 8, requires_grad=True), ringlab.blocks.sliding_window(1, block_size=8)
+ringlab.attention(q, q, q, pattern, execution=ringlab.Execution(blocks="bsr")).sum().backward()
+"""
     env = {"PYTHONPATH": str(Path(ringlab.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -257,10 +251,7 @@ MASK = torch.ones(7, 7, dtype=torch.bool)
         (lambda: blocks.from_mask(torch.ones(0, 0, dtype=torch.bool)), "of at least one block"),
         (lambda: blocks.from_mask(MASK, block_size=8).blocks(64), "the mask given is of 7 blocks, n = 64 has 8"),
         (lambda: blocks.from_mask(MASK[:, :6]), r"got Tensor of torch.bool, shape \(7, 6\), torch.strided on cpu"),
-        (
-            lambda: blocks.from_mask(MASK.to_sparse()),
-            r"got Tensor of torch.bool, shape \(7, 7\), torch.sparse_coo on cpu",
-        ),
+        (lambda: blocks.from_mask(MASK.to_sparse()), r"got Tensor of .*, shape \(7, 7\), torch.sparse_coo on cpu"),
         (lambda: blocks.from_mask(MASK.to("meta")), r"neither nested, sparse nor meta, got .*, torch.strided on meta"),
         (lambda: blocks.from_mask(torch.nested.nested_tensor([MASK[0]], layout=torch.jagged)), "got NestedTensor$"),
         (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
@@ -292,7 +283,7 @@ def test_wrong_values_are_one_line(make, why):
     "system", [ringlab.BlockSparseRingDilatedAttention, ringlab.BlockSparseOptimized, ringlab.BlockSparseTorchSparse]
 )
 def test_published_systems_compute_one_function(system):
-    q, k, v = tensors(PATTERNS[0], 101, torch.float64)
+    q, k, v = tensors(PATTERNS[0], 101, F64)
     dilated = BlockSparse([Segment(4), Segment(8, 2)], BLOCK)
     for causal in (False, True):
         by_lengths = system([32, 64], [1, 2], block_size=BLOCK)(q, k, v, is_causal=causal)
@@ -320,8 +311,6 @@ def test_published_systems_refuse_in_one_line(arguments, why):
     with pytest.raises(ValueError, match=why) as failure:
         ringlab.BlockSparseOptimized(**arguments)
     assert "\n" not in str(failure.value)
-    with pytest.raises(TypeError, match="cannot honour 'sparsity_ratio': it changed nothing in the original"):
-        ringlab.BlockSparseOptimized(density=0.1, sparsity_ratio=0.9)
 
 
 @pytest.mark.parametrize("causal", [False, True])

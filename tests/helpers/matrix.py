@@ -6,20 +6,10 @@ import functools
 import random
 from dataclasses import dataclass, replace
 
+import ringlab
 import torch
 from helpers import NAMES, STAINED, errors
-from ringlab import (
-    Adaptive,
-    BlockSparse,
-    Dense,
-    Dilated,
-    Execution,
-    Simulated,
-    adaptive_attention,
-    attention,
-    kernels,
-    reference,
-)
+from ringlab import Adaptive, BlockSparse, Dense, Dilated, Execution, Simulated, attention, kernels, reference
 from ringlab import blocks as presets
 from ringlab.block_patterns import Coarse, Global, Random, Segment, Strided, Window
 from ringlab.patterns import MIXINGS, OFFSETS
@@ -88,7 +78,7 @@ class Case:
         if self.layout is not None:
             how["group"] = group or Simulated(self.layout.ranks)
         if isinstance(self.pattern, Adaptive):
-            return adaptive_attention(q, k, v, self.pattern, z, **how)
+            return ringlab.adaptive_attention(q, k, v, self.pattern, z, **how)
         if self.layout is not None:
             how |= {"scheme": self.scheme, "layout": self.layout}
         return attention(q, k, v, self.pattern, execution=self.execution, **how)
