@@ -171,8 +171,8 @@ class Rank:
 
     def _calls(self, source: int | None) -> Plan:
         calls = received_calls(self.plan) if source is None else cross_rank_calls(self.problem, self.rank, source)
-        n, heads = self.problem.layout.size(self.rank), range(self.problem.heads)
-        return Plan(((heads, tuple(calls), tuple(calls)),), (), merges=True, same_rows=False, rows=range(n), period=n)
+        n, heads, calls = self.problem.layout.size(self.rank), range(self.problem.heads), tuple(calls)
+        return Plan(((heads, calls, calls),), (), merges=True, same_rows=False, rows=range(n), period=n)
 
     def heads_at_a_time(self, q: Tensor) -> int:
         """So few that the fp32 copy of a half-precision result stays within a quarter of it."""
