@@ -1,7 +1,5 @@
 """What attention does besides its value: arguments, memory, gradients, compilers, and rounding that must not add up."""
 
-from math import inf
-
 import pytest
 import torch
 from helpers import errors
@@ -135,8 +133,7 @@ def test_no_gradient_is_computed_where_none_is_asked_for():
     q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))
     assert not attention(q, k, v, LADDER).requires_grad
     v.requires_grad_()
-    out, lse = attention(q, k, v, LADDER, return_lse=True)
-    (dv,) = torch.autograd.grad(out.sum(), v)
+    (dv,) = torch.autograd.grad(attention(q, k, v, LADDER).sum(), v)
     assert dv.shape == v.shape
 
 
@@ -175,8 +172,6 @@ def test_double_backward_raises(power):
     with pytest.raises(NotImplementedError, match="double backward is not supported") as caught:
         (loss + dq.square().sum()).backward()
     assert "\n" not in str(caught.value)
-    with pytest.raises(NotImplementedError, match="double backward is not supported"):
-        torch.autograd.functional.hessian(lambda q: attention(q, k, v, LADDER).pow(power).sum(), q)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp itself
@@ -275,4 +270,4 @@ def test_mistakes_are_seen(name):
     )  # joined by lse whose cotangent is exact, it is right
     found = differentiated(out, want["lse"], (q, k, v), dout, None)
     worst = max(errors(found, want, q, k, dout).values())
-    assert worst <= 5e-6 if name == "right" else 1e-4 < worst < inf
+    assert worst <= 5e-6 if name == "right" else 1e-4 < worst < torch.inf
