@@ -3,6 +3,7 @@
 import errno
 import functools
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from reporting import COMMAND, CPU, NOTEBOOK, notebook, run_in_this_process, two_points, write_two_rows
+from reporting import CPU, NOTEBOOK, notebook, run_in_this_process, two_points, write_two_rows
 from ringlab import cli, measure
 from ringlab.measure import provenance, timing
 from ringlab.report import driver, execute, index, pages, places, render
+from started import gone
 
 FIGURE = """
 from ringlab.report import figures, tables
@@ -111,6 +113,8 @@ def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
         assert runs() == ["one"] and (place / "cpu" / name).read_bytes() != b"not ours"
     assert runs(force=True) == ["one", "two"]
     assert runs() == []
+    notebook(two, figure(1, "new"))
+    assert runs() == ["two"] and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"one.png", "new.png"}
 
 
 def test_comments_of_the_library_leave_pages_alone_and_code_does_not(tmp_path):
@@ -123,20 +127,14 @@ def test_comments_of_the_library_leave_pages_alone_and_code_does_not(tmp_path):
     assert provenance.code_hash([module], tmp_path) != first
 
 
-def test_a_figure_that_is_no_longer_shown_goes(place, tmp_path):
-    page = notebook(tmp_path / "page.ipynb", figure(1, "old"))
-    report(place, page)
-    assert (place / "cpu" / "figures" / "old.png").is_file()
-    report(place, notebook(page, figure(1, "new")))
-    assert [p.name for p in (place / "cpu" / "figures").iterdir()] == ["new.png"]
-
-
 class Killed(BaseException):
     """Stands for a signal: nothing in the driver may catch it and go on."""
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(place, tmp_path, monkeypatch):
-    failures = Killed(), OSError(errno.ENOSPC, "No space left on device")
     page = notebook(tmp_path / "page.ipynb", figure(1))
     report(place, page)
     old, kept = state(place), shutil.copytree(place, tmp_path / "kept")
@@ -145,8 +143,8 @@ def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(pl
     changed = {name for name in old if old[name] != new[name]} - {"cpu/data/manifest.json"}
     assert changed >= {"cpu/page.html", "cpu/page.md", "cpu/figures/one.png"}
     replace, stops = os.replace, 0
-    for count in range(40):
-        failure, left = failures[count % 2], iter(range(count // 2))
+    while True:
+        failure, left = (Killed(), FULL)[stops % 2], iter(range(stops))
 
         def stopping(source, target, failure=failure, left=left):
             if next(left, None) is None:
@@ -157,14 +155,14 @@ def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(pl
         shutil.copytree(kept, place)
         with monkeypatch.context() as patch:
             patch.setattr(render.os, "replace", stopping)
-            expected = places.ReportError if isinstance(failure, OSError) else type(failure)
             try:
                 report(place, page)
-            except expected as error:
-                stops += 1
-                assert not isinstance(failure, OSError) or "No space left" in str(error) and "\n" not in str(error)
-            else:
                 break
+            except places.ReportError as error:
+                assert failure is FULL and str(error).endswith("No space left on device") and "\n" not in str(error)
+            except Killed:
+                pass
+        stops += 1
         (place / "cpu" / ".page.html.1.tmp").write_text("what a killed process leaves")
         now = state(place)
         assert all(now[name] in (old[name], new[name]) for name in changed)
@@ -172,7 +170,7 @@ def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(pl
         report(place, page)
         assert {n: b for n, b in state(place).items() if n in changed} == {n: new[n] for n in changed}
         assert index.read_manifest(place / "cpu")["complete"] is True and not list(place.rglob("*.tmp"))
-    assert stops >= 12
+    assert stops >= 6
 
 
 def test_undoing_a_change_after_a_kill_renders_again(place, tmp_path, monkeypatch):
@@ -294,36 +292,72 @@ def test_a_second_run_is_told_in_one_line(place, tmp_path):
     report(place, page)
 
 
+def hold(folder: Path, held) -> None:
+    with places.locked(folder):
+        held.set()
+        time.sleep(60)
+
+
 def test_lock_outlives_nobody_and_the_index_waits_for_it(tmp_path):
-    code = "from ringlab.report.places import locked\nfrom pathlib import Path\n"
-    code += f"with locked(Path({str(tmp_path)!r})): print('held', flush=True); input()"
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "held\n"
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+    other = fork.Process(target=hold, args=(tmp_path, held))
+    other.start()
+    assert held.wait(30)
     with pytest.raises(places.ReportError, match=f"in use by process {other.pid} "), places.locked(tmp_path):
         pass
     other.kill()
     with places.locked(tmp_path, wait=True):
         pass
-    other.communicate()
+    other.join()
     assert not list(tmp_path.iterdir())
 
 
-def test_stopped_while_a_notebook_runs(tmp_path, monkeypatch):
+# `python -m ringlab report` on rows that are there already, with another notebook: a process for each reports/ folder,
+# forked after the imports, which take longer than all else. Prints their exit codes.
+COMMAND = """
+import functools, json, os, signal, sys
+from pathlib import Path
+from ringlab import cli, measure
+from ringlab.measure import provenance
+from ringlab.report import driver
+measure.run = lambda *a, **k: []
+provenance.code_hash = lambda *_: "this code"
+page, *folders = sys.argv[1:]
+driver.run = functools.partial(driver.run, notebooks=[Path(page)], suite=lambda *a, **k: [])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+children = []
+for reports in folders:
+    children.append(os.fork())
+    if not children[-1]:
+        sys.exit(cli.main(["report", "--profile", "cpu", "--reports", reports]))
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+"""
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]  # its mounts end with the command
+DISKS = """
+for f in full read-only; do mkdir $f; mount -t tmpfs -o size=160k tmpfs $f; cp -r reports/cpu $f; done
+head -c 200k /dev/zero > full/fill 2>&- || true
+mount -o remount,ro read-only
+exec "$@"
+"""
+
+
+def test_stopped_while_a_notebook_runs_and_on_a_full_or_read_only_disk(place, tmp_path):
     """By Ctrl-C and by SIGKILL: one line, no orphan, earlier pages whole, and the next run completes."""
-    monkeypatch.setattr(measure, "run", lambda *a, **k: [])
-    monkeypatch.setattr(provenance, "code_hash", lambda *_: "this code")
     page = notebook(tmp_path / "page.ipynb", "'fine'")
     stops = {tmp_path / stop.name: stop for stop in (signal.SIGINT, signal.SIGKILL)}
-    with monkeypatch.context() as patch:
-        patch.setattr(execute, "execute", run_in_this_process)
-        for reports in stops:
-            write_two_rows(reports)
-            report(reports, page)
+    for reports in stops:
+        write_two_rows(reports)
+        report(reports, page)
     old = [(reports / "cpu" / "page.html").read_bytes() for reports in stops]
     notebook(page, "import os, time; print(os.getppid(), os.getpid(), file=open('started', 'w')); time.sleep(60)")
-    running = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, page, *stops], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command, disks = [sys.executable, "-c", COMMAND, page, *stops], []
+    mount = [*NAMESPACE, f"mount -t tmpfs tmpfs {tmp_path}"]
+    if shutil.which("unshare") and not subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
+        disks = [tmp_path / "full", tmp_path / "read-only"]
+        command = [*NAMESPACE, DISKS, "sh", *command, *disks]
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
     until, kernels = time.monotonic() + 60, []
     for reports, stop in stops.items():
         while not ((reports / "started").exists() and (reports / "started").read_text().endswith("\n")):
@@ -333,38 +367,17 @@ def test_stopped_while_a_notebook_runs(tmp_path, monkeypatch):
         os.kill(driver_id, stop)
         kernels.append(kernel)
     out, err = running.communicate(timeout=30)
-    assert json.loads(out) == [130, -signal.SIGKILL]
-    assert [x for x in err.splitlines() if x] == [f"ringlab: {cli.STOPPED}"]
+    assert json.loads(out) == [130, -signal.SIGKILL, *(1 for _ in disks)]
+    said = {x.rpartition(": ")[2]: x for x in err.splitlines() if x}
+    why = ["No space left on device", "Read-only file system"] if disks else []
+    assert said.keys() == {*cli.STOPPED.split(": ")[-1:], *why}
+    assert all(said[w].startswith(f"ringlab: cannot use {tmp_path}") for w in why)
     assert [(reports / "cpu" / "page.html").read_bytes() for reports in stops] == old
-    assert not any(index.read_manifest(reports / "cpu")["complete"] for reports in stops)
-    monkeypatch.setattr(execute, "execute", run_in_this_process)
     for reports in stops:
+        assert index.read_manifest(reports / "cpu")["complete"] is False
         report(reports, notebook(page, "'done'"))
         assert index.read_manifest(reports / "cpu")["complete"] is True
-    while any(Path(f"/proc/{kernel}").exists() for kernel in kernels):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def test_a_real_full_or_read_only_disk_is_one_line(tmp_path):
-    """File systems of their own, in a mount namespace that ends with the command."""
-    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
-    if not shutil.which("unshare") or subprocess.run([*namespace, f"mount -t tmpfs tmpfs {tmp_path}"]).returncode:
-        pytest.skip("nobody may mount in a namespace here")
-    page = notebook(tmp_path / "page.ipynb", "1")
-    write_two_rows(tmp_path / "rows")
-    folders = [tmp_path / "full", tmp_path / "read-only"]
-    script = f"cd {tmp_path}; for f in full read-only; do mkdir $f; mount -t tmpfs -o size=160k tmpfs $f; "
-    script += "cp -r rows/cpu $f; done; head -c 200k /dev/zero > full/fill 2>&- || true; "
-    script += 'mount -o remount,ro read-only; exec "$@"'
-    done = subprocess.run(
-        [*namespace, script, "sh", sys.executable, "-c", COMMAND, str(page), *map(str, folders)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    lines = sorted(done.stderr.splitlines(), key=lambda line: "read-only" in line)
-    assert [line.rpartition(": ")[2] for line in lines] == ["No space left on device", "Read-only file system"]
-    assert all(line.startswith(f"ringlab: cannot use {tmp_path}") for line in lines)
-    assert json.loads(done.stdout) == [1, 1]
+    assert gone(kernels, 30)
 
 
 def test_a_file_in_place_of_the_folder_is_one_line(tmp_path):
