@@ -1,6 +1,7 @@
 """JupyterLab and a headless Chromium for the tests: a server on a free port, and a page driven through DevTools."""
 
 import base64
+import importlib
 import json
 import os
 import shutil
@@ -17,6 +18,15 @@ from ringlab.report import pdf, places
 
 LIB = Path(__file__).resolve().parents[2] / "lib"
 TOKEN = "a-token-of-the-tests"
+
+
+def browser() -> list[str]:
+    """The command of a Chromium; the test is skipped where there is none, or nothing to drive it with."""
+    pytest.importorskip("websocket", reason="driving a browser needs websocket-client")
+    try:
+        return pdf.chromium()
+    except places.UsageError as error:
+        pytest.skip(str(error))
 
 
 @contextmanager
@@ -101,18 +111,13 @@ class Page:
 
 
 @contextmanager
-def chromium(folder: Path, url: str, size: str = "1280,2400"):
-    """A headless Chromium that shows an address; the test is skipped where there is none."""
-    websocket = pytest.importorskip("websocket", reason="driving a browser needs websocket-client")
-    try:
-        browser = pdf.chromium()
-    except places.UsageError as error:
-        pytest.skip(str(error))
+def chromium(browser: list[str], folder: Path, url: str):
+    """A headless Chromium that shows an address."""
     profile = folder / "chromium"
     command = [
         *browser, "--headless=new", "--disable-gpu", "--remote-debugging-port=0", "--remote-allow-origins=*",
         "--no-first-run", "--disable-background-networking", "--disable-extensions", f"--user-data-dir={profile}",
-        f"--window-size={size}", *(["--no-sandbox"] if os.geteuid() == 0 else []), url,
+        "--window-size=1280,2400", *(["--no-sandbox"] if os.geteuid() == 0 else []), url,
     ]  # fmt: skip
     with ended(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         port = profile / "DevToolsActivePort"
@@ -124,7 +129,7 @@ def chromium(folder: Path, url: str, size: str = "1280,2400"):
                 pages = [p for p in json.load(answer) if p["type"] == "page"]
             return pages and pages[0]["webSocketDebuggerUrl"]
 
-        socket = websocket.create_connection(until(page, 30, "page"), timeout=60)
+        socket = importlib.import_module("websocket").create_connection(until(page, 30, "page"), timeout=60)
         try:
             yield (shown := Page(socket))
         except BaseException:
