@@ -1,6 +1,6 @@
 """JupyterLab and a headless Chromium for the tests: a server on a free port, and a page driven through DevTools."""
 
-import base64
+import contextlib
 import importlib
 import json
 import os
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def ended(command, **more):
     try:
         yield process
     finally:
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(10)
@@ -106,9 +106,6 @@ class Page:
     def until(self, expression: str, seconds: float = 60):
         return until(lambda: self.js(expression), seconds, f"{expression} in the page")
 
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-
 
 @contextmanager
 def chromium(browser: list[str], folder: Path, url: str):
@@ -130,10 +127,5 @@ def chromium(browser: list[str], folder: Path, url: str):
             return pages and pages[0]["webSocketDebuggerUrl"]
 
         socket = importlib.import_module("websocket").create_connection(until(page, 30, "page"), timeout=60)
-        try:
-            yield (shown := Page(socket))
-        except BaseException:
-            shown.screenshot(folder / "failed.png")
-            raise
-        finally:
-            socket.close()
+        with contextlib.closing(socket):
+            yield Page(socket)

@@ -6,7 +6,6 @@ import hashlib
 import random
 import textwrap
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
@@ -157,30 +156,3 @@ def notebook(path: Path, *cells: str) -> Path:
         cell.id = f"cell-{i}"
     nbformat.write(nb, path)
     return path
-
-
-class Page(HTMLParser):
-    """Tags and attributes of a page, and the table rows with their text."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags, self.rows, self.titles, self.inside = [], [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self.inside.append(tag)
-        if tag == "tr":
-            self.rows.append("")
-        if tag in ("h1", "h2", "h3", "title"):
-            self.titles.append("")
-
-    def handle_endtag(self, tag):
-        if tag in self.inside:
-            self.inside = self.inside[: len(self.inside) - 1 - self.inside[::-1].index(tag)]
-
-    def handle_data(self, data):
-        if "tbody" in self.inside and self.rows:
-            self.rows[-1] += data
-        if {"h1", "h2", "h3", "title"} & set(self.inside):
-            self.titles[-1] += data

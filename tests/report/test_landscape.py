@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,17 +70,17 @@ ABSENT = "dilated-attention-pytorch", "torchscale", "ring-attention-pytorch"
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """install(system, wrong=..., detached=...): a stand-in package, with the metadata that pip writes."""
+    """install(system, ...): a stand-in package, or another ``source``, with the metadata that pip writes."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
-    def install(system: str, version: str = "9.1", commit: str = "", wrong: float = 1.0, detached: str = "pass"):
-        name, source = FILES[system]
+    def install(system: str, version="9.1", commit="", wrong=1.0, detached="pass", source=""):
+        name, template = FILES[system]
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in [path.parent, *path.parent.parents][: name.count("/")]:
             (folder / "__init__.py").touch()
-        path.write_text(source.format(wrong=wrong, detached=detached))
+        path.write_text(source or template.format(wrong=wrong, detached=detached))
         (path.parent / "multihead_attention.py").write_text("flash_attn_func = None\n")
         known = tmp_path / f"{peers.PEERS[system][0].replace('-', '_')}-{version}.dist-info"
         known.mkdir()
@@ -101,10 +100,10 @@ def small(system: str):
     return patterns.Dense() if system.startswith("ring") else patterns.Dilated([16, 64], [1, 4], **kept)
 
 
-def prepared(system: str, options=(), **more) -> dict:
+def prepared(system: str, **more) -> dict:
     """What a worker answers that is asked to build, run and check the peer's point."""
-    point = Point(system, small(system), seq_len=64, heads=4, head_dim=8, options=options, **more)
-    return {"status": "ok"} | Worker(point, "cpu").answer("prepare", tolerance={})
+    shape = {"pattern": small(system), "seq_len": 64, "heads": 4, "head_dim": 8}
+    return {"status": "ok"} | Worker(Point(system, **shape | more), "cpu").answer("prepare", tolerance={})
 
 
 @pytest.mark.parametrize("system", peers.PEERS)
@@ -112,56 +111,45 @@ def test_a_package_that_computes_what_it_says_is_ok(site, system):
     site(system)
     assert peers.installed(system) == "9.1"
     for more in ({}, {"passes": "fwd+bwd"}, {"passes": "fwd+bwd", "causal": True}):
-        found = prepared(system, {"version": "9.1"}, **more)
+        found = prepared(system, options={"version": "9.1"}, **more)
         assert found["status"] == "ok" and found["errors"].keys() >= {"out"}, found.get("reason")
     if system == "torchscale_dilated":
         component = importlib.import_module("torchscale.component.multihead_attention")
         assert component.flash_attn_func is None, "the kernel that stands in is gone afterwards"
 
 
-@pytest.mark.parametrize("system", ["dilated_attention_pytorch", "ring_attention_pytorch"])
-def test_a_package_that_computes_another_function_is_incorrect(site, system):
-    site(system, wrong=1.001)
-    found = prepared(system)
-    assert found["status"] == "incorrect" and found["reason"].startswith("out is off by 1.0e-03, allowed 5.0e-06")
+OFF, BROKEN = "out is off by 1.0e-03, allowed 5.0e-06", "import no_such_thing\n"
 
 
-def test_a_package_with_wrong_gradients_is_right_forward_and_incorrect_backward(site):
-    site("torchscale_dilated", detached="out = out + 0.1 * (q - q.detach())")
-    assert prepared("torchscale_dilated")["status"] == "ok"
-    found = prepared("torchscale_dilated", passes="fwd+bwd")
-    assert found["status"] == "incorrect" and found["reason"].startswith("dq is off by")
-
-
-@pytest.mark.parametrize("system", peers.PEERS)
-def test_an_absent_package_is_unsupported_and_says_how_to_install_it(system):
-    if peers.installed(system):
-        pytest.skip(f"{system} is installed here")
-    found = prepared(system)
-    assert found["status"] == "unsupported" and found["reason"] == f"not installed: {peers.PEERS[system][1]}"
-
-
-@pytest.mark.parametrize("system, changes, said", [
-    ("torchscale_dilated", {"pattern": patterns.Dense()}, "computes dilated lse with offsets by block, not dense"),
-    ("torchscale_dilated", {"heads": 4, "kv_heads": 2}, "as many K/V heads as heads, got 2 and 4"),
-    ("torchscale_dilated", {"world_size": 2}, "one device, not on 2 ranks"),
-    ("ring_attention_pytorch", {"pattern": small("torchscale_dilated")}, "computes dense attention, not dilated"),
+@pytest.mark.parametrize("system, package, point, status, said", [
+    *((system, None, {}, "unsupported", f"not installed: {how}") for system, (_, how) in peers.PEERS.items()),
+    ("torchscale_dilated", {"version": "0.3.0", "commit": "1a2b3c4d5e6f"}, {"options": {"version": "0.2.0"}},
+     "unsupported", "torchscale 0.2.0 was asked for, 0.3.0+1a2b3c4 is installed"),
+    ("dilated_attention_pytorch", {"source": BROKEN}, {}, "unsupported",
+     "cannot be imported: No module named 'no_such_thing'"),
+    ("torchscale_dilated", {}, {"pattern": patterns.Dense()}, "unsupported",
+     "computes dilated lse with offsets by block, not dense"),
+    ("torchscale_dilated", {}, {"kv_heads": 2}, "unsupported", "as many K/V heads as heads, got 2 and 4"),
+    ("ring_attention_pytorch", {}, {"pattern": small("torchscale_dilated")}, "unsupported",
+     "computes dense attention, not dilated"),
+    ("dilated_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
+    ("ring_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
+    ("torchscale_dilated", {"detached": "out = out + 0.1 * (q - q.detach())"}, {"passes": "fwd+bwd"}, "incorrect",
+     "dq is off by"),
 ])  # fmt: skip
-def test_what_a_package_does_not_compute_is_refused(site, system, changes, said):
-    site(system)
-    with pytest.raises(ValueError, match=said):
-        build(Point(**{"system": system, "pattern": small(system), "seq_len": 64} | changes), "cpu")
+def test_an_absent_another_or_a_wrong_package_is_told_apart(site, system, package, point, status, said):
+    if package is not None:
+        site(system, **package)
+    elif peers.installed(system):
+        pytest.skip(f"{system} is installed here")
+    found = prepared(system, **point)
+    assert found["status"] == status and said in found["reason"]
+    assert "passes" not in point or prepared(system)["status"] == "ok", "right forward"
 
 
-def test_another_version_and_a_broken_package_are_refused_in_one_line(site):
-    site("torchscale_dilated", version="0.3.0", commit="1a2b3c4d5e6f")
-    assert peers.installed("torchscale_dilated") == "0.3.0+1a2b3c4"
-    found = prepared("torchscale_dilated", {"version": "0.2.0"})
-    assert "torchscale 0.2.0 was asked for, 0.3.0+1a2b3c4 is installed" in found["reason"]
-    site("dilated_attention_pytorch")
-    Path(sys.path[0], FILES["dilated_attention_pytorch"][0]).write_text("import no_such_thing\n")
-    found = prepared("dilated_attention_pytorch")
-    assert found["status"] == "unsupported" and "cannot be imported: No module named 'no_such_thing'" in found["reason"]
+def test_a_package_runs_on_one_device():
+    with pytest.raises(ValueError, match="one device, not on 2 ranks"):
+        build(Point("torchscale_dilated", small("torchscale_dilated"), seq_len=64, world_size=2), "cpu")
 
 
 def test_a_gpu_runs_the_packages_own_kernel():
