@@ -115,6 +115,8 @@ class Shown:
         assert alt.strip() and caption.strip()
         self.texts += [caption, alt]
         self._keep(data)
+        if fig is not None:
+            figures.plt.close(fig)
 
 
 def run_in_this_process(source, target, parameters, **_):

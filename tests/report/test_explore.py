@@ -171,14 +171,11 @@ def test_run_measures_the_chosen_point_and_sets_it_beside_the_estimate(monkeypat
     assert line[4].text == "8 KiB" and "estimated" in line[4].sub and line[5].text == "4.0e-07"
 
 
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"errors": {"out": 1e-3}}, "incorrect: out is off by 1.0e-03, allowed 5.0e-06"),
-        ({"errors": {}}, "suspect: no correctness check"),
-        ({"status": "timeout", "reason": "took more than 60 s"}, "timeout: took more than 60 s"),
-    ],
-)
+@pytest.mark.parametrize("changes, said", [
+    ({"errors": {"out": 1e-3}}, "incorrect: out is off by 1.0e-03, allowed 5.0e-06"),
+    ({"errors": {}}, "suspect: no correctness check"),
+    ({"status": "timeout", "reason": "took more than 60 s"}, "timeout: took more than 60 s"),
+])  # fmt: skip
 def test_no_number_without_its_check(changes, said):
     choice = Choice(seq_len="256", profile="gtx1080", **SMALL)
     point = trial.point(choice)
@@ -221,6 +218,9 @@ def test_every_place_follows_the_controls(opened):
     def visible():
         return {name for name, control in opened.controls.items() if control.layout.display != "none"}
 
+    bundle, figures = opened._repr_mimebundle_(), plt.get_fignums()
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert "Estimate for NVIDIA GeForce GTX 1080" in bundle["text/plain"] == bundle["text/markdown"], "without widgets"
     assert "lengths" in visible() and not {"window", "levels", "scheme", "layout"} & visible()
     assert changed(ranks=2) >= {"pattern", "facts", "traffic", "memory", "bounds", "code"}
     assert "Sent between 2 ranks by plan" in alts(opened.places["traffic"].value)
@@ -230,7 +230,7 @@ def test_every_place_follows_the_controls(opened):
     assert changed(kind="hierarchical") >= {"pattern", "facts", "traffic", "memory", "bounds", "code"}
     assert {"levels", "block_size", "scheme", "layout"} <= visible() and not {"lengths", "window"} & visible()
     assert changed(passes="fwd+bwd", scheme="ulysses") >= {"facts", "traffic", "memory", "bounds", "code"}
-    assert plt.get_fignums() == []
+    assert plt.get_fignums() == figures, "all are closed"
 
 
 def test_the_longest_sequence_follows_and_only_for_what_is_still_asked(opened, monkeypatch):
@@ -269,17 +269,14 @@ def test_bad_input_is_one_line_and_nothing_of_another_choice_stays(opened):
 
 
 def test_run_that_fails_is_one_line(opened, monkeypatch):
-    errors = (ValueError("no\nroom"), "no room"), (KeyboardInterrupt(), "Stopped."), (OSError("full"), "full")
-    for error, said in errors:
+    for error, said in (
+        (ValueError("no\nroom"), "no room"),
+        (KeyboardInterrupt(), "Stopped."),
+        (OSError("full"), "full"),
+    ):
         monkeypatch.setattr(trial, "run", lambda *a, error=error: (_ for _ in ()).throw(error))
         opened.button.click()
         assert said in opened.places["status"].value and not opened.button.disabled and not opened.results
-
-
-def test_who_shows_no_widgets_sees_the_facts(opened):
-    bundle = opened._repr_mimebundle_()
-    assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert "Estimate for NVIDIA GeForce GTX 1080" in bundle["text/plain"] == bundle["text/markdown"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -174,14 +174,11 @@ def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(pl
     assert stops >= 6
 
 
-@pytest.mark.parametrize(
-    "cell, said",
-    [
-        ("raise ValueError('no luck')", "raised ValueError: no luck"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed its kernel"),
-        ("while True: pass", "did not end within 1 s"),
-    ],
-)
+@pytest.mark.parametrize("cell, said", [
+    ("raise ValueError('no luck')", "raised ValueError: no luck"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed its kernel"),
+    ("while True: pass", "did not end within 1 s"),
+])  # fmt: skip
 def test_failures_are_told_apart_and_rendered(tmp_path, monkeypatch, capfd, cell, said):
     write_two_rows(tmp_path)
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])

@@ -26,19 +26,16 @@ ITEMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda: figures.bars(ITEMS, xlabel="Time (ms)", bound_label="bound"),
-        lambda: figures.bars(ITEMS, xlabel="Time (ms)", log=True),
-        lambda: figures.ratios(ITEMS, xlabel="Times faster"),
-        lambda: figures.ratios([], xlabel="Times faster"),
-        lambda: curves.lines(
-            {"a": [(1024, 1.0, 0.9, 1.1), (2048, 2.0, 1.9, 2.1)], "b": [(1024, 3.0, None, None)]},
-            xlabel="Tokens", ylabel="Time (ms)", dashed=["b"],
-        ),
-    ],
-)  # fmt: skip
+LINES = {"a": [(1024, 1.0, 0.9, 1.1), (2048, 2.0, 1.9, 2.1)], "b": [(1024, 3.0, None, None)]}
+
+
+@pytest.mark.parametrize("draw", [
+    lambda: figures.bars(ITEMS, xlabel="Time (ms)", bound_label="bound"),
+    lambda: figures.bars(ITEMS, xlabel="Time (ms)", log=True),
+    lambda: figures.ratios(ITEMS, xlabel="Times faster"),
+    lambda: figures.ratios([], xlabel="Times faster"),
+    lambda: curves.lines(LINES, xlabel="Tokens", ylabel="Time (ms)", dashed=["b"]),
+])  # fmt: skip
 def test_figures_are_the_same_every_time_and_follow_the_scheme(draw):
     with figures.plt.rc_context({"font.size": 30}):  # a user's own settings
         svg = svg_of(draw())
