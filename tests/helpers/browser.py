@@ -1,7 +1,6 @@
 """JupyterLab and a headless Chromium for the tests: a server on a free port, and a page driven through DevTools."""
 
 import contextlib
-import importlib
 import json
 import os
 import shutil
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,7 +27,7 @@ def browser() -> list[str]:
         pytest.skip(str(error))
 
 
-@contextmanager
+@contextlib.contextmanager
 def ended(command, **more):
     """A process in a group of its own, which ends with the block."""
     process = subprocess.Popen(command, start_new_session=True, **more)
@@ -54,7 +52,7 @@ def until(found, seconds: float, what: str):
     return value
 
 
-@contextmanager
+@contextlib.contextmanager
 def jupyterlab(folder: Path, notebook: Path, startup: str):
     """JupyterLab over a copy of a notebook in ``folder``, with settings of its own; yields the notebook's address.
 
@@ -107,9 +105,11 @@ class Page:
         return until(lambda: self.js(expression), seconds, f"{expression} in the page")
 
 
-@contextmanager
+@contextlib.contextmanager
 def chromium(browser: list[str], folder: Path, url: str):
     """A headless Chromium that shows an address."""
+    import websocket
+
     profile = folder / "chromium"
     command = [
         *browser, "--headless=new", "--disable-gpu", "--remote-debugging-port=0", "--remote-allow-origins=*",
@@ -126,6 +126,5 @@ def chromium(browser: list[str], folder: Path, url: str):
                 pages = [p for p in json.load(answer) if p["type"] == "page"]
             return pages and pages[0]["webSocketDebuggerUrl"]
 
-        socket = importlib.import_module("websocket").create_connection(until(page, 30, "page"), timeout=60)
-        with contextlib.closing(socket):
+        with contextlib.closing(websocket.create_connection(until(page, 30, "page"), timeout=60)) as socket:
             yield Page(socket)

@@ -45,7 +45,7 @@ def test_only_the_same_call_in_another_group_counts():
     assert pace.spread(twins) == pace.spread(same)
 
 
-def test_intervals_of_two_runs_at_other_paces_meet_only_when_widened():
+def test_intervals_of_two_runs_at_other_paces_overlap_only_when_widened():
     noise = random.Random(2)
     first, second = (rows_at([math.exp(noise.gauss(0, 0.08)) for _ in range(12)]) for _ in range(2))
 
@@ -94,9 +94,9 @@ def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
 
 @pytest.mark.parametrize("count, factor", [(3, 1.5), (10, 1.5), (20, 1.5), (3, 100.0), (20, 100.0)])
 def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excuse_itself(tmp_path, count, factor):
-    """One of some calls took ``factor`` times as long the second time: it is marked, and the others keep narrow.
+    """One of some calls took ``factor`` times as long the second time, which its own samples do not show.
 
-    Its own samples say nothing of it.
+    It is marked, and the intervals of the others stay narrow.
     """
     calls = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n) for n in range(1, count + 1)]
     noise, rows = random.Random(count), []

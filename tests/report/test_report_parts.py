@@ -70,7 +70,7 @@ def test_html_and_markdown_are_escaped():
     assert "<script>" not in table.html and "\\<script>\\|" in table.markdown
 
 
-def test_a_table_names_its_rows_aligns_numbers_and_gives_words_room():
+def test_a_table_names_its_rows_aligns_numbers_and_wraps_text():
     row = ["a", 1234, "needs a device that is not here"]
     table = tables.Table("t", ["Name", ">Time (ms)", "Why"], [row], stamp="test")
     assert '<th scope="row">a <small class="stamp">test</small></th><td class="n">1,234</td>' in table.html
