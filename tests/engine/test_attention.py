@@ -1,7 +1,5 @@
 """What attention does besides its value: arguments, memory, gradients, compilers, and rounding that must not add up."""
 
-from math import inf
-
 import pytest
 import torch
 from helpers import errors
@@ -31,7 +29,6 @@ GOOD = torch.zeros(1, 16, 4, 8)
         (dict(q=GOOD.to_sparse()), ValueError, "q must be a plain tensor, got a torch.sparse_coo one"),
         (dict.fromkeys("qkv", GOOD.to("meta")), NotImplementedError, "runs on cpu and cuda tensors, got meta"),
         (dict(pattern="dense"), TypeError, "pattern must be a ringlab pattern, got str"),
-        (dict(scale=float("nan")), ValueError, "scale must be finite"),
         (dict(scale=1e300), ValueError, "scale must be finite"),
         (dict(scheme="ring"), ValueError, "scheme and layout are for several ranks"),
         (dict(group=Simulated(2), scheme="rings"), ValueError, "unknown scheme 'rings'; known: auto, plan, ring"),
@@ -135,8 +132,7 @@ def test_no_gradient_is_computed_where_none_is_asked_for():
     q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))
     assert not attention(q, k, v, LADDER).requires_grad
     v.requires_grad_()
-    out, lse = attention(q, k, v, LADDER, return_lse=True)
-    (dv,) = torch.autograd.grad(out.sum(), v)
+    (dv,) = torch.autograd.grad(attention(q, k, v, LADDER).sum(), v)
     assert dv.shape == v.shape
 
 
@@ -175,8 +171,6 @@ def test_double_backward_raises(power):
     with pytest.raises(NotImplementedError, match="double backward is not supported") as caught:
         (loss + dq.square().sum()).backward()
     assert "\n" not in str(caught.value)
-    with pytest.raises(NotImplementedError, match="double backward is not supported"):
-        torch.autograd.functional.hessian(lambda q: attention(q, k, v, LADDER).pow(power).sum(), q)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp itself
@@ -275,4 +269,4 @@ def test_mistakes_are_seen(name):
     )  # joined by lse whose cotangent is exact, it is right
     found = differentiated(out, want["lse"], (q, k, v), dout, None)
     worst = max(errors(found, want, q, k, dout).values())
-    assert worst <= 5e-6 if name == "right" else 1e-4 < worst < inf
+    assert worst <= 5e-6 if name == "right" else 1e-4 < worst < torch.inf

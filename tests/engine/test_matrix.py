@@ -82,7 +82,7 @@ def test_ranks_in_half_precision(scheme, pattern):
     assert not all_wrong(c for c in cases if matrix.fits(pattern, c.layout, c.causal, scheme))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_cases(seed):
     """Every axis at random, with scales of either sign and zero."""
     rng, few = random.Random(seed), 0

@@ -81,8 +81,7 @@ def test_another_error_is_not_tried_again(monkeypatch):
 
 
 def test_what_counts_as_out_of_memory():
-    words = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
-    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(words)):
+    for error in (MemoryError(), torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
         assert is_out_of_memory(error)
     assert not is_out_of_memory(RuntimeError("shapes disagree")) and not is_out_of_memory(KeyboardInterrupt())
 
