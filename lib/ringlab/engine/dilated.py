@@ -7,7 +7,9 @@ min(r, heads / r) calls, and as many again for a short last segment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
 from math import lcm
 
 from torch import Tensor
@@ -46,7 +48,8 @@ def make_plan(
     chunk, block, blocks = range(n) if chunk is None else chunk, block or heads, []
     for start in range(0, heads, block):
         inside = range(start, min(start + block, heads))
-        calls = tuple(c for b in branches for c in _branch_calls(b, chunk, heads // kv_heads, inside, first_branch))
+        each = (_branch_calls(b, chunk, heads // kv_heads, inside, first_branch) for b in branches)
+        calls = tuple(call for calls in each for call in fold_heads(calls))
         blocks.append((inside, calls, calls))
     covered = all(h in first_branch and first_branch[h].rate == 1 for h in range(heads))
     return Plan(
@@ -76,6 +79,31 @@ def _branch_calls(
                 queries = View(rows, row, b.rate, b.length, head, head_step, shift)
                 keys = View(rows, row, b.rate, b.length, kv_head, kv_step, shift)
                 yield Call(queries, keys, count, len(run), causal=True, first=first)
+
+
+def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
+    """Join calls that differ by their heads, and perhaps by where their rows begin, as nodes of one call."""
+
+    def place(call: Call) -> tuple[int, ...]:
+        return call.q.first, call.q.head, call.k.first, call.k.head
+
+    def shape(call: Call) -> object:
+        if call.nodes > 1 or call.q.index is not None or call.k.index is not None:
+            return id(call)
+        return replace(call, q=replace(call.q, first=0, head=0), k=replace(call.k, first=0, head=0))
+
+    for _, alike in groupby(calls, shape):
+        alike = list(alike)
+        for run in even_runs([place(call) for call in alike]):
+            mine, alike = alike[: len(run)], alike[len(run) :]
+            (_, q_step), (_, q_head), (_, k_step), (_, k_head) = first_and_step(run)
+            q, k = mine[0].q, mine[0].k
+            apart = all(not by or by >= v.step * v.rows for v, by in ((q, q_step), (k, k_step)))
+            if len(run) > 1 and apart and q_head and (k_step or k_head):  # no row of a gradient twice
+                q, k = replace(q, node_step=q_step, node_head=q_head), replace(k, node_step=k_step, node_head=k_head)
+                yield replace(mine[0], q=q, k=k, nodes=len(run))
+            else:
+                yield from mine
 
 
 def _pieces(chunk: range, length: int) -> Iterator[tuple[int, int, int]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..block_patterns import BlockSparse
 from ..engine import Execution, dilated, execute
 from ..engine.blocks import layer, layers_of, tile
-from ..engine.dilated import first_and_step, progressions
+from ..engine.dilated import first_and_step, fold_heads, progressions
 from ..engine.execute import Call, Plan, View, head_block
 from ..kernels.base import HALF, Kernel, accumulation_dtype, supports_lower_right_causal
 from ..patterns import Branch, Dense
@@ -171,7 +171,7 @@ class Rank:
 
     def _calls(self, source: int | None) -> Plan:
         calls = received_calls(self.plan) if source is None else cross_rank_calls(self.problem, self.rank, source)
-        n, heads, calls = self.problem.layout.size(self.rank), range(self.problem.heads), tuple(calls)
+        n, heads, calls = self.problem.layout.size(self.rank), range(self.problem.heads), tuple(fold_heads(calls))
         return Plan(((heads, calls, calls),), (), merges=True, same_rows=False, rows=range(n), period=n)
 
     def heads_at_a_time(self, q: Tensor) -> int:
