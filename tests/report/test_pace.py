@@ -118,3 +118,12 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
         f"Whether {len(marked)} of {count} times, which an earlier run of this code measured too, are what they were"
     )
     assert again in shown
+
+
+def test_a_ratio_is_of_the_rows_that_are_asked_for(tmp_path):
+    """Rows that are made for one question are gone after it, and others may then have their ids."""
+    slow, fast = rows_at([1.0])[:2]
+    shown = study.Study(hardware.get_profile("cpu"), [slow, fast], tmp_path)
+    for factor in range(1, 40):
+        found = shown.ratio(row(slow.point, slow.group, 0.1 * factor), fast)
+        assert found.value == pytest.approx(factor / 2)

@@ -165,9 +165,9 @@ class Study:
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
-            found = apart(measure.ratio(slow, fast), self.pace)
-            self._ratios[key] = replace(found, resolution=self.resolution)
-        return self._ratios[key]
+            found = replace(apart(measure.ratio(slow, fast), self.pace), resolution=self.resolution)
+            self._ratios[key] = slow, fast, found  # the rows too, or other rows could get their ids
+        return self._ratios[key][2]
 
     @cached_property
     def twins(self) -> list:
