@@ -124,6 +124,7 @@ class Member:
     point: Point
     samples: dict[int, float]
     timed: bool
+    threads: int  # of each rank
     workers: Workers
     row: dict = field(default_factory=lambda: {"status": "ok", "reason": "", "cpu_s": 0.0})
     wanted: int = 0
@@ -132,10 +133,6 @@ class Member:
     @property
     def alive(self) -> bool:
         return self.row["status"] == "ok"
-
-    @property
-    def left(self) -> int:
-        return max(0, self.wanted - len(self.samples)) if self.alive else 0
 
 
 CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, with its libraries' workspaces
@@ -226,8 +223,10 @@ class Session:
         turns = ", taking turns" if group.interleave and len(points) > 1 else ""
         self.progress.say(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.progress.left()})")
         if run is None:
-            run = Unfinished(uuid4().hex[:12])
-            self._append(run, kind="run", group=group.name, members=group.id, key=provenance.key(self.here))
+            run = Unfinished({"run": uuid4().hex[:12], "rehearsal": self.rehearsal})
+            self.store.append(
+                kind="run", group=group.name, members=group.id, key=provenance.key(self.here), **run.about
+            )
         most = len(points) if group.interleave else 1  # points whose processes live at the same time
         if group.interleave and self.device == "cuda" and self.here["device_memory_bytes"]:
             most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))
@@ -245,12 +244,11 @@ class Session:
     def _start(self, group: Group, run: Unfinished, point: Point) -> Member:
         """Start a point's processes; on a GPU, where it takes seconds, those of a group build their systems at once."""
         early = self.device == "cuda" and point.world_size == 1
-        settings = self.settings | {"point": point.to_dict(), "early": early, "threads": self._threads(group)}
+        threads = max(1, self.threads // group.ranks)
+        settings = self.settings | {"point": point.to_dict(), "early": early, "threads": threads}
+        workers = self.start(settings, point.world_size)
         timed = group.timed and point.world_size <= self.threads  # no time without a core for each rank
-        return Member(point, run.samples.setdefault(point.id, {}), timed, self.start(settings, point.world_size))
-
-    def _threads(self, group: Group) -> int:
-        return max(1, self.threads // group.ranks)
+        return Member(point, run.samples.setdefault(point.id, {}), timed, threads, workers)
 
     def _run_together(self, group: Group, run: Unfinished, members: list[Member]) -> list[Member]:
         """Prepare all members, take rounds in turn and store the results; return those to measure again, alone."""
@@ -272,17 +270,17 @@ class Session:
         members = [m for m in members if m.alive]
         for member, count in zip(members, rounds_for([m.row["estimate"] for m in members], group.interleave)):
             member.wanted = max(count, group.rounds)
-        first = run.rounds
-        while waiting := [m for m in members if m.left]:
-            done, turn = run.rounds - first, run.rounds % len(waiting)  # each comes first in some round
-            text = f"{group.name}: round {done + 1} of {done + max(m.left for m in waiting)}"
+        while waiting := [m for m in members if m.alive and len(m.samples) < m.wanted]:
+            turn = run.rounds % len(waiting)  # each comes first in some round
             for member in waiting[turn:] + waiting[:turn]:
+                number = len(member.samples) + 1
+                text = f"{group.name}: round {number} of {member.wanted}"
                 with others.watched(lambda member=member: member.row["cpu_s"]):
-                    self._ask(member, "sample", (1 - PREPARED) / member.wanted, text, last=member.left == 1)
+                    self._ask(member, "sample", (1 - PREPARED) / member.wanted, text, last=number == member.wanted)
                 if member.alive:
                     seconds = member.samples[run.rounds] = member.row["seconds"]
                     sample = {"round": run.rounds, "seconds": seconds, "loops": member.row["loops"]}
-                    self._append(run, kind="sample", point=member.point.id, **sample)
+                    self.store.append(kind="sample", point=member.point.id, **run.about, **sample)
             run.rounds += 1
         for member in members:
             if member.alive:
@@ -326,13 +324,12 @@ class Session:
             row = {k: v for k, v in member.row.items() if k not in ("cpu_s", "known", "estimate", "seconds")}
             if group.ranks > 1:
                 oversubscribed = member.point.world_size > self.threads
-                how = {"threads": self._threads(group), "oversubscribed": oversubscribed}
-                row["ranks"] = how | row.get("ranks", {})
+                row["ranks"] = {"threads": member.threads, "oversubscribed": oversubscribed} | row.get("ranks", {})
             if member.alive:
                 row |= self._judged(member, rate, others.high)
             samples = member.samples if row.get("median") is not None else {}
             result = Result(
-                point=member.point, group=group.name, run=run.run, rehearsal=self.rehearsal,
+                point=member.point, group=group.name, **run.about,
                 composition=group.composition(member.point), interleaved=group.interleave,
                 seconds=tuple(samples.values()), rounds=tuple(samples), final=row["status"] != "crashed",
                 provenance=origin | {"seed": member.point.id}, **row,
@@ -356,9 +353,6 @@ class Session:
             if below:
                 doubts.append(f"{found.median * 1e3:.3g} ms is below its bound of {bound * 1e3:.3g} ms")
         return row | ({"status": "suspect", "reason": "; ".join(doubts)} if doubts else {})
-
-    def _append(self, run: Unfinished, **row) -> None:
-        self.store.append(run=run.run, rehearsal=self.rehearsal, **row)
 
 
 class Interrupted(KeyboardInterrupt):

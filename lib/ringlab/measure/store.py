@@ -109,9 +109,9 @@ def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
 
 @dataclass
 class Unfinished:
-    """A run of a group to go on with: its name, the rounds begun, the samples of points without a result."""
+    """A run of a group: fields of all its rows, the rounds begun, the samples of points without a result."""
 
-    run: str
+    about: dict
     rounds: int = 0
     samples: dict[str, dict[int, float]] = field(default_factory=dict)
 
@@ -119,11 +119,11 @@ class Unfinished:
 def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) -> Unfinished | None:
     """The newest run of exactly these points by this engine, torch, device and machine."""
     found: Unfinished | None = None
-    about = {"group": group.name, "members": group.id, "key": list(key(here)), "rehearsal": rehearsal}
+    same = {"group": group.name, "members": group.id, "key": list(key(here)), "rehearsal": rehearsal}
     for _, row in _rows(folder, []):
-        if row.get("kind") == "run" and about.items() <= row.items():
-            found = Unfinished(row["run"])
-        elif found is None or row.get("run") != found.run:
+        if row.get("kind") == "run" and same.items() <= row.items():
+            found = Unfinished({"run": row["run"], "rehearsal": rehearsal})
+        elif found is None or row.get("run") != found.about["run"]:
             continue
         elif row["kind"] == "sample":
             found.samples.setdefault(row["point"], {})[row["round"]] = row["seconds"]

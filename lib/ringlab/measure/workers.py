@@ -61,7 +61,7 @@ class Workers:
         for process in self.processes:
             process.send((command, arguments))
         several = len(self.processes) > 1
-        ends = launch.collect(self.processes, timeout_s, read=_end_of)
+        ends = launch.collect(self.processes, timeout_s, read=lambda end: end)
         counts = launch.beats(self.folder.name, len(self.processes))
         found = launch.culprit(ends, counts)
         if found is None:
@@ -85,11 +85,6 @@ class Workers:
         for stderr in self.stderrs:
             stderr.close()
         self.folder.cleanup()
-
-
-def _end_of(reply: dict) -> End:
-    kind, culprit = reply.pop("kind", "error"), reply.pop("culprit", None)
-    return End("ok" if reply["status"] == "ok" else kind, reply, culprit=culprit)
 
 
 def _merged(replies: list[dict]) -> dict:
@@ -229,8 +224,7 @@ class Worker:
                 status = "unsupported"
             else:
                 reason = f"{type(error).__name__}: {reason}"
-            culprit = getattr(error, "rank", None)
-            return {"status": status, "reason": reason, "kind": End.of(error).kind, "culprit": culprit}
+            return {"status": status, "reason": reason, "end": End.of(error)}
 
 
 def probe(dtypes: list[str]) -> dict:
@@ -254,4 +248,6 @@ def serve(channel: Connection, settings: dict) -> None:
         command, arguments = pickle.loads(channel.recv_bytes())
         reply = probe(**arguments) if command == "probe" else worker.answer(command, **arguments)
         reply = {"status": "ok", "reason": "", "cpu_s": time.process_time()} | reply
-        channel.send_bytes(pickle.dumps(reply))
+        end = reply.pop("end", None) or End("ok" if reply["status"] == "ok" else "error")
+        end.value = reply
+        channel.send_bytes(pickle.dumps(end))
