@@ -197,34 +197,24 @@ def test_hashes_see_code_and_nothing_else(tmp_path):
     source += 'class A:\n    y = "text"\n'
     same = '"""Module."""\n# comment\ndef f(x):\n    """Doc."""\n    if x < 0:\n        raise ValueError("another")\n'
     same += "    return (x +\n            1)  # why\n\n\nclass A:\n    'Doc.'\n    y = 'text'\n"
+    edits = [("+ 1", "+ 2"), ('"text"', '"Text"'), ("    y", "    z = 1\n    y"), ("Value", "Type"), ("<", "<=")]
+    engine = [{"patterns": source.replace(*edit)} for edit in edits] + [{"kernels/eager": ""}, {"ring/group": ""}]
+    method = [{"measure/timing": ""}, {"measure/systems": ""}, {"cost": ""}]
+    neither = [{"patterns": same}]  # and what only starts, tunes or shows
+    neither += [{"measure/session": ""}, {"report/driver": ""}, {"ring/launch": ""}, {"kernels/triton_tune": ""}]
 
-    def changes(patterns=source, **others) -> tuple[bool, bool]:
-        """Whether the hashes of the engine and of the method change with these files."""
+    def hashes(files) -> tuple[str, str]:
         package = tmp_path / str(len(list(tmp_path.iterdir())))
-        for file, text in (others | {"patterns": patterns}).items():
-            path = package / f"{file.replace('__', '/')}.py"
+        for file, text in ({"patterns": source} | files).items():
+            path = package / f"{file}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return provenance.engine_hash(package) != base[0], provenance.method_hash(package) != base[1]
+        return provenance.engine_hash(package), provenance.method_hash(package)
 
-    base = None, None
-    changes()
-    base = provenance.engine_hash(tmp_path / "0"), provenance.method_hash(tmp_path / "0")
-    assert changes(same) == (False, False)
-    for old, new in (
-        ("+ 1", "+ 2"),
-        ('"text"', '"Text"'),
-        ("    y =", "    z = 1\n    y ="),
-        ("Value", "Type"),
-        ("<", "<="),
-    ):
-        assert changes(source.replace(old, new)) == (True, False), new
-    for file in ("kernels__eager", "ring__group"):
-        assert changes(**{file: "x = 1"}) == (True, False)
-    for file in ("measure__timing", "measure__systems", "cost"):
-        assert changes(**{file: "x = 1"}) == (False, True)
-    for file in ("measure__session", "measure__store", "report__driver", "cli", "ring__launch", "kernels__triton_tune"):
-        assert changes(**{file: "x = 1"}) == (False, False), "it only starts, tunes or shows"
+    base = hashes({})
+    for changes, differ in (engine, (True, False)), (method, (False, True)), (neither, (False, False)):
+        for files in changes:
+            assert tuple(a != b for a, b in zip(hashes(files), base)) == differ, files
 
 
 def test_every_module_is_on_a_side(tmp_path):
