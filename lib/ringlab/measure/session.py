@@ -214,7 +214,7 @@ class Session:
         """Whether other work takes cores that our threads need."""
         with (now := self.contention(self.threads)).watched():
             time.sleep(1.0)
-        if now.high and self.show:
+        if now.high:
             warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
         return now.high
 
@@ -224,9 +224,8 @@ class Session:
         self.progress.say(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.progress.left()})")
         if run is None:
             run = Unfinished({"run": uuid4().hex[:12], "rehearsal": self.rehearsal})
-            self.store.append(
-                kind="run", group=group.name, members=group.id, key=provenance.key(self.here), **run.about
-            )
+            key = provenance.key(self.here)
+            self.store.append(kind="run", group=group.name, members=group.id, key=key, **run.about)
         most = len(points) if group.interleave else 1  # points whose processes live at the same time
         if group.interleave and self.device == "cuda" and self.here["device_memory_bytes"]:
             most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))

@@ -184,12 +184,10 @@ def warm(point: Point, device: torch.device) -> None:
         torch.autograd.grad(out.sum(), x)
     if device.type != "cpu" or point.seq_len <= 4 * WARM_TOKENS or point.system in ALREADY_WARM:
         return
-    try:
+    with suppress(Refused, NotImplementedError):  # perhaps of this length alone; the point itself comes next
         system = build(point.but(seq_len=WARM_TOKENS), device)
         with tracking.LiveStorageTracker():
             system.run(system.inputs())
-    except (Refused, NotImplementedError):  # perhaps of this length alone; the point itself comes next
-        return
     memory.GLOBAL_POOL.clear()
     memory.RESULTS.clear()
     gc.collect()

@@ -11,6 +11,7 @@ import gc
 import pickle
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,19 +39,25 @@ def died(code: int, said: str) -> dict:
     return {"status": "crashed", "reason": f"the worker ended with exit code {code}" + (f": {said}" if said else "")}
 
 
-class Workers:
-    """The processes of one point, one for each rank. If they cannot be started, every reply says why."""
+class Workers(ExitStack):
+    """The processes of one point, one for each rank. If they cannot be started, every reply says why.
+
+    ``close`` ends the processes and all that they started.
+    """
 
     def __init__(self, settings: dict, ranks: int = 1):
-        self.settings, self.failed = settings, None
-        self.folder = tempfile.TemporaryDirectory(prefix="ringlab-")
-        self.processes: list[Process] = []
-        self.stderrs = [open(Path(self.folder.name, f"{rank}.stderr"), "w+b") for rank in range(ranks)]
+        super().__init__()
+        self.settings, self.failed, self.processes = settings, None, []
+        self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix="ringlab-"))
+        paths = [Path(self.folder, f"{rank}.stderr") for rank in range(ranks)]
+        self.stderrs = [self.enter_context(open(path, "w+b")) for path in paths]
         modules = (__name__, launch.COMPILER) if ranks > 1 else (__name__,)
         try:
             for rank, stderr in enumerate(self.stderrs):
-                own = settings | {"rank": rank, "folder": self.folder.name}
-                self.processes.append(Process(serve, own, modules=modules, output=(stderr.fileno(), stderr.fileno())))
+                own = settings | {"rank": rank, "folder": self.folder}
+                process = Process(serve, own, modules=modules, output=(stderr.fileno(), stderr.fileno()))
+                self.callback(process.end)
+                self.processes.append(process)
         except Ended as error:
             self.failed = died(error.code, error.said)
 
@@ -62,7 +69,7 @@ class Workers:
             process.send((command, arguments))
         several = len(self.processes) > 1
         ends = launch.collect(self.processes, timeout_s, read=lambda end: end)
-        counts = launch.beats(self.folder.name, len(self.processes))
+        counts = launch.beats(self.folder, len(self.processes))
         found = launch.culprit(ends, counts)
         if found is None:
             return _merged([ends[rank].value for rank in range(len(ends))])
@@ -77,14 +84,6 @@ class Workers:
             name = "" if replies == [reply["reason"]] * len(self.processes) else f"rank {rank}: "
             reply = {"status": reply["status"], "reason": name + reply["reason"]}  # the rest is one rank's alone
         return reply
-
-    def close(self) -> None:
-        """End the processes and all that they started."""
-        for process in self.processes:
-            process.end()
-        for stderr in self.stderrs:
-            stderr.close()
-        self.folder.cleanup()
 
 
 def _merged(replies: list[dict]) -> dict:
