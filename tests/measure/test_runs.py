@@ -293,19 +293,17 @@ def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
 
 
 def test_progress_is_a_line_a_group_and_a_point_and_at_times_what_is_at_work(tmp_path, capsys):
-    def lines(group, **how):
-        measure([group], tmp_path, **how)
-        return capsys.readouterr().err.splitlines()
-
-    group = Group("g", [TINY.but(system="broken:refuses"), TINY.but(system="broken:raises")])
-    said = lines(group, progress=True)
-    assert said[0].startswith("g: 2 points, taking turns (") and len(said) == 3
-    assert said[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in said[1]
-    assert lines(group) == []
-    clock = itertools.count(0, 11)
-    said = lines(Group("g", [TINY, CAUSAL]), progress=True, workers=MadeUp(), clock=lambda: next(clock))
+    clock, refused = itertools.count(0, 11), {"status": "unsupported", "reason": "needs another machine"}
+    made = MadeUp(lambda command: refused if command == "verify" else {})
+    how = {"workers": made, "clock": lambda: next(clock)}
+    measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True, **how)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("g: 2 points, taking turns (")
+    assert said[-2].startswith("[1/2] g: ringlab, dilated") and said[-2].endswith("unsupported: needs another machine")
     for start, inside in (("prepare ringlab", ""), ("g: round ", " of 6 (")):
         assert any(line.startswith(start) and inside in line and line.endswith(" left)") for line in said)
+    measure([Group("quiet", [TINY, CAUSAL])], tmp_path, **how)
+    assert capsys.readouterr().err == ""
 
 
 def test_others_are_the_busy_time_that_is_not_ours(monkeypatch):

@@ -24,7 +24,7 @@ from ..cost import Cost
 from . import provenance
 from .points import Group, Point, Result
 from .stats import summary
-from .store import Store, Unfinished, latest, read, result_row, unfinished, warn, warn_once
+from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
 from .timing import Bounds, available_bytes, rounds_for
 from .workers import Workers
 
@@ -218,12 +218,12 @@ class Session:
             warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
         return now.high
 
-    def _run_group(self, group: Group, points: list[Point], run: Unfinished | None) -> None:
+    def _run_group(self, group: Group, points: list[Point], run: Run | None) -> None:
         """Measure points of a group, together or one by one; ``run``: one that was stopped, to go on with."""
         turns = ", taking turns" if group.interleave and len(points) > 1 else ""
         self.progress.say(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.progress.left()})")
         if run is None:
-            run = Unfinished({"run": uuid4().hex[:12], "rehearsal": self.rehearsal})
+            run = Run({"run": uuid4().hex[:12], "rehearsal": self.rehearsal})
             key = provenance.key(self.here)
             self.store.append(kind="run", group=group.name, members=group.id, key=key, **run.about)
         most = len(points) if group.interleave else 1  # points whose processes live at the same time
@@ -240,7 +240,7 @@ class Session:
                 for member in members:
                     member.workers.close()
 
-    def _start(self, group: Group, run: Unfinished, point: Point) -> Member:
+    def _start(self, group: Group, run: Run, point: Point) -> Member:
         """Start a point's processes; on a GPU, where it takes seconds, those of a group build their systems at once."""
         early = self.device == "cuda" and point.world_size == 1
         threads = max(1, self.threads // group.ranks)
@@ -249,7 +249,7 @@ class Session:
         timed = group.timed and point.world_size <= self.threads  # no time without a core for each rank
         return Member(point, run.samples.setdefault(point.id, {}), timed, threads, workers)
 
-    def _run_together(self, group: Group, run: Unfinished, members: list[Member]) -> list[Member]:
+    def _run_together(self, group: Group, run: Run, members: list[Member]) -> list[Member]:
         """Prepare all members, take rounds in turn and store the results; return those to measure again, alone."""
         origin = self.here | provenance.moment(self.device) | {"timeout_s": self.timeout_s}
         others = self.contention(self.threads if self.device == "cpu" else 0)
@@ -263,7 +263,7 @@ class Session:
         self._conclude(group, run, [m for m in members if m not in starved], origin, others)
         return starved
 
-    def _take_rounds(self, group: Group, run: Unfinished, members: list[Member], others: CpuContention) -> None:
+    def _take_rounds(self, group: Group, run: Run, members: list[Member], others: CpuContention) -> None:
         for member in members:
             self._ask(member, "calibrate", 0.0, sample_s=group.sample_s)
         members = [m for m in members if m.alive]
@@ -310,7 +310,7 @@ class Session:
             warn_once(f"the CPU's rates could not be measured, so these rows have no lower bound: {why}")
         return {} if why else reply["peaks"]
 
-    def _conclude(self, group: Group, run: Unfinished, members: list[Member], origin: dict, others: CpuContention):
+    def _conclude(self, group: Group, run: Run, members: list[Member], origin: dict, others: CpuContention):
         """Store each point with its statistics and roofline; a result that cannot be true becomes suspect."""
         self.bounds.need({m.point.dtype for m in members if m.alive and m.samples})
         state = provenance.device_state(self.device)

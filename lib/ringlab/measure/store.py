@@ -108,7 +108,7 @@ def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
 
 
 @dataclass
-class Unfinished:
+class Run:
     """A run of a group: fields of all its rows, the rounds begun, the samples of points without a result."""
 
     about: dict
@@ -116,13 +116,13 @@ class Unfinished:
     samples: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
-def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) -> Unfinished | None:
+def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) -> Run | None:
     """The newest run of exactly these points by this engine, torch, device and machine."""
-    found: Unfinished | None = None
+    found: Run | None = None
     same = {"group": group.name, "members": group.id, "key": list(key(here)), "rehearsal": rehearsal}
     for _, row in _rows(folder, []):
         if row.get("kind") == "run" and same.items() <= row.items():
-            found = Unfinished({"run": row["run"], "rehearsal": rehearsal})
+            found = Run({"run": row["run"], "rehearsal": rehearsal})
         elif found is None or row.get("run") != found.about["run"]:
             continue
         elif row["kind"] == "sample":

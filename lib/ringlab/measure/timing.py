@@ -148,9 +148,7 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
     make a view, both without what a cache builds once. And what the system itself counted.
     """
     gc.collect()
-    floor = system.cost.floor_bytes
-    found = {"floor_bytes": floor, "high_water_bytes": None, "allocator_peak_bytes": None}
-    on_gpu = device.type == "cuda"
+    floor, on_gpu = system.cost.floor_bytes, device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else tracking.resident_bytes()
     inputs = system.inputs()
     if on_gpu:
@@ -164,11 +162,14 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
         seconds = time.perf_counter() - start
     if on_gpu:
         torch.cuda.synchronize(device)
-        found["allocator_peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
-    if mark:
-        found["high_water_bytes"] = tracking.high_water_bytes() - before
-    found["tracked_peak_bytes"] = tracker.peak_bytes
-    found |= {"operator_calls": tracker.operators, "view_calls": tracker.views}
+    found = {
+        "floor_bytes": floor,
+        "tracked_peak_bytes": tracker.peak_bytes,
+        "high_water_bytes": tracking.high_water_bytes() - before if mark else None,
+        "allocator_peak_bytes": torch.cuda.max_memory_allocated(device) - before if on_gpu else None,
+        "operator_calls": tracker.operators,
+        "view_calls": tracker.views,
+    }
     return inputs, output, found | output.counted, seconds
 
 
