@@ -2,9 +2,10 @@
 
 import os
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
-from ringlab.measure import provenance, timing
+from ringlab.measure import provenance, session, timing
 from ringlab.measure.session import Session
 from ringlab.measure.workers import Workers
 
@@ -71,15 +72,13 @@ RATES: dict[tuple, dict] = {}
 
 
 class OneProbe(Workers):
-    """Real workers; what the CPU's rates are is asked of the first that is to say."""
+    """Real workers, of which the first measures the CPU's rates for all."""
 
     def ask(self, command, timeout_s, **arguments):
         if command != "probe":
             return super().ask(command, timeout_s, **arguments)
         names = tuple(arguments["dtypes"])
-        if names not in RATES:
-            RATES[names] = super().ask(command, timeout_s, **arguments)
-        return dict(RATES[names])
+        return dict(RATES.get(names) or RATES.setdefault(names, super().ask(command, timeout_s, **arguments)))
 
 
 def measure(groups, folder, force=False, minutes=None, workers=OneProbe, **how):
@@ -93,6 +92,7 @@ def misbehaving(folder, threads: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "threads", lambda: threads)
         patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
+        patch.setattr(session, "available_bytes", lambda ram_bytes: 1 << 30)
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
         yield folder
@@ -109,33 +109,25 @@ REPLIES = {
 
 
 class MadeUp:
-    """``workers`` of a session: answers each command at once, and keeps what was asked in ``asked``.
+    """``workers`` of a session: answers each command at once, and keeps (command, system) in ``asked``.
 
-    ``reply(system, command, arguments)`` changes a reply, or raises.
+    ``reply(command)`` changes a reply.
     """
 
-    def __init__(self, reply=lambda system, command, arguments: {}):
+    def __init__(self, reply=lambda command: {}):
         self.reply, self.asked = reply, []
 
     def __call__(self, settings, ranks=1):
-        point = settings.get("point", {"system": "probe"})
-        self.asked.append(("start", point))
-        return MadeUpWorkers(self, point)
+        system = settings["point"]["system"] if "point" in settings else "the CPU"
+
+        def ask(command, timeout_s=0.0, **arguments):
+            self.asked.append((command, system))
+            return {"status": "ok", "reason": "", "cpu_s": 0.0} | REPLIES.get(command, {}) | self.reply(command)
+
+        ask("start")
+        return SimpleNamespace(ask=ask, close=lambda: None)
 
     @property
     def started(self) -> list[str]:
-        """The systems whose processes were started, the probe's aside."""
-        return [point["system"] for command, point in self.asked if command == "start" and point["system"] != "probe"]
-
-
-class MadeUpWorkers:
-    def __init__(self, owner: MadeUp, point: dict):
-        self.owner, self.point = owner, point
-
-    def ask(self, command, timeout_s, **arguments):
-        self.owner.asked.append((command, self.point))
-        found = {"status": "ok", "reason": "", "cpu_s": 0.0} | REPLIES.get(command, {})
-        return found | self.owner.reply(self.point["system"], command, arguments)
-
-    def close(self):
-        pass
+        """The systems whose processes were started."""
+        return [system for command, system in self.asked if command == "start" and system != "the CPU"]

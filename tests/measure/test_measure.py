@@ -87,10 +87,7 @@ def test_a_points_id_is_its_content():
             TINY.but(**bad)
     with pytest.raises(ValueError, match="holds a point twice"):
         Group("g", [TINY, same])
-
-
-def test_composition_matters_only_where_points_take_turns():
-    for interleave in (True, False):
+    for interleave in (True, False):  # composition matters only where points take turns
         both, one = (Group("a", some, interleave).composition(TINY) for some in ([TINY, TINY.but(causal=True)], [TINY]))
         assert (both != one) == interleave
 
@@ -108,32 +105,19 @@ def test_summary_of_known_numbers():
     assert not stats.summary([1.0, 1.1] * 5).unstable
     with pytest.raises(ValueError, match="no samples"):
         stats.summary([])
-
-
-def test_intervals_are_the_same_on_every_call():
-    generator = random.Random(1)
-    values = [generator.gauss(100, 5) for _ in range(30)]
-    one = stats.summary(values)
-    state = random.getstate()
-    assert one == stats.summary(values) and random.getstate() == state, "seeded, and its own generator"
-    assert one.ci[0] < one.median < one.ci[1] and one.ci[1] - one.ci[0] < 8
-
-
-@pytest.mark.parametrize("seconds", [[20 / 7] * 3, [20 / 7] * 12, [20 / 7] * 4 + [3.0], [1.0, 2.0, 2.5, 9.0]])
-def test_an_interval_holds_the_median_that_is_shown(seconds):
-    found = stats.summary(seconds)
-    assert found.ci[0] <= found.median <= found.ci[1]
+    for seconds in ([20 / 7] * 3, [20 / 7] * 12, [20 / 7] * 4 + [3.0], [1.0, 2.0, 2.5, 9.0]):
+        found = stats.summary(seconds)
+        assert found.ci[0] <= found.median <= found.ci[1], "whatever rounding does"
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 6, 15])
-def test_intervals_hold_the_truth_however_few_the_samples(count):
+def test_intervals_hold_the_truth_however_few_the_samples_and_are_the_same_on_every_call(count):
     """The bootstrap's percentiles of three samples would hold it in 3 of 4 cases."""
-    generator = random.Random(count)
-    hits = 0
-    for _ in range(100):
-        low, high = stats.summary([100 * math.exp(generator.gauss(0, 0.1)) for _ in range(count)]).ci
-        hits += low <= 100 <= high
-    assert hits >= 88
+    generator, state = random.Random(count), random.getstate()
+    samples = [[100 * math.exp(generator.gauss(0, 0.1)) for _ in range(count)] for _ in range(100)]
+    found = [stats.summary(s).ci for s in samples]
+    assert sum(low <= 100 <= high for low, high in found) >= 88
+    assert stats.summary(samples[0]).ci == found[0] and random.getstate() == state, "seeded, and its own generator"
 
 
 def test_ratio_is_taken_round_by_round():
@@ -145,22 +129,17 @@ def test_ratio_is_taken_round_by_round():
     assert ratio([1.0, 4.0], [1.0, 1.0]).value == pytest.approx(2.0), "the median of logs is their geometric mean"
     undecided = ratio([1.0, 1.0, 2.0], [1.0, 2.0, 1.0])
     assert not undecided.longer and not undecided.shorter and undecided.unstable
-
-
-def test_what_the_same_work_differs_by_is_no_difference():
+    # What the same work differs by is no difference.
     longer, shorter = stats.Ratio(1.08, 1.05, 1.10, 10, True), stats.Ratio(0.93, 0.90, 0.95, 10, True)
     assert longer.longer and not replace(longer, resolution=1.06).longer
     assert shorter.shorter and not replace(shorter, resolution=1.06).shorter
 
 
-def test_results_are_paired_where_they_share_rounds():
+def test_only_results_that_share_rounds_of_a_run_are_paired():
     a = result(seconds=(2.0, 9.0, 9.0), rounds=(0, 5, 6))
     b = result(seconds=(7.0, 1.0, 3.0), rounds=(1, 0, 5))
     assert (ratio(a, b).rounds, ratio(a, b).value) == (2, pytest.approx(6**0.5))
     assert not ratio(a, replace(b, rounds=(7, 8, 9))).paired
-
-
-def test_results_of_different_runs_are_not_paired():
     a, b = result(seconds=(4.0,) * 3), replace(result(seconds=(2.0,) * 3), run="r2")
     assert (ratio(a, b).value, ratio(a, b).paired) == (pytest.approx(2.0), False)
     x, y = [4.0, 4.4, 3.8, 4.1, 4.0, 4.2], [2.0, 2.1, 1.9, 2.0, 2.2, 1.9]
@@ -207,34 +186,24 @@ def test_hashes_see_code_and_nothing_else(tmp_path):
     source += 'class A:\n    y = "text"\n'
     same = '"""Module."""\n# comment\ndef f(x):\n    """Doc."""\n    if x < 0:\n        raise ValueError("another")\n'
     same += "    return (x +\n            1)  # why\n\n\nclass A:\n    'Doc.'\n    y = 'text'\n"
+    edits = [("+ 1", "+ 2"), ('"text"', '"Text"'), ("    y", "    z = 1\n    y"), ("Value", "Type"), ("<", "<=")]
+    engine = [{"patterns": source.replace(*edit)} for edit in edits] + [{"kernels/eager": ""}, {"ring/group": ""}]
+    method = [{"measure/timing": ""}, {"measure/systems": ""}, {"cost": ""}]
+    neither = [{"patterns": same}]  # and what only starts, tunes or shows
+    neither += [{"measure/session": ""}, {"report/driver": ""}, {"ring/launch": ""}, {"kernels/triton_tune": ""}]
 
-    def changes(patterns=source, **others) -> tuple[bool, bool]:
-        """Whether the hashes of the engine and of the method change with these files."""
+    def hashes(files) -> tuple[str, str]:
         package = tmp_path / str(len(list(tmp_path.iterdir())))
-        for file, text in (others | {"patterns": patterns}).items():
-            path = package / f"{file.replace('__', '/')}.py"
+        for file, text in ({"patterns": source} | files).items():
+            path = package / f"{file}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return provenance.engine_hash(package) != base[0], provenance.method_hash(package) != base[1]
+        return provenance.engine_hash(package), provenance.method_hash(package)
 
-    base = None, None
-    changes()
-    base = provenance.engine_hash(tmp_path / "0"), provenance.method_hash(tmp_path / "0")
-    assert changes(same) == (False, False)
-    for old, new in (
-        ("+ 1", "+ 2"),
-        ('"text"', '"Text"'),
-        ("    y =", "    z = 1\n    y ="),
-        ("Value", "Type"),
-        ("<", "<="),
-    ):
-        assert changes(source.replace(old, new)) == (True, False), new
-    for file in ("kernels__eager", "ring__group"):
-        assert changes(**{file: "x = 1"}) == (True, False)
-    for file in ("measure__timing", "measure__systems", "cost"):
-        assert changes(**{file: "x = 1"}) == (False, True)
-    for file in ("measure__session", "measure__store", "report__driver", "cli", "ring__launch", "kernels__triton_tune"):
-        assert changes(**{file: "x = 1"}) == (False, False), "it only starts, tunes or shows"
+    base = hashes({})
+    for changes, differ in (engine, (True, False)), (method, (False, True)), (neither, (False, False)):
+        for files in changes:
+            assert tuple(a != b for a, b in zip(hashes(files), base)) == differ, files
 
 
 def test_every_module_is_on_a_side(tmp_path):
@@ -250,11 +219,10 @@ def test_every_module_is_on_a_side(tmp_path):
 def test_rows_of_other_tuned_sizes_do_not_count(tmp_path, monkeypatch):
     monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
     assert provenance.tuning() is None and provenance.collect("cpu")["tuning"] is None
-    found = []
-    for choice in ("a", "b"):
-        (tmp_path / "triton-lists-0123.json").write_text(choice)
-        found.append({"tuning": provenance.tuning()})
-    assert provenance.differs(*found) == ["tuning"] and provenance.key(found[0]) != provenance.key(found[1])
+    (tmp_path / "triton-lists-0123.json").write_text("a")
+    found = {"tuning": provenance.tuning()}
+    (tmp_path / "triton-lists-0123.json").write_text("b")
+    assert provenance.differs(found, {"tuning": provenance.tuning()}) == ["tuning"]
 
 
 @pytest.mark.parametrize("told, commit", [("", "unknown"), ("0123abc", "0123abc"), ("not a commit!", "unknown")])
@@ -266,20 +234,15 @@ def test_commit_is_unknown_outside_a_checkout_unless_it_is_told(tmp_path, monkey
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_dirty_looks_aside_from_reports(tmp_path):
-    def git(*arguments):
-        identity = ["-c", "user.name=n", "-c", "user.email=e"]
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
-
-    git("init")
-    package = tmp_path / "lib"
-    package.mkdir()
+    package, reports = tmp_path / "lib", tmp_path / "reports"
+    for folder in (package, reports):
+        folder.mkdir()
     (package / "patterns.py").write_text("x = 1\n")
-    git("add", ".")
-    git("commit", "-m", "one")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init"], ["add", "."], ["commit", "-m", "one"]):
+        subprocess.run(git + command, check=True, capture_output=True)
+    (reports / "rows").write_text("1")
     commit, dirty = provenance.git_state(package)
     assert len(commit) == 40 and dirty is False
-    (tmp_path / "reports").mkdir()
-    (tmp_path / "reports" / "rows").write_text("1")
-    assert provenance.git_state(package) == (commit, False)
     (package / "patterns.py").write_text("x = 2\n")
     assert provenance.git_state(package) == (commit, True)

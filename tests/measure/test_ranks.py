@@ -1,12 +1,9 @@
 """Points on several ranks: checked, then timed by the slowest rank; the plan's bytes; a culprit is named."""
 
 import pytest
-import torch
 from hosts import measure, misbehaving
 from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
-from ringlab.ring import Problem, contiguous
-from ringlab.ring.volume import sent_bytes
 from started import rows_of
 
 PATTERN = Dilated([16, 128], [1, 2])
@@ -23,14 +20,13 @@ VERDICTS = {
 }
 BAD = {name: TINY.but(system=name, passes="fwd+bwd" if "grad" in name else "fwd") for name in VERDICTS}
 PUBLISHED = TINY.but(system="RingDilatedAttentionV2Robust", pattern=Dilated([16, 128], [1, 2], "head_groups", "branch"))
+SLOW = TINY.but(system="broken:slow")
 POINTS = [
     TINY, TINY.but(world_size=1), BOTH, TINY.but(options={"scheme": "ring"}), PUBLISHED,
     TINY.but(pattern=Dense(), options={"scheme": "ring", "layout": "zigzag"}),
     TINY.but(world_size=1, options={"simulated": 4}), PUBLISHED.but(world_size=1, options={"simulated": 4}),
-    TINY.but(system="broken:slow"), *BAD.values(),
+    SLOW, *BAD.values(),
 ]  # fmt: skip
-
-
 KILLED = TINY.but(system="broken:dies_once")
 THREE = TINY.but(world_size=3, seq_len=129)  # and two cores
 GROUPS = [Group("ranks", POINTS, interleave=False), Group("killed", [KILLED, TINY]), Group("wide", [THREE, TINY])]
@@ -48,25 +44,21 @@ def found(measured, point, group="ranks"):
     return result
 
 
-@pytest.mark.parametrize("point", POINTS[:8], ids=Point.label)
+@pytest.mark.parametrize("point", [*POINTS[:8], SLOW], ids=Point.label)
 def test_a_right_point_is_checked_and_timed(measured, point):
     row = found(measured, point)
     assert row.status == "ok" and len(row.seconds) >= 10, row.reason
     assert all(row.errors[name] <= row.tolerance[name] for name in row.errors)
     assert row.ranks["threads"] == 1 and not row.ranks["oversubscribed"], "equal in all rows, one rank or two"
     assert {"dq", "dk", "dv"} <= row.errors.keys() or point.passes == "fwd"
+    assert point != SLOW or min(row.seconds) >= 0.1, "the slowest rank's"
 
 
 def test_bytes_are_the_plans_and_memory_is_a_ranks(measured):
     for point in (TINY, BOTH, *POINTS[3:6]):
-        row, options = found(measured, point), dict(point.options)
-        scheme = options.get("scheme", "ring" if point is PUBLISHED else "plan")
-        assert row.ranks["scheme"] == scheme and row.ranks["bytes_sent"] == row.ranks["planned"]
-        if "layout" not in options:
-            problem = Problem(Dilated(**{k: v for k, v in point.pattern.items() if k != "kind"}), contiguous(128, 2),
-                              point.causal, 2, 2)  # fmt: skip
-            shape = {"batch": 1, "head_dim": 8, "dtype": torch.float32, "passes": point.passes}
-            assert row.ranks["bytes_sent"] == [sent_bytes(problem, r, scheme, **shape) for r in range(2)]
+        row, scheme = found(measured, point), "ring" if point is PUBLISHED else "plan"
+        assert row.ranks["scheme"] == dict(point.options).get("scheme", scheme)
+        assert row.ranks["bytes_sent"] == row.ranks["planned"]
         assert sum(row.ranks["bytes_sent"]) > 0 and max(row.ranks["messages"]) > 0
         assert row.memory["tracked_peak_bytes"] == max(row.ranks["tracked_peak_bytes"])
         assert row.memory["floor_bytes"] == row.cost["floor_bytes"] // 2
@@ -74,10 +66,6 @@ def test_bytes_are_the_plans_and_memory_is_a_ranks(measured):
     assert row.memory["tracked_peak_bytes"] >= row.memory["floor_bytes"] + 2 * 64 * 2 * 8 * 4
     one, two = (found(measured, p).cost for p in (TINY.but(world_size=1), TINY))
     assert one == two, "the whole point's, however many share it"
-
-
-def test_time_is_the_slowest_ranks(measured):
-    assert min(found(measured, TINY.but(system="broken:slow")).seconds) >= 0.1
 
 
 @pytest.mark.parametrize("system", VERDICTS)
@@ -91,9 +79,8 @@ def test_a_rank_that_is_killed_costs_its_point_and_is_named(measured):
     assert killed.status == "crashed" and killed.reason.startswith("rank 1: the worker was ended by SIGKILL")
     assert not killed.final and killed.median is None and other.status == "ok" and len(other.seconds) >= 10
     again = measured[0], measure(GROUPS, measured[0])
-    assert found(again, TINY, "killed") == other
-    completed = found(again, KILLED, "killed")
-    assert completed.status == "ok" and len(completed.seconds) >= 10
+    killed = found(again, KILLED, "killed")
+    assert found(again, TINY, "killed") == other and killed.status == "ok" and len(killed.seconds) >= 10
 
 
 def test_more_ranks_than_cores_have_no_time(measured):

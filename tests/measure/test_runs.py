@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,9 +14,8 @@ from statistics import median
 import pytest
 import torch
 from hosts import MadeUp, OneProbe, measure, misbehaving
-from ringlab import patterns
-from ringlab.measure import Busy, Group, Point, load, provenance, ratio, run, session, sgemm, store
-from ringlab.measure.workers import Died
+from ringlab import hardware, patterns
+from ringlab.measure import Busy, Group, Interrupted, Point, load, provenance, ratio, run, session, sgemm, store
 from ringlab.ring import launch
 from started import alive, gone, rows_of
 
@@ -63,7 +61,7 @@ CHECKED = Group("checked", [TRAINED, WRONG_GRADIENT], timed=False)
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
-    return folder, measure([TABLE, ALONE, CHECKED], folder, memory_bytes=1 << 30)
+    return folder, measure([TABLE, ALONE, CHECKED], folder)
 
 
 def found(measured, group: str, *points):
@@ -141,17 +139,17 @@ def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, 
     again = measure([ALONE], tmp_path)
     assert capsys.readouterr().err.count("skipped 1 unreadable or incomplete row (line") == 1
     assert again[0] == kept and again[1].point == lost.point and again[1].seconds == lost.seconds
-    lines = (tmp_path / store.NAME).read_text().splitlines()
-    bad = [line for line in lines if not line.endswith("}")]
-    assert len(bad) == 1 and bad[0] == text.splitlines()[-1], "the next row starts on a fresh line"
+    rows = (tmp_path / store.NAME).read_text()
+    bad = [line for line in rows.splitlines() if not line.endswith("}")]
+    assert bad == text.splitlines()[-1:], "the next row starts on a fresh line"
 
     def started(**how) -> list[str]:
-        shutil.copy(tmp_path / store.NAME, (other := tmp_path / "other") / store.NAME)
-        measure([ALONE], other, workers=(made := MadeUp()), **how)
+        (tmp_path / store.NAME).write_text(rows)
+        found = measure([ALONE], tmp_path, workers=(made := MadeUp()), **how)
+        assert found == again or made.started
         return made.started
 
-    (tmp_path / "other").mkdir()
-    assert measure([ALONE], tmp_path) == again and started() == [], "all done: no process"
+    assert started() == [], "all done: no process"
     assert started(rehearsal=True) == ["ringlab"] * 2, "a rehearsal's rows are not real ones"
     assert started(force=True) == ["ringlab"] * 2
     monkeypatch.setattr(provenance, "engine_hash", lambda: "another")
@@ -175,88 +173,63 @@ def test_processes_of_a_group_start_side_by_side_and_may_build_their_systems_at_
 
 
 def test_a_run_begins_no_group_after_its_minutes_and_the_next_goes_on(tmp_path, capsys):
-    now, groups = [100.0], [Group(name, [TINY], timed=False) for name in "abc"]
+    now, groups = 0.0, [Group(name, [TINY], timed=False) for name in "abc"]
 
-    def begun(minutes, reply=lambda *_: now.__setitem__(0, now[0] + 45.0) or {}):
-        made = MadeUp(reply)
-        found = measure(groups, tmp_path, workers=made, clock=lambda: now[0], minutes=minutes)
+    def tick(command):
+        nonlocal now
+        now += 20.0  # twice for each point
+        return {}
+
+    def begun(minutes):
+        found = measure(groups, tmp_path, workers=(made := MadeUp(tick)), clock=lambda: now, minutes=minutes)
         return len(made.started), [r.group for r in found]
 
     assert begun(1.0) == (2, ["a", "b"])
     assert capsys.readouterr().err.endswith("1 minutes are over: 1 points are left, of c; run again to go on\n")
     groups.append(Group("d", [TINY], timed=False))
     assert begun(0.1) == (1, ["a", "b", "c"]), "one always is"
-    with pytest.raises(ValueError, match="minutes must be positive, got 0"):
-        begun(0)
 
 
-SLOW = TINY.but(system="broken:slow")
-# how each run is stopped, its points, and its threads
-STOPPED = [
-    (signal.SIGINT, [SLOW.but(options={"x": x}) for x in range(3)], 1),
-    (signal.SIGKILL, [SLOW.but(options={"x": x}) for x in range(3, 6)], 1),
-    (signal.SIGINT, [SLOW.but(world_size=2, seq_len=128)], 2),
-]
-# a process for each run, forked after the imports, which take longer than all else; prints their ids, then their ends
-RUN_SLOW = """
-import json, os, signal, sys
-from ringlab.measure import Group, Interrupted, Point, provenance, run
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-children = []
-for points, folder, threads in json.loads(sys.argv[1]):
-    children.append(os.fork())
-    if not children[-1]:
-        os.dup2(os.open(folder + "/said", os.O_CREAT | os.O_WRONLY), 2)
-        provenance.threads = lambda: threads
-        try:
-            run([Group("slow", list(map(Point.from_dict, points)))], folder, profile="cpu", progress=True)
-        except Interrupted as stop:
-            sys.exit(str(stop))
-print(json.dumps(children), flush=True)
-print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
-"""
+def interruptible(channel, points, folder):
+    """A run in a process of its own, as from a shell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forks it ignores Ctrl-C
+    provenance.threads = lambda: 1
+    try:
+        run([Group("slow", points)], folder, profile="cpu", progress=True)
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(1)
 
 
-def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken):
-    """By Ctrl-C, by SIGKILL, and by Ctrl-C on two ranks."""
-    folders = [tmp_path / str(number) for number in range(len(STOPPED))]
-    for folder in folders:
-        folder.mkdir()
-    asked = [([p.to_dict() for p in points], str(f), threads) for f, (_, points, threads) in zip(folders, STOPPED)]
-    command = [sys.executable, "-c", RUN_SLOW, json.dumps(asked)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    deadline, workers = time.monotonic() + 120, []
-    waiting = list(zip(json.loads(process.stdout.readline()), STOPPED, folders))
-    while waiting and time.monotonic() < deadline:
-        for each in waiting[:]:
-            run_id, (stop, points, _), folder = each
-            path = folder / store.NAME
-            if path.exists() and path.read_text().count('"sample"') >= 10:
-                mine = {int(file.read_text()) for p in points for file in broken.glob(f"pid-{p.id}-*")}
-                assert len(mine) == sum(p.world_size for p in points) and all(map(alive, mine))
-                os.kill(run_id, stop)
-                workers += mine
-                waiting.remove(each)
+@pytest.mark.parametrize("stop, code", [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(stop, code, tmp_path, broken):
+    points = [TINY.but(system="broken:slow", options={"x": x, "stop": int(stop)}) for x in range(3)]
+    path, deadline = tmp_path / store.NAME, time.monotonic() + 120
+    with open(tmp_path / "said", "w") as said:
+        process = launch.Process(interruptible, points, tmp_path, output=(1, said.fileno()))
+    while not path.exists() or path.read_text().count('"sample"') < 10:
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert json.loads(process.communicate(timeout=60)[0]) == [1, -signal.SIGKILL, 1]
-    for (stop, points, _), folder in zip(STOPPED, folders):
-        said = (folder / "said").read_text().splitlines()
-        if stop == signal.SIGINT:
-            assert said[-1] == "interrupted: 0 points and the finished samples of others are kept; run again to go on"
-        assert said[0].startswith(f"slow: {len(points)} point") and said[0].endswith(" left)")
-        assert not [line for line in said if "Traceback" in line]
-    assert gone(workers, 60.0), "workers end with their session"
+    workers = [int(file.read_text()) for p in points for file in broken.glob(f"pid-{p.id}-*")]
+    assert len(workers) == 3 and all(map(alive, workers))
+    os.kill(process.pid, stop)
+    with pytest.raises(launch.Ended) as ended:
+        process.receive()
+    assert ended.value.code == code and gone(workers, 60.0), "workers end with their session"
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said[0].startswith("slow: 3 points, taking turns (") and not [line for line in said if "Traceback" in line]
+    kept = "interrupted: 0 points and the finished samples of others are kept; run again to go on"
+    assert (said[-1] == kept) == (stop == signal.SIGINT)
 
-    for (_, points, _), folder in zip(STOPPED[:2], folders):
-        before = rows_of(folder, "sample")
-        results = measure([Group("slow", points)], folder)
-        after = rows_of(folder, "sample")
-        assert after[: len(before)] == before and len(before) >= 10
-        counts = [len(r.seconds) for r in results]
-        assert 10 <= min(counts) == max(counts) <= 20 and len(after) == sum(counts), "no sample is lost or taken twice"
-        assert {r.run for r in results} == {before[0]["run"]} and {r["run"] for r in after} == {before[0]["run"]}
-        paired = ratio(results[0], results[2])
-        assert paired.paired and paired.rounds >= counts[0] - 1, "the round that was cut has samples of some points"
+    before = rows_of(tmp_path, "sample")
+    results = measure([Group("slow", points)], tmp_path)
+    after = rows_of(tmp_path, "sample")
+    assert after[: len(before)] == before and len(before) >= 10
+    counts = [len(r.seconds) for r in results]
+    assert 10 <= min(counts) == max(counts) <= 20 and len(after) == sum(counts), "no sample is lost or taken twice"
+    assert {r.run for r in results} == {before[0]["run"]} == {r["run"] for r in after}
+    paired = ratio(results[0], results[2])
+    assert paired.paired and paired.rounds >= counts[0] - 1, "the round that was cut has samples of some points"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,9 +238,13 @@ def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(tmp_path, broken)
 
 def test_a_point_that_never_ends_is_timed_out(tmp_path):
     start = time.monotonic()
-    (result,) = measure([Group("slow", [TINY.but(system="broken:sleeps")])], tmp_path, timeout_s=1.5)
+    group = Group("slow", [TINY.but(system="broken:sleeps")])
+    (result,) = measure([group], tmp_path, timeout_s=1.5)
     assert result.status == "timeout" and result.reason == "took more than 1.5 s" and result.final
     assert time.monotonic() - start < 60
+    for timeout_s, started in ((1.0, 0), (2.0, 1)):  # it is tried again with more time
+        measure([group], tmp_path, timeout_s=timeout_s, workers=(made := MadeUp()))
+        assert len(made.started) == started
 
 
 def test_a_server_of_processes_that_cannot_start(tmp_path, monkeypatch):
@@ -279,36 +256,33 @@ def test_a_server_of_processes_that_cannot_start(tmp_path, monkeypatch):
     assert results[0].reason == "the worker ended with exit code 1: ImportError: no torch"
 
 
-@pytest.mark.parametrize("when", ["start", "sample"])
-def test_a_server_of_processes_that_is_killed_is_started_again(when, tmp_path, monkeypatch):
+def test_a_server_of_processes_that_is_killed_is_started_again(tmp_path, monkeypatch):
     """Its workers live on."""
     monkeypatch.setattr(launch, "_server", None)
     begun = []
 
+    def kill(command):
+        begun.append(command)
+        if command in ("start", "sample") and begun.count(command) == 2:
+            launch._server.process.kill()
+            launch._server.process.wait()
+
     class Mortal(OneProbe):
         def __init__(self, *settings):
             super().__init__(*settings)
-            self.kill("start")
+            kill("start")
 
         def ask(self, command, timeout_s, **arguments):
-            self.kill(command)
+            kill(command)
             return super().ask(command, timeout_s, **arguments)
-
-        def kill(self, command):
-            begun.append(command)
-            if command == when and begun.count(when) == 2:
-                launch._server.process.kill()
-                launch._server.process.wait()
 
     results = measure([Group("g", [TINY, CAUSAL, sgemm(8)]), Group("h", [TINY])], tmp_path, workers=Mortal)
     assert [r.status for r in results] == ["ok"] * 4
 
 
 def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
-    def reply(system, command, arguments):
-        if command == "probe":
-            raise Died("crashed", "a bad day")
-        return {}
+    def reply(command):
+        return {"status": "crashed", "reason": "a bad day"} if command == "probe" else {}
 
     group, long = Group("g", [TINY], rounds=23), Group("long", [TINY], sample_s=2.0)
     result, other = measure([group, long], tmp_path, workers=MadeUp(reply))
@@ -319,57 +293,41 @@ def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
 
 
 def test_progress_is_a_line_a_group_and_a_point_and_at_times_what_is_at_work(tmp_path, capsys):
-    def lines(group, **how):
-        measure([group], tmp_path, **how)
-        return capsys.readouterr().err.splitlines()
-
-    group = Group("g", [TINY.but(system="broken:refuses"), TINY.but(system="broken:raises")])
-    said = lines(group, progress=True)
-    assert said[0].startswith("g: 2 points, taking turns (") and len(said) == 3
-    assert said[1].startswith("[1/2] g: broken:refuses, dilated") and "unsupported: needs another machine" in said[1]
-    assert lines(group) == []
-    clock = itertools.count(0, 11)
-    said = lines(Group("g", [TINY, CAUSAL]), progress=True, workers=MadeUp(), clock=lambda: next(clock))
-    for start, inside in (("g: prepare ringlab", ""), ("g: round ", " of 6 (")):
+    clock, refused = itertools.count(0, 11), {"status": "unsupported", "reason": "needs another machine"}
+    made = MadeUp(lambda command: refused if command == "verify" else {})
+    how = {"workers": made, "clock": lambda: next(clock)}
+    measure([Group("g", [TINY, CAUSAL])], tmp_path, progress=True, **how)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("g: 2 points, taking turns (")
+    assert said[-2].startswith("[1/2] g: ringlab, dilated") and said[-2].endswith("unsupported: needs another machine")
+    for start, inside in (("prepare ringlab", ""), ("g: round ", " of 6 (")):
         assert any(line.startswith(start) and inside in line and line.endswith(" left)") for line in said)
+    measure([Group("quiet", [TINY, CAUSAL])], tmp_path, **how)
+    assert capsys.readouterr().err == ""
 
 
-def test_others_are_the_busy_time_that_is_not_ours(tmp_path, monkeypatch):
+def test_others_are_the_busy_time_that_is_not_ours(monkeypatch):
     monkeypatch.setattr(session, "CONTENTION", 0.1)  # other tests run beside this one, and do not count
-    stat, wall, ours, tick = tmp_path / "stat", [0.0], [0.0], os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(session.os, "cpu_count", lambda: 4)
+    tick, now = os.sysconf("SC_CLK_TCK"), {"wall": 0.0, "ours": 0.0, "stat": None}
+    monkeypatch.setattr(hardware.Probe, "read", lambda probe, path: now["stat"])
 
-    def busy(user, idle, stolen=0):
-        stat.write_text(f"cpu  {user * tick} 0 0 {idle * tick} 0 0 0 {stolen * tick} 0 0\ncpu0 0\n")
+    def watched(wall, others=None, **more):
+        others = others or session.CpuContention(threads=3, clock=lambda: now["wall"])
+        with others.watched(lambda: now["ours"]):
+            now.update(more, wall=now["wall"] + wall)
+        return others
 
-    def contention():
-        return session.CpuContention(threads=3, cores=4, stat=stat, clock=lambda: wall[0])
+    def stat(user, idle, stolen=0):
+        return f"cpu  {user * tick} 0 0 {idle * tick} 0 0 0 {stolen * tick} 0 0\ncpu0 0\n"
 
-    others = contention()
-    busy(10, 50)
-    with others.watched(lambda: ours[0]):  # 6 seconds busy: 3 of them ours, 1 stolen
-        busy(15, 90, stolen=1)
-        wall[0], ours[0] = 2.0, 3.0
-    assert others.cores == 1.5 and others.high, "2.5 cores for 3 threads"
-    with others.watched(lambda: ours[0]):
-        wall[0] = 8.0
-    assert others.cores == 0.38 and not others.high
-    with (short := contention()).watched():
-        busy(99, 90)
-        wall[0] += 0.5
+    unknown = watched(5.0, stat=stat(10, 50))
+    assert unknown.cores is None and not unknown.high, "no /proc/stat at first"
+    others = watched(2.0, ours=3.0, stat=stat(15, 90, stolen=1))  # 6 seconds busy: 3 of them ours, 1 stolen
+    assert others.cores == pytest.approx(1.5, abs=0.02) and others.high, "2.5 cores for 3 threads"
+    assert watched(6.0, others).cores == pytest.approx(0.38, abs=0.02) and not others.high
+    short = watched(0.5, stat=stat(99, 90))
     assert short.cores is None and not short.high, "too short to tell"
-    stat.unlink()
-    with (alone := contention()).watched():
-        wall[0] += 5.0
-    assert alone.cores is None and not alone.high
-
-
-def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
-    with store.Store(tmp_path), pytest.raises(Busy, match="in use by another measurement"):
-        measure([ALONE], tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what a later run does not take as done
 
 
 def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, capsys):
@@ -380,34 +338,30 @@ def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path
         high = False
 
     group = Group("g", [TINY])
-    (first,) = measure([group], tmp_path, workers=MadeUp(), contention=Crowded)
+    first, kept, again, last = (
+        measure([group], tmp_path, workers=MadeUp(), contention=contention, progress=True)[0]
+        for contention in (Crowded, Crowded, Quiet, Quiet)
+    )
     assert first.unstable and first.provenance["crowded"] and first.provenance["others_cores"] == 1.5
     assert first.bound_seconds is None, "rates that others disturb give no bound"
-    assert "so that these times are too long" in capsys.readouterr().err
-    (kept,) = measure([group], tmp_path, workers=MadeUp(), contention=Crowded, progress=True)
-    assert kept.run == first.run and "rows that other work disturbed are kept" in capsys.readouterr().err
-    (again,) = measure([group], tmp_path, workers=MadeUp(), contention=Quiet)
-    assert again.run != first.run and again.bound_seconds
-    assert measure([group], tmp_path, workers=MadeUp(), contention=Quiet)[0].run == again.run
+    assert first.run == kept.run != again.run == last.run and again.bound_seconds
+    said = capsys.readouterr().err
+    assert "so that these times are too long" in said and "rows that other work disturbed are kept" in said
 
 
-def test_a_time_that_was_too_short_is_tried_again_with_more(tmp_path):
-    group = Group("g", [TINY.but(system="broken:slow", options={"x": 0})])
-    assert measure([group], tmp_path, timeout_s=0.05)[0].status == "timeout"
-    assert measure([group], tmp_path, timeout_s=0.04)[0].status == "timeout"
-    assert measure([group], tmp_path)[0].status == "ok"
+IMPOSSIBLE = [
+    ([ALONE, ALONE], {}, "two groups have the name 'alone'"),
+    ([TINY], {}, "must be measure.Group objects, got Point"),
+    ([ALONE], {"timeout_s": -1}, "timeout_s must be positive"),
+    ([ALONE], {"minutes": 0}, "minutes must be positive, got 0"),
+    ([ALONE], {"profile": "h100"}, "torch drives none here"),
+]
 
 
-@pytest.mark.parametrize(
-    "groups, more, why",
-    [
-        ([Group("a", [TINY]), Group("a", [CAUSAL])], {}, "two groups have the name 'a'"),
-        ([TINY], {}, "must be measure.Group objects, got Point"),
-        ([Group("a", [TINY])], {"timeout_s": -1}, "timeout_s must be positive"),
-        ([Group("a", [TINY])], {"profile": "h100"}, "torch drives none here"),
-    ],
-)
+@pytest.mark.parametrize("groups, more, why", IMPOSSIBLE)
 def test_a_run_that_cannot_be_is_one_line(tmp_path, groups, more, why):
     with pytest.raises(ValueError, match=why):
         run(groups, tmp_path, **({"profile": "cpu"} | more))
     assert not list(tmp_path.iterdir())
+    with store.Store(tmp_path), pytest.raises(Busy, match="in use by another measurement"):
+        measure([ALONE], tmp_path)

@@ -169,14 +169,10 @@ GPU_STATE = {  # fields of nvidia-smi --query-gpu, by our names
 
 def device_state(device: str) -> dict:
     """Clocks, temperature, power and throttle reasons of the first GPU now, by nvidia-smi; {} elsewhere."""
-    if torch.device(device).type != "cuda":
+    text = hardware.Probe().nvidia_smi([*GPU_STATE.values()]) if torch.device(device).type == "cuda" else None
+    if not text:
         return {}
-    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_STATE.values())}", "--format=csv,noheader,nounits", "-i", "0"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
+    values = [value.strip() for value in text.splitlines()[0].split(",")]
     number = re.compile(r"-?\d+(\.\d+)?")  # others are "[N/A]", a bit mask, "P0"
     return {name: float(x) if number.fullmatch(x) else x for name, x in zip(GPU_STATE, values)}
 

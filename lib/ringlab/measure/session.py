@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -24,54 +24,56 @@ from ..cost import Cost
 from . import provenance
 from .points import Group, Point, Result
 from .stats import summary
-from .store import Store, Unfinished, latest, read, result_row, unfinished, warn
+from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
 from .timing import Bounds, available_bytes, rounds_for
-from .workers import Died, TimedOut, Workers
+from .workers import Workers
 
 TIMEOUT_S = 120.0  # that one point may take, all its rounds included
 CONTENTION = 0.1  # times are not trusted where more cores are missing, as a part of the threads that need them
-STAT = Path("/proc/stat")
 LEAST_S = 0.9  # the machine counts in hundredths of a second, too coarse for less
+
+
+def busy_seconds() -> float:
+    """CPU time that all processes of this machine have used since it started, with what a hypervisor stole.
+
+    NaN without /proc/stat.
+    """
+    text = hardware.Probe().read("/proc/stat")
+    if text is None:
+        return math.nan
+    user, nice, system, _idle, _iowait, irq, softirq, stolen = map(int, text.split()[1:9])
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 class CpuContention:
     """CPU time that other processes use while samples are taken, which makes our times too long.
 
-    It is the machine's busy time, with the time that a hypervisor steals, minus our own. ``threads``: how many of ours
-    must not wait. Nothing is known without /proc/stat, or of less than a second in all.
+    It is the machine's busy time minus our own. ``threads``: how many of ours must not wait. Nothing is known of less
+    than a second in all.
     """
 
-    def __init__(self, threads: int, cores: int | None = None, stat: Path = STAT, clock: Callable = time.monotonic):
-        self.threads, self.available = threads, cores or os.cpu_count() or 1
-        self.stat, self.clock, self.wall_s, self.others_s = stat, clock, 0.0, 0.0
+    def __init__(self, threads: int, clock: Callable[[], float] = time.monotonic):
+        self.threads, self.clock, self.wall_s, self.others_s = threads, clock, 0.0, 0.0
 
     @contextmanager
-    def watched(self, ours: Callable[[], float] = time.process_time) -> Iterator[None]:
-        """Count inside this context; ``ours``: CPU seconds that this process and its workers have used so far."""
-        busy, used, begin = self._busy(), ours(), self.clock()
+    def watched(self, workers: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+        """Count inside this context; ``workers``: CPU seconds that our other processes have used so far."""
+        ours = lambda: time.process_time() + workers()  # noqa: E731
+        busy, used, begin = busy_seconds(), ours(), self.clock()
         yield
         self.wall_s += self.clock() - begin
-        if None not in (busy, now := self._busy()):
-            self.others_s += now - busy - (ours() - used)
-
-    def _busy(self) -> float | None:
-        """Seconds of CPU time that all processes of this machine have used since it started."""
-        text = hardware.Probe().read(str(self.stat))
-        if text is None:
-            return None
-        user, nice, system, _idle, _iowait, irq, softirq, stolen = map(int, text.split()[1:9])
-        return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+        self.others_s += busy_seconds() - busy - (ours() - used)
 
     @property
     def cores(self) -> float | None:
         """Cores that others used on average."""
-        known = self.wall_s >= LEAST_S and self.stat.is_file()
+        known = self.wall_s >= LEAST_S and not math.isnan(self.others_s)
         return round(max(0.0, self.others_s / self.wall_s), 2) if known else None
 
     @property
     def high(self) -> bool:
         """Too few cores were left for our threads."""
-        return (self.cores or 0.0) + self.threads - self.available > CONTENTION * self.threads
+        return (self.cores or 0.0) + self.threads - (os.cpu_count() or 1) > CONTENTION * self.threads
 
 
 EVERY_S = 10.0
@@ -80,107 +82,70 @@ PREPARED = 0.2  # of a point is done once it is built and checked
 
 
 class Progress:
-    """What a run prints to stderr: a line for each group and point, and the current round with the time left.
+    """What a run prints to stderr: a line for each group and point, and every ten seconds what is at work.
 
-    On a terminal that is one line which is overwritten, in a file or a pipe a line every ten seconds. The time left
-    assumes that all points take equally long.
+    The time left assumes that all points take equally long.
     """
 
     def __init__(self, total: int, show: bool, clock: Callable[[], float]):
-        self.show, self.terminal, self.clock = show, show and sys.stderr.isatty(), clock
-        self.total, self.count, self.done = total, 0, 0.0
+        self.total, self.show, self.clock = total, show, clock
+        self.count, self.done = 0, 0.0
         self.start = self.said = clock()
 
-    def begin(self, group: Group, points: list[Point]) -> None:
-        turns = ", taking turns" if group.interleave and len(points) > 1 else ""
-        self._line(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self._left()})")
-
-    def did(self, text: str, share: float) -> None:
-        """Another ``share`` of a point is done; ``text`` says what."""
-        self.done += share
-        if self.terminal:
-            print(f"\r\033[K{text} ({self._left()})", end="", file=sys.stderr, flush=True)
-        elif self.clock() - self.said > EVERY_S:
-            self._line(f"{text} ({self._left()})")
-
-    def result(self, result: Result, share: float) -> None:
-        """A point is done; ``share``: what was left of it."""
-        self.count, self.done = self.count + 1, self.done + share
-        found = [] if result.median is None else [f"{result.median * 1e3:.4g} ms"]
-        found += ["unstable"] if result.unstable else []
-        found += [f"{result.status}: {result.reason}"] if result.status != "ok" else []
-        said = " ".join(found) or "checked"
-        self._line(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {said}")
-
-    def clear(self) -> None:
-        if self.terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    def _line(self, text: str) -> None:
-        self.clear()
+    def say(self, text: str) -> None:
         if self.show:
             self.said = self.clock()
             warn(text)
 
-    def _left(self) -> str:
+    def left(self) -> str:
         pace = (self.clock() - self.start + PRIOR_S) / (self.done + PRIOR_POINTS)  # seconds per point
-        left = max(0.0, self.total - self.done) * pace
-        return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
+        seconds = max(0.0, self.total - self.done) * pace
+        return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+
+    def did(self, text: str, share: float) -> None:
+        """Another ``share`` of a point is done; ``text`` says what."""
+        self.done += share
+        if self.clock() - self.said > EVERY_S:
+            self.say(f"{text} ({self.left()})")
+
+    def result(self, result: Result) -> None:
+        self.count = self.done = self.count + 1
+        found = [] if result.median is None else [f"{result.median * 1e3:.4g} ms"]
+        found += ["unstable"] if result.unstable else []
+        found += [f"{result.status}: {result.reason}"] if result.status != "ok" else []
+        said = " ".join(found) or "checked"
+        self.say(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {said}")
 
 
 @dataclass
 class Member:
     """A point of a group that is being measured: its processes, its row so far, and its samples by round."""
 
-    group: Group
     point: Point
-    samples: dict[int, float] = field(default_factory=dict)
-    workers: Workers | None = None
-    row: dict = field(default_factory=lambda: {"status": "ok", "reason": ""})
-    estimate: float = 0.0  # seconds of a sample
+    samples: dict[int, float]
+    timed: bool
+    threads: int  # of each rank
+    workers: Workers
+    row: dict = field(default_factory=lambda: {"status": "ok", "reason": "", "cpu_s": 0.0})
     wanted: int = 0
     spent: float = 0.0
-    cpu_s: float = 0.0  # CPU time of its processes so far
-    done: float = 0.0  # as a part of the point
-    timed: bool = True
 
     @property
     def alive(self) -> bool:
         return self.row["status"] == "ok"
-
-    @property
-    def left(self) -> int:
-        return max(0, self.wanted - len(self.samples)) if self.alive else 0
-
-    def close(self) -> None:
-        if self.workers is not None:
-            self.workers.close()
-            self.workers = None
 
 
 CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, with its libraries' workspaces
 
 
 class Session:
-    """The state that all groups of a run share. ``workers`` starts the processes of a point.
-
-    ``memory_bytes``: how much a worker on the CPU may grow, by default what is available. Other arguments as ``run``.
-    """
+    """The state that all groups of a run share; arguments as ``run``. ``workers`` starts the processes of a point."""
 
     def __init__(
-        self,
-        folder: Path | str,
-        *,
-        profile,
-        device: str | None = None,
-        rehearsal: bool = False,
-        timeout_s: float = TIMEOUT_S,
-        progress: bool = False,
-        memory_bytes: int | None = None,
-        workers: Callable[..., Workers] = Workers,
-        contention: type[CpuContention] = CpuContention,
+        self, folder, *, profile, device=None, rehearsal=False, timeout_s=TIMEOUT_S, progress=False,
+        workers: Callable[..., Workers] = Workers, contention: type[CpuContention] = CpuContention,
         clock: Callable[[], float] = time.monotonic,
-    ):
+    ):  # fmt: skip
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         name = getattr(profile, "name", profile)
@@ -188,61 +153,56 @@ class Session:
             device = "cpu" if rehearsal else hardware.get_profile(name).kind
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"profile {name!r} is of a GPU, and torch drives none here; rehearsal=True times this CPU")
-        here = provenance.collect(device)
-        if memory_bytes is None and device == "cpu":
-            memory_bytes = available_bytes(hardware.detect().ram_bytes)
+        self.here = provenance.collect(device) | {"profile": name}
         self.folder, self.device, self.rehearsal, self.timeout_s = folder, device, rehearsal, timeout_s
-        self.here, self.threads, self.show = here | {"profile": name}, here["threads"], progress
-        self.settings = {"device": device, "threads": self.threads, "memory_bytes": memory_bytes}
+        self.threads, self.show = self.here["threads"], progress
+        memory = available_bytes(hardware.detect().ram_bytes) if device == "cpu" else None
+        self.settings = {"device": device, "threads": self.threads, "timeout_s": timeout_s, "memory_bytes": memory}
         self.start, self.contention, self.clock = workers, contention, clock
         self.bounds = Bounds(device, None if rehearsal else name, self.probe)
         self.results: list[Result] = []
-        self.said: set[str] = set()  # warnings that were printed
         self.tolerances: dict[tuple, dict] = {}  # by shape and dtype: half precision takes seconds
 
     def run(self, groups: Iterable[Group], force: bool = False, minutes: float | None = None) -> list[Result]:
-        groups = _checked(groups, minutes)
+        groups = list(groups)
+        if odd := [group for group in groups if not isinstance(group, Group)]:
+            raise ValueError(f"groups must be measure.Group objects, got {type(odd[0]).__name__}")
+        if twice := [name for name, count in Counter(g.name for g in groups).items() if count > 1]:
+            raise ValueError(f"two groups have the name {twice[0]!r}")
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"minutes must be positive, got {minutes!r}")
         until = self.clock() + (math.inf if minutes is None else 60 * minutes)
         with Store(self.folder) as self.store:
             there = [] if force else read(self.folder)
             kept = [r for r in there if self._counts(r)]
-            disturbed = self._disturbed(kept)
-            kept = [r for r in kept if (r.group, r.run) not in disturbed]
+            disturbed = {r.group for r in kept if r.provenance.get("crowded")}
+            if disturbed and self._busy_now():
+                disturbed = set()
+            kept = [r for r in kept if not (r.group in disturbed and r.provenance.get("crowded"))]
             done = {(r.group, r.composition, r.point.id) for r in kept}
             wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
             missing = [(g, [p for p in g.points if (g.name, g.composition(p), p.id) not in done]) for g in groups]
             todo = [(group, points) for group, points in missing if points]
-            if self.show:
-                self._explain(there, kept, wanted, todo)
+            apart = {name for r in there for name in provenance.differs(r.provenance, self.here)}
+            if self.show and todo and apart:
+                warn(f"rows of another {', '.join(sorted(apart))} do not count")
+            elif self.show and not todo:
+                newest = max((r.provenance.get("utc", "") for r in kept), default="")
+                warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
             self.progress = Progress(sum(len(points) for _, points in todo), self.show, self.clock)
             try:
                 for number, (group, points) in enumerate(todo):
                     if number and self.clock() >= until:
-                        self.progress.clear()
-                        rest = todo[number:]
-                        left, names = sum(len(points) for _, points in rest), "; ".join(g.name for g, _ in rest)
+                        left, names = sum(len(p) for _, p in todo[number:]), "; ".join(g.name for g, _ in todo[number:])
                         warn(f"{minutes:g} minutes are over: {left} points are left, of {names}; run again to go on")
                         break
-                    anew = force or group.name in {name for name, _ in disturbed}
+                    anew = force or group.name in disturbed
                     earlier = None if anew else unfinished(self.folder, group, self.here, self.rehearsal)
                     self._run_group(group, points, earlier)
             except KeyboardInterrupt:
-                self.progress.clear()
                 said = f"{len(self.results)} points and the finished samples of others are kept"
                 raise Interrupted(f"interrupted: {said}; run again to go on") from None
         return latest([r for r in kept + self.results if (r.group, r.composition, r.point.id) in wanted])
-
-    def _explain(self, there: list[Result], kept: list[Result], wanted: set, todo: list) -> None:
-        """Say why there is nothing to measure, or why rows that are there do not count."""
-        if not todo:
-            newest = max((r.provenance.get("utc", "") for r in kept), default="")
-            warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
-            return
-        rows = [r for r in there if (r.group, r.composition, r.point.id) in wanted]
-        apart = [found for r in rows if (found := provenance.differs(r.provenance, self.here))]
-        if apart:
-            names = ", ".join(name for name in provenance.KEY if any(name in found for found in apart))
-            warn(f"{len(apart)} rows that are there are of another {names}: measuring these points here")
 
     def _counts(self, result: Result) -> bool:
         """Whether a result of an earlier run counts: the same code on this machine, and nothing to try again."""
@@ -250,121 +210,90 @@ class Session:
         less_time = result.provenance.get("timeout_s", self.timeout_s) < self.timeout_s
         return result.final and same and not (result.status == "timeout" and less_time)
 
-    def _disturbed(self, kept: list[Result]) -> set[tuple[str, str]]:
-        """(group, run) of the rows that other work disturbed, if the machine is quiet now."""
-        found = {(r.group, r.run) for r in kept if r.provenance.get("crowded")}
-        if found:
-            with (now := self.contention(self.threads)).watched():
-                time.sleep(1.0)
-            if now.high:
-                if self.show:
-                    warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
-                return set()
-        return found
+    def _busy_now(self) -> bool:
+        """Whether other work takes cores that our threads need."""
+        with (now := self.contention(self.threads)).watched():
+            time.sleep(1.0)
+        if now.high:
+            warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
+        return now.high
 
-    def _run_group(self, group: Group, points: list[Point], earlier: Unfinished | None) -> None:
-        """Measure points of a group, together or one by one; ``earlier``: a run that was stopped, to go on with."""
-        self.progress.begin(group, points)
-        if earlier is None:
-            earlier = Unfinished(uuid4().hex[:12])
-            self._append(earlier.run, kind="run", group=group.name, members=group.id, key=provenance.key(self.here))
-        first = earlier.rounds
-        for together in self._cohorts(group, points):
-            members = [Member(group, p, earlier.samples.get(p.id, {})) for p in together]
-            first = self._run_together(group, earlier.run, members, first)
-
-    def _cohorts(self, group: Group, points: list[Point]) -> list[list[Point]]:
-        """The points whose processes live at the same time: all that take turns, as many as fit on a GPU."""
-        most = len(points) if group.interleave else 1
+    def _run_group(self, group: Group, points: list[Point], run: Run | None) -> None:
+        """Measure points of a group, together or one by one; ``run``: one that was stopped, to go on with."""
+        turns = ", taking turns" if group.interleave and len(points) > 1 else ""
+        self.progress.say(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.progress.left()})")
+        if run is None:
+            run = Run({"run": uuid4().hex[:12], "rehearsal": self.rehearsal})
+            key = provenance.key(self.here)
+            self.store.append(kind="run", group=group.name, members=group.id, key=key, **run.about)
+        most = len(points) if group.interleave else 1  # points whose processes live at the same time
         if group.interleave and self.device == "cuda" and self.here["device_memory_bytes"]:
             most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))
-        return [points[i : i + most] for i in range(0, len(points), most)]
+        cohorts = [points[i : i + most] for i in range(0, len(points), most)]
+        while cohorts:
+            members: list[Member] = []
+            try:
+                for point in cohorts.pop(0):
+                    members.append(self._start(group, run, point))
+                cohorts += [[member.point] for member in self._run_together(group, run, members)]
+            finally:
+                for member in members:
+                    member.workers.close()
 
-    def _run_together(self, group: Group, run: str, members: list[Member], first: int) -> int:
-        """Prepare all, then take rounds in turn, from number ``first``; returns the number after the last."""
-        origin = self.here | provenance.moment(self.device) | {"timeout_s": self.timeout_s}
-        starved, others = [], self.contention(self.threads if self.device == "cpu" else 0)
-        try:
-            for member in members:
-                self._start(member)
-            for member in (m for m in members if m.alive):
-                self._step(member, "prepare", PREPARED)
-                if member.row["status"] == "oom" and any(m.workers for m in members):
-                    starved.append(member)
-                elif not group.timed or not member.timed:
-                    member.close()
-            last = self._take_rounds(group, run, members, first, others) if group.timed else first
-            self._conclude(group, run, [m for m in members if m not in starved], origin, others)
-        finally:
-            for member in members:
-                member.close()
-        for member in starved:  # once more, with all of the memory
-            last = self._run_together(group, run, [Member(group, member.point)], last)
-        return last
-
-    def _start(self, member: Member) -> None:
+    def _start(self, group: Group, run: Run, point: Point) -> Member:
         """Start a point's processes; on a GPU, where it takes seconds, those of a group build their systems at once."""
-        early = self.device == "cuda" and member.point.world_size == 1
-        settings = self.settings | {"point": member.point.to_dict(), "early": early}
-        if (ranks := member.group.ranks) > 1:
-            settings |= {"threads": max(1, self.threads // ranks), "timeout_s": self.timeout_s}
-            oversubscribed = member.point.world_size > self.threads  # its ranks have no core each: no time is taken
-            member.row["ranks"] = {"threads": settings["threads"], "oversubscribed": oversubscribed}
-            member.timed = not oversubscribed
-        try:
-            member.workers = self.start(settings, member.point.world_size)
-        except Died as death:
-            member.row |= {"status": death.status, "reason": death.reason, "final": death.final}
+        early = self.device == "cuda" and point.world_size == 1
+        threads = max(1, self.threads // group.ranks)
+        settings = self.settings | {"point": point.to_dict(), "early": early, "threads": threads}
+        workers = self.start(settings, point.world_size)
+        timed = group.timed and point.world_size <= self.threads  # no time without a core for each rank
+        return Member(point, run.samples.setdefault(point.id, {}), timed, threads, workers)
 
-    def _take_rounds(self, group: Group, run: str, members: list[Member], first: int, others: CpuContention) -> int:
+    def _run_together(self, group: Group, run: Run, members: list[Member]) -> list[Member]:
+        """Prepare all members, take rounds in turn and store the results; return those to measure again, alone."""
+        origin = self.here | provenance.moment(self.device) | {"timeout_s": self.timeout_s}
+        others = self.contention(self.threads if self.device == "cpu" else 0)
         for member in members:
-            if member.alive and member.timed:
-                reply = self._step(member, "calibrate", 0.0, sample_s=group.sample_s)
-                member.estimate = reply.get("estimate", 0.0)
-        alive = [m for m in members if m.alive and m.estimate]
-        for member, count in zip(alive, rounds_for([m.estimate for m in alive], group.interleave)):
+            known = self.tolerances.setdefault((*member.point.shape.values(), member.point.dtype), {})
+            known |= self._ask(member, "prepare", PREPARED, tolerance=known).get("known", {})
+            if not member.timed:
+                member.workers.close()
+        self._take_rounds(group, run, [m for m in members if m.timed and m.alive], others)
+        starved = [m for m in members if m.row["status"] == "oom" and len(members) > 1]
+        self._conclude(group, run, [m for m in members if m not in starved], origin, others)
+        return starved
+
+    def _take_rounds(self, group: Group, run: Run, members: list[Member], others: CpuContention) -> None:
+        for member in members:
+            self._ask(member, "calibrate", 0.0, sample_s=group.sample_s)
+        members = [m for m in members if m.alive]
+        for member, count in zip(members, rounds_for([m.row["estimate"] for m in members], group.interleave)):
             member.wanted = max(count, group.rounds)
-        number = first
-        while waiting := [m for m in members if m.left]:
-            turn = number % len(waiting)  # each comes first in some round
+        while waiting := [m for m in members if m.alive and len(m.samples) < m.wanted]:
+            turn = run.rounds % len(waiting)  # each comes first in some round
             for member in waiting[turn:] + waiting[:turn]:
-                done, share = number - first, (1 - PREPARED) / member.wanted
-                text = f"{group.name}: round {done + 1} of {done + max(m.left for m in waiting)}"
-                with others.watched(lambda member=member: time.process_time() + member.cpu_s):
-                    reply = self._step(member, "sample", share, text, last=member.left == 1)
+                number = len(member.samples) + 1
+                text = f"{group.name}: round {number} of {member.wanted}"
+                with others.watched(lambda member=member: member.row["cpu_s"]):
+                    self._ask(member, "sample", (1 - PREPARED) / member.wanted, text, last=number == member.wanted)
                 if member.alive:
-                    member.samples[number] = reply["seconds"]
-                    sample = {"round": number, "seconds": reply["seconds"], "loops": member.row["loops"]}
-                    self._append(run, kind="sample", point=member.point.id, **sample)
-            number += 1
+                    seconds = member.samples[run.rounds] = member.row["seconds"]
+                    sample = {"round": run.rounds, "seconds": seconds, "loops": member.row["loops"]}
+                    self.store.append(kind="sample", point=member.point.id, **run.about, **sample)
+            run.rounds += 1
         for member in members:
-            if member.alive and member.samples:
-                self._step(member, "verify", 0.0)
-        return number
+            if member.alive:
+                self._ask(member, "verify", 0.0)
 
-    def _step(self, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
-        """Send one command to a point's process; a failure becomes the point's status and reason."""
+    def _ask(self, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
+        """Send one command to a point's processes; the reply goes into its row, and a failure ends the point."""
         start = self.clock()
-        known = self.tolerances.setdefault((*member.point.shape.values(), member.point.dtype), {})
-        if command == "prepare":
-            arguments["tolerance"] = known
-        try:
-            reply = member.workers.ask(command, max(0.0, self.timeout_s - member.spent), **arguments)
-        except TimedOut as late:
-            behind = f": {late}" if str(late) else ""
-            reply = {"status": "timeout", "reason": f"took more than {self.timeout_s:g} s{behind}"}
-        except Died as death:
-            reply = {"status": death.status, "reason": death.reason, "final": death.final}
+        reply = member.workers.ask(command, max(0.0, self.timeout_s - member.spent), **arguments)
         member.spent += self.clock() - start
-        member.cpu_s = reply.pop("cpu_s", member.cpu_s)
-        known |= reply.pop("known", {})
-        if "ranks" in reply:
-            reply["ranks"] = member.row["ranks"] | reply["ranks"]
         member.row |= reply
-        member.done += share
-        self.progress.did(text or f"{member.group.name}: {command} {member.point.label()}", share)
+        self.progress.did(text or f"{command} {member.point.label()}", share)
         if not member.alive:
-            member.close()
+            member.workers.close()
         return reply
 
     def probe(self, names: list[str]) -> dict:
@@ -373,21 +302,15 @@ class Session:
         A disturbed rate is too low, and correct rows would be faster than the roofline that it gives.
         """
         others, reply = self.contention(self.threads), {"cpu_s": 0.0}
-        try:
-            with closing(self.start(self.settings | {"memory_bytes": None})) as worker:
-                with others.watched(lambda: time.process_time() + reply["cpu_s"]):
-                    reply |= worker.ask("probe", self.timeout_s, dtypes=names)
-            if others.high:
-                raise Died("crashed", f"others used {others.cores:g} cores meanwhile")
-            return reply["peaks"]
-        except (Died, TimedOut) as failure:
-            why = str(failure) or "no answer"
-            if why not in self.said:
-                self.said.add(why)
-                warn(f"the CPU's rates could not be measured, so these rows have no lower bound: {why}")
-            return {}
+        with closing(self.start(self.settings | {"memory_bytes": None})) as worker:
+            with others.watched(lambda: reply["cpu_s"]):
+                reply |= worker.ask("probe", self.timeout_s, dtypes=names)
+        why = f"others used {others.cores:g} cores meanwhile" if others.high else reply["reason"]
+        if why:
+            warn_once(f"the CPU's rates could not be measured, so these rows have no lower bound: {why}")
+        return {} if why else reply["peaks"]
 
-    def _conclude(self, group: Group, run: str, members: list[Member], origin: dict, others: CpuContention) -> None:
+    def _conclude(self, group: Group, run: Run, members: list[Member], origin: dict, others: CpuContention):
         """Store each point with its statistics and roofline; a result that cannot be true becomes suspect."""
         self.bounds.need({m.point.dtype for m in members if m.alive and m.samples})
         state = provenance.device_state(self.device)
@@ -397,40 +320,38 @@ class Session:
         gemm = [m for m in members if m.point.system == "sgemm" and m.samples and m.alive]
         rate = gemm[0].row["cost"]["flops"] / median(gemm[0].samples.values()) if gemm else None
         for member in members:
-            row = {k: v for k, v in member.row.items() if k not in ("estimate", "seconds")}
+            row = {k: v for k, v in member.row.items() if k not in ("cpu_s", "known", "estimate", "seconds")}
+            if group.ranks > 1:
+                oversubscribed = member.point.world_size > self.threads
+                row["ranks"] = {"threads": member.threads, "oversubscribed": oversubscribed} | row.get("ranks", {})
             if member.alive:
                 row |= self._judged(member, rate, others.high)
-            rounds = sorted(member.samples) if row.get("median") is not None else []
+            samples = member.samples if row.get("median") is not None else {}
             result = Result(
-                point=member.point, group=group.name, run=run, rehearsal=self.rehearsal,
+                point=member.point, group=group.name, **run.about,
                 composition=group.composition(member.point), interleaved=group.interleave,
-                seconds=tuple(member.samples[number] for number in rounds), rounds=tuple(rounds),
+                seconds=tuple(samples.values()), rounds=tuple(samples), final=row["status"] != "crashed",
                 provenance=origin | {"seed": member.point.id}, **row,
             )  # fmt: skip
             self.store.append(**result_row(result, member.spent))
             self.results.append(result)
-            self.progress.result(result, 1 - member.done)
+            self.progress.result(result)
 
     def _judged(self, member: Member, rate: float | None, crowded: bool) -> dict:
-        cost, doubts, row = Cost(**member.row["cost"]), [], {}
-        peak = member.row["memory"]["tracked_peak_bytes"]
-        floor = member.row["memory"]["floor_bytes"]  # of one rank's tensors
+        cost, memory, doubts, row = Cost(**member.row["cost"]), member.row["memory"], [], {}
+        peak, floor = memory["tracked_peak_bytes"], memory["floor_bytes"]  # of one rank's tensors
         if peak < floor:
             doubts.append(f"a peak of {peak} bytes is smaller than its own tensors, {floor} bytes")
         if member.samples:
-            found = summary([member.samples[number] for number in sorted(member.samples)])
+            found = summary([*member.samples.values()])
             gpus = member.point.world_size if self.device == "cuda" else 1  # a CPU has one rate for all
             mine = replace(cost, folded_flops=cost.folded_flops // gpus, floor_bytes=cost.floor_bytes // gpus)
             bound, below = self.bounds.below(mine, member.point.dtype, found.median)
             share = cost.flops / found.median / rate if rate else None
-            row = asdict(found) | {"bound_seconds": bound, "share": share}
-            row["unstable"] |= crowded
+            row = asdict(found) | {"bound_seconds": bound, "share": share, "unstable": found.unstable or crowded}
             if below:
                 doubts.append(f"{found.median * 1e3:.3g} ms is below its bound of {bound * 1e3:.3g} ms")
         return row | ({"status": "suspect", "reason": "; ".join(doubts)} if doubts else {})
-
-    def _append(self, run: str, **row) -> None:
-        self.store.append(run=run, rehearsal=self.rehearsal, **row)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -462,18 +383,7 @@ def run(
     Raises Interrupted on Ctrl-C (all rows so far are kept), Busy if another run uses the folder, OSError if the folder
     cannot be written, and ValueError for invalid arguments.
     """
-    how = {"profile": profile, "device": device, "rehearsal": rehearsal, "timeout_s": timeout_s, "progress": progress}
-    return Session(folder, **how).run(groups, force, minutes)
-
-
-def _checked(groups, minutes: float | None) -> list[Group]:
-    groups = [groups] if isinstance(groups, Group) else list(groups)
-    for group in groups:
-        if not isinstance(group, Group):
-            raise ValueError(f"groups must be measure.Group objects, got {type(group).__name__}")
-    names = [g.name for g in groups]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two groups have the name {next(n for n in names if names.count(n) > 1)!r}")
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes must be positive, got {minutes!r}")
-    return groups
+    session = Session(
+        folder, profile=profile, device=device, rehearsal=rehearsal, timeout_s=timeout_s, progress=progress
+    )
+    return session.run(groups, force, minutes)

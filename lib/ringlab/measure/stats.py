@@ -113,13 +113,17 @@ def ratio(a, b) -> Ratio:
     >>> ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]).ci
     (2.0, 2.0)
     """
-    x, y = getattr(a, "seconds", a), getattr(b, "seconds", b)
+    x, y = (dict(zip(r.rounds, r.seconds)) if hasattr(r, "rounds") else dict(enumerate(r)) for r in (a, b))
     if not x or not y:
         raise ValueError("a ratio needs samples of both")
-    if logs := _paired_logs(a, b, x, y):
+    # Compositions differ for each point if the points took no turns.
+    together = all(getattr(a, name, None) == getattr(b, name, None) for name in ("run", "composition"))
+    if together and (rounds := sorted(x.keys() & y.keys())):
+        logs = [math.log(x[number] / y[number]) for number in rounds]
         low, high = _interval(logs)
         unsteady = _unsteady([math.exp(value) for value in logs])
         return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs), True, unsteady)
+    x, y = [*x.values()], [*y.values()]
     top, bottom = ([math.log(s) for s in seconds] for seconds in (x, y))
     value, (low, high), (least, most) = median(top) - median(bottom), _interval(top), _interval(bottom)
     # The interval of a difference from those of its parts: Zou and Donner 2008.
@@ -127,12 +131,3 @@ def ratio(a, b) -> Ratio:
     up = math.hypot(high - median(top), median(bottom) - least)
     low, high = math.exp(value - down), math.exp(value + up)
     return Ratio(math.exp(value), low, high, min(len(x), len(y)), False, _unsteady(x) or _unsteady(y))
-
-
-def _paired_logs(a, b, x, y) -> list[float]:
-    """Log ratios of the rounds that both took part in; [] for results of different runs or groups."""
-    results = hasattr(a, "rounds") and hasattr(b, "rounds")
-    if results and (a.run, a.composition) != (b.run, b.composition):  # differs for each point if not interleaved
-        return []
-    x, y = (dict(zip(r.rounds if results else range(len(s)), s)) for r, s in ((a, x), (b, y)))
-    return [math.log(x[number] / y[number]) for number in sorted(x.keys() & y.keys())]

@@ -14,6 +14,7 @@ Lines that cannot be read are skipped with a warning; a result without all of it
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import math
 import os
@@ -28,7 +29,6 @@ from .provenance import key
 
 SCHEMA = 1
 NAME = "samples.jsonl"
-_said: set[str] = set()  # warnings that were printed: a report reads its rows more than once
 
 
 class Busy(RuntimeError):
@@ -49,10 +49,9 @@ class Store:
         except BlockingIOError:
             self.file.close()
             raise Busy(f"{self.path.parent} is in use by another measurement; wait for it or stop it") from None
-        size = self.file.seek(0, os.SEEK_END)
-        if size:
-            self.file.seek(size - 1)
-            if self.file.read(1) != b"\n":  # the last writer died in the middle of a line
+        if self.file.seek(0, os.SEEK_END):
+            self.file.seek(-1, os.SEEK_END)
+            if self.file.read() != b"\n":  # the last writer died in the middle of a line
                 self.file.write(b"\n")
         return self
 
@@ -73,7 +72,10 @@ def warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def read(folder: Path | str, warn: Callable[[str], None] = warn) -> list[Result]:
+warn_once = functools.cache(warn)  # a report reads its rows more than once
+
+
+def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Result]:
     """All complete results in the order of the file; [] if there is none yet."""
     samples: dict[tuple, dict] = {}
     results: list[Result] = []
@@ -89,47 +91,39 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn) -> list[Result]
     if bad:
         shown = ", ".join(map(str, sorted(bad)[:5])) + (", ..." if len(bad) > 5 else "")
         what = f"{len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})"
-        said = f"{Path(folder) / NAME}: skipped {what}; delete these lines to be rid of this"
-        if said not in _said:
-            _said.add(said)
-            warn(said)
+        warn(f"{Path(folder) / NAME}: skipped {what}; delete these lines to be rid of this")
     return results
 
 
 def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
     """(line number, row) of this schema; the numbers of unreadable lines are added to ``bad``."""
     path = Path(folder) / NAME
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                if row["schema"] == SCHEMA:
-                    yield number, row
-            except (ValueError, KeyError, TypeError):
-                bad.append(number)
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip() and (row := json.loads(line))["schema"] == SCHEMA:
+                yield number, row
+        except (ValueError, KeyError, TypeError):
+            bad.append(number)
 
 
 @dataclass
-class Unfinished:
-    """A run of a group that was stopped: its name, the rounds begun, the samples of points without a result."""
+class Run:
+    """A run of a group: fields of all its rows, the rounds begun, the samples of points without a result."""
 
-    run: str
+    about: dict
     rounds: int = 0
     samples: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
-def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) -> Unfinished | None:
-    """The newest run of exactly these points by this engine, torch, device and machine, to go on with."""
-    found: Unfinished | None = None
-    about = {"group": group.name, "members": group.id, "key": list(key(here)), "rehearsal": rehearsal}
+def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) -> Run | None:
+    """The newest run of exactly these points by this engine, torch, device and machine."""
+    found: Run | None = None
+    same = {"group": group.name, "members": group.id, "key": list(key(here)), "rehearsal": rehearsal}
     for _, row in _rows(folder, []):
-        if row.get("kind") == "run" and row.keys() >= about.keys() and all(row[k] == v for k, v in about.items()):
-            found = Unfinished(row["run"])
-        elif found is None or row.get("run") != found.run:
+        if row.get("kind") == "run" and same.items() <= row.items():
+            found = Run({"run": row["run"], "rehearsal": rehearsal})
+        elif found is None or row.get("run") != found.about["run"]:
             continue
         elif row["kind"] == "sample":
             found.samples.setdefault(row["point"], {})[row["round"]] = row["seconds"]
@@ -139,7 +133,7 @@ def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) ->
     return found
 
 
-def load(folder: Path | str, *, warn: Callable[[str], None] = warn) -> list[Result]:
+def load(folder: Path | str, *, warn: Callable[[str], None] = warn_once) -> list[Result]:
     """The newest result of each point in each group; of an interleaved group only those of its newest composition."""
     return latest(read(folder, warn))
 
@@ -154,9 +148,12 @@ def latest(results: list[Result]) -> list[Result]:
     return list(found.values())
 
 
+OTHERWISE = ("point", "seconds", "rounds")  # fields of a Result that its row holds in another form
+
+
 def result_row(result: Result, duration: float) -> dict:
     """The fields of a result as a row."""
-    row = {f.name: getattr(result, f.name) for f in fields(Result) if f.name not in ("seconds", "rounds", "point")}
+    row = {f.name: getattr(result, f.name) for f in fields(Result) if f.name not in OTHERWISE}
     row |= {"kind": "result", "point": result.point.id, "definition": result.point.to_dict()}
     return row | {"samples": len(result.seconds), "duration": round(duration, 3)}
 
@@ -166,8 +163,7 @@ def _result(row: dict, taken: dict[int, float]) -> Result:
     rounds = sorted(taken) if row["samples"] else []  # the samples of a point that failed do not count
     if point.id != row["point"] or len(rounds) != row["samples"]:
         raise ValueError("incomplete")
-    names = {f.name for f in fields(Result)} - {"point", "seconds", "rounds"}
-    given = {k: v for k, v in row.items() if k in names}
+    given = {f.name: row[f.name] for f in fields(Result) if f.name in row and f.name not in OTHERWISE}
     for k in ("errors", "tolerance"):
         given[k] = {name: float(x) for name, x in given[k].items()}
     given["ci"] = tuple(map(float, given["ci"])) if given["ci"] else None
@@ -175,10 +171,9 @@ def _result(row: dict, taken: dict[int, float]) -> Result:
 
 
 def _plain(value):
+    """The same in JSON, where numbers that are not finite are strings."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

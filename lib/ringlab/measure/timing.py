@@ -102,30 +102,27 @@ class Bounds:
     """
 
     def __init__(self, device: str, profile: str | None, probe: Callable[[list[str]], dict]):
-        self.machine, self.on_gpu, self._probe = hardware.detect(), device == "cuda", probe
-        found = hardware.get_profile(profile) if profile and self.on_gpu else None
-        self.profile = found.on(self.machine) if found else None
+        self.machine, self.on_gpu, self.probe = hardware.detect(), device == "cuda", probe
+        self.profile = hardware.get_profile(profile).on(self.machine) if profile and self.on_gpu else None
         self.peaks: dict[str, hardware.Peaks] = {}
 
     def need(self, dtypes, again: bool = False) -> None:
         """Measure the rates of these dtypes once, and of fp32, in which half precision may be computed."""
         wanted = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
         wanted = sorted(wanted if again else wanted - self.peaks.keys())
-        for name, rates in (self._probe(wanted) if wanted else {}).items():
+        for name, rates in (self.probe(wanted) if wanted else {}).items():
             found = hardware.Peaks(*rates, self.machine.cache_bytes)
-            self.peaks[name] = found.best(self.peaks[name]) if name in self.peaks else found
+            self.peaks[name] = found.best(self.peaks.get(name, found))
 
     def seconds(self, cost: Cost, dtype: str) -> float | None:
-        if self.on_gpu:
-            if self.profile is None:
-                return None
-            rates = self.profile.rates(getattr(torch, dtype), cost.floor_bytes, self.machine)
-            return cost.seconds(rates.flops_per_s, rates.bytes_per_s) or None
         peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
-        if not peaks:  # the probe failed
+        if self.profile:
+            rates = self.profile.rates(getattr(torch, dtype), cost.floor_bytes, self.machine)
+        elif peaks:
+            rates = hardware.measured_rates(peaks, cost.floor_bytes)
+        else:  # a GPU without a profile, or a probe that failed
             return None
-        rates = hardware.measured_rates(peaks, cost.floor_bytes)
-        return cost.seconds(rates.flops_per_s, rates.bytes_per_s)
+        return cost.seconds(rates.flops_per_s, rates.bytes_per_s) or None
 
     def below(self, cost: Cost, dtype: str, seconds: float) -> tuple[float | None, bool]:
         """(bound, whether ``seconds`` is below it even after the rates were probed again)."""
@@ -151,9 +148,7 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
     make a view, both without what a cache builds once. And what the system itself counted.
     """
     gc.collect()
-    floor = system.cost.floor_bytes
-    found = {"floor_bytes": floor, "high_water_bytes": None, "allocator_peak_bytes": None}
-    on_gpu = device.type == "cuda"
+    floor, on_gpu = system.cost.floor_bytes, device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else tracking.resident_bytes()
     inputs = system.inputs()
     if on_gpu:
@@ -167,11 +162,14 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
         seconds = time.perf_counter() - start
     if on_gpu:
         torch.cuda.synchronize(device)
-        found["allocator_peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
-    if mark:
-        found["high_water_bytes"] = tracking.high_water_bytes() - before
-    found["tracked_peak_bytes"] = tracker.peak_bytes
-    found |= {"operator_calls": tracker.operators, "view_calls": tracker.views}
+    found = {
+        "floor_bytes": floor,
+        "tracked_peak_bytes": tracker.peak_bytes,
+        "high_water_bytes": tracking.high_water_bytes() - before if mark else None,
+        "allocator_peak_bytes": torch.cuda.max_memory_allocated(device) - before if on_gpu else None,
+        "operator_calls": tracker.operators,
+        "view_calls": tracker.views,
+    }
     return inputs, output, found | output.counted, seconds
 
 
@@ -187,12 +185,10 @@ def warm(point: Point, device: torch.device) -> None:
         torch.autograd.grad(out.sum(), x)
     if device.type != "cpu" or point.seq_len <= 4 * WARM_TOKENS or point.system in ALREADY_WARM:
         return
-    try:
+    with suppress(Refused, NotImplementedError):  # perhaps of this length alone; the point itself comes next
         system = build(point.but(seq_len=WARM_TOKENS), device)
         with tracking.LiveStorageTracker():
             system.run(system.inputs())
-    except (Refused, NotImplementedError):  # perhaps of this length alone; the point itself comes next
-        return
     memory.GLOBAL_POOL.clear()
     memory.RESULTS.clear()
     gc.collect()

@@ -2,7 +2,7 @@
 
 A session sends a command and gets one reply for all ranks: "prepare" (build, first call, check), "calibrate", "sample",
 "verify"; "probe" measures the CPU's rates. A reply with a ``status`` other than "ok" ends the point. If a process is
-killed, crashes or hangs, the session's side reports it and names the rank.
+killed, crashes or hangs, the session's side makes the reply and names the rank.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import pickle
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,101 +28,73 @@ from .systems import Output, Refused, System, build, count_step
 from .timing import LONG_S, WARM_S, cpu_seconds, cuda_seconds, footprint, limit_memory, loops_for, warm
 
 
-class TimedOut(Exception):
-    """No reply within the time; the message names the rank that is behind."""
-
-
-class Died(Exception):
-    """The process ended: ``status`` and ``reason`` for its point, ``final`` if trying again would not help."""
-
-    def __init__(self, status: str, reason: str, final: bool = False):
-        super().__init__(reason)
-        self.status, self.reason, self.final = status, reason, final
-
-
-def cause_of_death(code: int, said: str) -> Died:
-    """The failure of a point whose process ended with exit code ``code`` and ``said`` as its last line on stderr."""
+def died(code: int, said: str) -> dict:
+    """The reply for a process that ended with exit code ``code`` and ``said`` as its last line on stderr."""
     if code < 0:
         name = signal_name(-code)
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
-        return Died("crashed", f"the worker was ended by {name}{hint}")
+        return {"status": "crashed", "reason": f"the worker was ended by {name}{hint}"}
     if any(s in said.lower() for s in ("memoryerror", "can't allocate memory", "out of memory")):
-        return Died("oom", said, final=True)
-    return Died("crashed", f"the worker ended with exit code {code}" + (f": {said}" if said else ""))
+        return {"status": "oom", "reason": said}
+    return {"status": "crashed", "reason": f"the worker ended with exit code {code}" + (f": {said}" if said else "")}
 
 
-class Workers:
-    """The processes of one point, one for each rank. Raises Died if they cannot be started."""
+class Workers(ExitStack):
+    """The processes of one point, one for each rank. If they cannot be started, every reply says why.
+
+    ``close`` ends the processes and all that they started.
+    """
 
     def __init__(self, settings: dict, ranks: int = 1):
-        self.folder = tempfile.TemporaryDirectory(prefix="ringlab-")
-        self.processes: list[Process] = []
-        self.stderrs = [open(Path(self.folder.name, f"{rank}.stderr"), "w+b") for rank in range(ranks)]
+        super().__init__()
+        self.settings, self.failed, self.processes = settings, None, []
+        self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix="ringlab-"))
+        paths = [Path(self.folder, f"{rank}.stderr") for rank in range(ranks)]
+        self.stderrs = [self.enter_context(open(path, "w+b")) for path in paths]
         modules = (__name__, launch.COMPILER) if ranks > 1 else (__name__,)
         try:
             for rank, stderr in enumerate(self.stderrs):
-                own = settings | ({"rank": rank, "folder": self.folder.name} if ranks > 1 else {})
-                output = stderr.fileno(), stderr.fileno()
-                self.processes.append(Process(serve, own, modules=modules, output=output))
+                own = settings | {"rank": rank, "folder": self.folder}
+                process = Process(serve, own, modules=modules, output=(stderr.fileno(), stderr.fileno()))
+                self.callback(process.end)
+                self.processes.append(process)
         except Ended as error:
-            self.close()
-            raise cause_of_death(error.code, error.said) from None
+            self.failed = died(error.code, error.said)
 
     def ask(self, command: str, timeout_s: float, **arguments) -> dict:
-        """One reply for all ranks; raises TimedOut, or Died with the reason."""
+        """One reply for all ranks; ``timeout_s``: what is left of the time for the point."""
+        if self.failed:
+            return self.failed
         for process in self.processes:
             process.send((command, arguments))
         several = len(self.processes) > 1
-        ends = launch.collect(self.processes, timeout_s, read=_end_of)
-        counts = launch.beats(self.folder.name, len(self.processes))
+        ends = launch.collect(self.processes, timeout_s, read=lambda end: end)
+        counts = launch.beats(self.folder, len(self.processes))
         found = launch.culprit(ends, counts)
         if found is None:
             return _merged([ends[rank].value for rank in range(len(ends))])
         rank, kind = found
-        if kind == "died":
-            death = cause_of_death(ends[rank].value.code, last_line(self.stderrs[rank]))
-            raise Died(death.status, f"rank {rank}: {death.reason}" if several else death.reason, death.final)
         if kind == "silent":
-            begun = max(counts[rank], 0)
-            raise TimedOut(f"rank {rank} is behind, {begun} steps begun, others {max(0, *counts)}" if several else "")
-        reply = ends[rank].value
-        if several:  # the rest is one rank's alone
-            reply = {name: reply[name] for name in ("status", "reason", "final") if name in reply}
-        replies = {(end.value["status"], end.value["reason"]) for end in ends.values() if end.kind != "died"}
-        if len(replies) > 1 or len(ends) < len(self.processes):
-            reply["reason"] = f"rank {rank}: {reply['reason']}"
+            behind = f": rank {rank} is behind, {max(0, counts[rank])} steps begun, others {max(0, *counts)}"
+            said = f"took more than {self.settings['timeout_s']:g} s{behind if several else ''}"
+            return {"status": "timeout", "reason": said}
+        reply = ends[rank].value if kind != "died" else died(ends[rank].value.code, last_line(self.stderrs[rank]))
+        if several:
+            replies = [end.value["reason"] for end in ends.values() if end.kind != "died"]
+            name = "" if replies == [reply["reason"]] * len(self.processes) else f"rank {rank}: "
+            reply = {"status": reply["status"], "reason": name + reply["reason"]}  # the rest is one rank's alone
         return reply
-
-    def close(self) -> None:
-        """End the processes and all that they started."""
-        for process in self.processes:
-            process.end()
-        for stderr in self.stderrs:
-            stderr.close()
-        self.folder.cleanup()
-
-
-def _end_of(reply: dict) -> End:
-    kind, culprit = reply.pop("kind", "error"), reply.pop("culprit", None)
-    return End("ok" if reply["status"] == "ok" else kind, reply, culprit=culprit)
 
 
 def _merged(replies: list[dict]) -> dict:
     """One reply for all ranks: the first rank's, with the sums, the largest or the lists of what differs by rank."""
-    merged = replies[0]
-    if "cpu_s" in merged:
-        merged["cpu_s"] = sum(reply["cpu_s"] for reply in replies)
-    if "sent" in merged:
+    merged = replies[0] | {"cpu_s": sum(reply["cpu_s"] for reply in replies)}
+    if "ranks" in merged:
         peaks = [reply["memory"]["tracked_peak_bytes"] for reply in replies]
-        sent = [reply["sent"] for reply in replies]
-        by_rank = {name: [each[name] for each in sent] for name in ("bytes_sent", "planned", "messages")}
-        floors = sum(reply["cost"]["floor_bytes"] for reply in replies)
-        merged |= {
-            "memory": replies[peaks.index(max(peaks))]["memory"],
-            "cost": merged["cost"] | {"floor_bytes": floors},
-            "ranks": by_rank | {"scheme": sent[0]["scheme"], "tracked_peak_bytes": peaks},
-        }
-        del merged["sent"]
+        by_rank = {n: [reply["ranks"][n] for reply in replies] for n in ("bytes_sent", "planned", "messages")}
+        merged["ranks"] |= by_rank | {"tracked_peak_bytes": peaks}
+        merged["memory"] = replies[peaks.index(max(peaks))]["memory"]
+        merged["cost"]["floor_bytes"] = sum(reply["cost"]["floor_bytes"] for reply in replies)
     return merged
 
 
@@ -129,26 +102,15 @@ def _merged(replies: list[dict]) -> dict:
 # in the worker's process
 
 
-def outcome(error: Exception) -> tuple[str, str]:
-    """(status, reason) of an error that a system raised; only a refusal of the point is "unsupported".
-
-    >>> outcome(NotImplementedError("needs CUDA")), outcome(ValueError("shapes differ"))
-    (('unsupported', 'needs CUDA'), ('crashed', 'ValueError: shapes differ'))
-    """
-    said = " ".join(str(error).split())[:300] or type(error).__name__
-    if is_out_of_memory(error):
-        return "oom", said
-    if isinstance(error, NotImplementedError | Refused):
-        return "unsupported", said
-    return "crashed", f"{type(error).__name__}: {said}"
-
-
 class Worker:
-    """A point in its process: its system, its inputs, and the output of its first call. Commands return a reply."""
+    """A point in its process: its system, its inputs, and the output of its first call. Commands return a reply.
+
+    On several ranks it joins the others in ``prepare``, and every time that it reports is the slowest rank's.
+    """
 
     def __init__(self, settings: dict):
         self.settings, self.point = settings, Point.from_dict(settings["point"])
-        self.device = torch.device(settings["device"])
+        self.device, self.ranks = torch.device(settings["device"]), self.point.world_size
         self.system: System | None = None
         self.latest: Output | None = None
         self.keep = False
@@ -161,20 +123,37 @@ class Worker:
 
     def prepare(self, tolerance: dict) -> dict:
         """Measure the memory of the first call and check its output; ``tolerance``: known already, by name."""
+        if self.ranks > 1:
+            self._join(self.settings["rank"])
         if self.system is None:
             self.start()
         self.system.tolerance = tolerance
-        reply = {"cost": asdict(self.system.cost)}
-        self.inputs, self.checked, reply["memory"], self.cold_s = footprint(self.system, self.device)
+        self.inputs, self.checked, memory, cold_s = footprint(self.system, self.device)
         errors, self.tolerance = self.system.check(self.inputs, self.checked)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # other processes wait for this memory
-        reply |= {"errors": errors, "tolerance": self.tolerance, "warmups": 1, "known": self.system.tolerance}
-        wrong = [n for n, e in errors.items() if not e <= self.tolerance[n]]
-        if wrong or not errors:
-            said = ", ".join(f"{n} is off by {errors[n]:.1e}, allowed {self.tolerance[n]:.1e}" for n in wrong)
-            reply |= {"status": "incorrect", "reason": said or "nothing was checked"}
-        return reply
+        self.cold_s = self._slowest(cold_s)
+        off = [name for name, error in errors.items() if not error <= self.tolerance[name]]
+        wrong = ", ".join(f"{n} is off by {errors[n]:.1e}, allowed {self.tolerance[n]:.1e}" for n in off)
+        if not errors:
+            wrong = "nothing was checked"
+        reply = {"cost": asdict(self.system.cost), "memory": memory, "errors": errors, "tolerance": self.tolerance}
+        reply |= {"warmups": 1, "known": self.system.tolerance}
+        if self.ranks > 1:
+            sent = reply["ranks"] = self.system.sent()
+            if not wrong and sent["planned"] not in (None, sent["bytes_sent"]):
+                wrong = f"{sent['bytes_sent']} bytes were sent, the plan has {sent['planned']}"
+        return reply | ({"status": "incorrect", "reason": wrong} if wrong else {})
+
+    def _join(self, rank: int) -> None:
+        backend = "gloo"
+        if self.device.type == "cuda":
+            if (found := torch.cuda.device_count()) < self.ranks:
+                raise NotImplementedError(f"{self.ranks} ranks need a GPU each, this machine has {found}")
+            self.device, backend = torch.device("cuda", rank), "nccl"
+            torch.cuda.set_device(self.device)
+        # The session's own time is up first, and it names the rank that is behind.
+        launch.join_group(self.settings["folder"], rank, self.ranks, 2 * self.settings["timeout_s"], backend)
 
     def calibrate(self, sample_s: float) -> dict:
         """Warm up unless the first call was long; choose the loops of a sample that takes ``sample_s`` at least, and
@@ -191,8 +170,21 @@ class Worker:
 
     def timed(self, loops: int) -> float:
         """Seconds of a call, from so many of them."""
+        if self.ranks > 1:
+            count_step()
+            dist.barrier()
         on_gpu = self.device.type == "cuda"
-        return cuda_seconds(self._call, loops, self.device) if on_gpu else cpu_seconds(self._call, loops)
+        seconds = cuda_seconds(self._call, loops, self.device) if on_gpu else cpu_seconds(self._call, loops)
+        return self._slowest(seconds)
+
+    def _slowest(self, seconds: float) -> float:
+        """The largest of all ranks' seconds."""
+        if self.ranks == 1:
+            return seconds
+        found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        count_step()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found)
 
     def sample(self, last: bool) -> dict:
         self.keep = last
@@ -217,13 +209,21 @@ class Worker:
         return {}
 
     def answer(self, command: str, **arguments) -> dict:
-        """The reply to a command; an error that a system raises becomes the point's status and reason."""
+        """The reply to a command; an error that a system raises becomes the point's status and reason.
+
+        Only a refusal of the point is "unsupported".
+        """
         try:
             return getattr(self, command)(**arguments)
         except Exception as error:  # noqa: BLE001  any failure of a system is a result, reported with its reason
-            status, reason = outcome(error)
-            found = {"status": status, "reason": reason, "final": status != "crashed"}
-            return found | {"kind": End.of(error).kind, "culprit": getattr(error, "rank", None)}
+            status, reason = "crashed", " ".join(str(error).split())[:300] or type(error).__name__
+            if is_out_of_memory(error):
+                status = "oom"
+            elif isinstance(error, NotImplementedError | Refused):
+                status = "unsupported"
+            else:
+                reason = f"{type(error).__name__}: {reason}"
+            return {"status": status, "reason": reason, "end": End.of(error)}
 
 
 def probe(dtypes: list[str]) -> dict:
@@ -240,48 +240,13 @@ def serve(channel: Connection, settings: dict) -> None:
     """
     torch.set_num_threads(settings["threads"])
     limit_memory(settings.get("memory_bytes"))
-    worker = (RankWorker if "rank" in settings else Worker)(settings) if "point" in settings else None
+    worker = Worker(settings) if "point" in settings else None
     if settings.get("early"):  # if this fails, so does ``prepare``
         worker.answer("start")
     while True:
         command, arguments = pickle.loads(channel.recv_bytes())
         reply = probe(**arguments) if command == "probe" else worker.answer(command, **arguments)
         reply = {"status": "ok", "reason": "", "cpu_s": time.process_time()} | reply
-        channel.send_bytes(pickle.dumps(reply))
-
-
-class RankWorker(Worker):
-    """A worker that joins the others in ``prepare``; every time that it reports is the slowest rank's."""
-
-    def prepare(self, tolerance: dict) -> dict:
-        self._join(self.settings["rank"], self.point.world_size)
-        reply = super().prepare(tolerance)
-        self.cold_s = slowest(self.cold_s, self.device)
-        found = reply["sent"] = self.system.sent()
-        if reply.get("status", "ok") == "ok" and found["planned"] not in (None, found["bytes_sent"]):
-            said = f"{found['bytes_sent']} bytes were sent, the plan has {found['planned']}"
-            reply |= {"status": "incorrect", "reason": said}
-        return reply
-
-    def _join(self, rank: int, ranks: int) -> None:
-        backend = "gloo"
-        if self.device.type == "cuda":
-            if (found := torch.cuda.device_count()) < ranks:
-                raise NotImplementedError(f"{ranks} ranks need a GPU each, this machine has {found}")
-            self.device, backend = torch.device("cuda", rank), "nccl"
-            torch.cuda.set_device(self.device)
-        # The session's own time is up first, and it names the rank that is behind.
-        launch.join_group(self.settings["folder"], rank, ranks, 2 * self.settings["timeout_s"], backend)
-
-    def timed(self, loops: int) -> float:
-        count_step()
-        dist.barrier()
-        return slowest(super().timed(loops), self.device)
-
-
-def slowest(seconds: float, device: torch.device) -> float:
-    """The largest of all ranks' seconds."""
-    found = torch.tensor([seconds], dtype=torch.float64, device=device)
-    count_step()
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+        end = reply.pop("end", None) or End("ok" if reply["status"] == "ok" else "error")
+        end.value = reply
+        channel.send_bytes(pickle.dumps(end))
