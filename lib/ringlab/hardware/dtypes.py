@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 import torch
 
-from ..checks import is_int, short_repr
-
 Capability = tuple[int, int]
 # Native fp16 arithmetic at twice the fp32 rate; on 6.1 it runs at 1/64. CUDA C Programming Guide, throughput of native
 # arithmetic instructions (forums.developer.nvidia.com/t/108706).
@@ -68,40 +66,19 @@ def default_dtype(capability: Capability | None) -> torch.dtype:
 def dtype_reason(capability: Capability | None) -> str:
     """Say in one line which dtype :func:`default_dtype` chooses, and why.
 
-    Raises TypeError for what is no pair of integers: 8.10 and 8.1 are one float but two capabilities.
-
     >>> dtype_reason((6, 1))
     'float32: native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit'
     """
     if capability is None:
         return "float32: the CPU's own arithmetic; bf16 and fp16 halve memory but rarely save time there"
-    pair = capability if isinstance(capability, tuple) else ()
-    if len(pair) != 2 or not all(is_int(x, 0) for x in pair):
-        said = short_repr(capability)
-        raise TypeError(f"a compute capability is a (major, minor) pair of integers or None, not {said}")
-    if has_bf16(pair):
-        return f"bfloat16: {sm(pair)} runs it on tensor cores with fp32 accumulation and the range of fp32"
-    if has_tensor_cores(pair):
-        return f"float16: {sm(pair)} has fp16 tensor cores with fp32 accumulation, and no bf16 unit (that needs 8.0)"
-    if pair in FAST_FP16_WITHOUT_TENSOR_CORES:
-        return f"float16: native fp16 runs at twice the fp32 rate on {sm(pair)}; stored as fp16, accumulated in fp32"
-    if pair == (6, 1):
+    name = sm(capability)
+    if has_bf16(capability):
+        return f"bfloat16: {name} runs it on tensor cores with fp32 accumulation and the range of fp32"
+    if has_tensor_cores(capability):
+        return f"float16: {name} has fp16 tensor cores with fp32 accumulation, and no bf16 unit (that needs 8.0)"
+    if capability in FAST_FP16_WITHOUT_TENSOR_CORES:
+        return f"float16: native fp16 runs at twice the fp32 rate on {name}; stored as fp16, accumulated in fp32"
+    if capability == (6, 1):
         why = "native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit"
         return f"float32: {why}"
-    return f"float32: {sm(pair)} has neither fp16 nor bf16 arithmetic"
-
-
-def compute_dtype(dtype: torch.dtype | str, capability: Capability | None) -> tuple[str, str]:
-    """Name the arithmetic that serves a storage dtype on a GPU, with the reason in one line.
-
-    >>> compute_dtype("float16", (6, 1))[0], compute_dtype(torch.float16, (7, 0))[0]
-    ('float32', 'float16')
-    """
-    name = str(dtype).removeprefix("torch.")
-    if capability is None:
-        return name, f"{name} arithmetic"
-    if name == "float16" and not has_tensor_cores(capability):
-        return "float32", f"{sm(capability)} has no tensor cores: fp16 is storage, products accumulate in fp32"
-    if name == "bfloat16" and not has_bf16(capability):
-        return "float32", f"{sm(capability)} has no bf16 unit: bf16 is storage, products accumulate in fp32"
-    return name, f"{name} arithmetic" + (", fp32 accumulation" if name in ("float16", "bfloat16") else "")
+    return f"float32: {name} has neither fp16 nor bf16 arithmetic"

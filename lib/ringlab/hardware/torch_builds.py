@@ -61,7 +61,7 @@ def drivable(machine: Machine) -> str | None:
     if (found := obstacle(machine)) is None:
         return None
     (reason, remedy), gpu = found, machine.gpus[0]
-    here = [gpu.name or "a GPU", sm(gpu.capability) if gpu.capability else "compute capability unknown"]
+    here = [gpu.name, sm(gpu.capability) if gpu.capability else "compute capability unknown"]
     here += [f"{gpu.memory_bytes / 2**30:.1f} GiB"] if gpu.memory_bytes else []
     here += [f"driver {gpu.driver or 'unknown'}"]
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
@@ -79,22 +79,24 @@ def obstacle(machine: Machine) -> tuple[str, str] | None:
     if not machine.gpus or machine.device == "cuda":
         return None
     gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
-    name = gpu.name or "the GPU here"
     line = install_line(gpu.capability, gpu.driver)
-    if gpu.capability is None:
-        line += f" (a card older than Turing: {install_line((7, 0))})"
     remedy = line if line.startswith("no ") else f"install: {line}"
+    if gpu.capability is None:
+        remedy += f" (a card older than Turing: {install_line((7, 0))})"
     if not machine.torch_cuda:
-        return f"{name} is here, but {torch} is a CPU build and drives no GPU", remedy
+        return f"{gpu.name} is here, but {torch} is a CPU build and drives no GPU", remedy
     if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
-        return f"{name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
+        return f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
     needed = MIN_DRIVER["cu130" if int(machine.torch_cuda.split(".")[0]) >= 13 else "cu126"]
     if _major(gpu.driver) < needed:
         if torch_build(gpu.capability, gpu.driver) == "" or _major(gpu.driver) < MIN_DRIVER["cu126"]:
             remedy = f"install: an NVIDIA driver of version {needed} or newer"
-        return f"{name} has driver {gpu.driver}; {torch}, CUDA {machine.torch_cuda}, needs {needed} or newer", remedy
+        return (
+            f"{gpu.name} has driver {gpu.driver}; {torch}, CUDA {machine.torch_cuda}, needs {needed} or newer",
+            remedy,
+        )
     cause = f": {machine.torch_error}" if machine.torch_error else ""
-    return f"{name} is here, but {torch} cannot start it{cause}", remedy
+    return f"{gpu.name} is here, but {torch} cannot start it{cause}", remedy
 
 
 def _major(driver: str | None) -> float:
