@@ -111,7 +111,8 @@ class Profile:
         True
         """
         rate = self.flops.get(self._arithmetic(dtype)[0])
-        clock = machine.gpus[0].clock_max_hz if machine and match(machine) == self.name != "cpu" else None
+        here = self.kind == "cuda" and machine and match(machine) == self.name
+        clock = machine.gpus[0].clock_max_hz if here else None
         return rate * max(1.0, clock / self.clock_hz) if rate and clock and self.clock_hz else rate
 
     def peak_reason(self, dtype: torch.dtype | str) -> str:

@@ -61,13 +61,12 @@ def drivable(machine: Machine) -> str | None:
     if (found := obstacle(machine)) is None:
         return None
     (reason, remedy), gpu = found, machine.gpus[0]
-    here = [gpu.name, sm(gpu.capability) if gpu.capability else "compute capability unknown"]
-    here += [f"{gpu.memory_bytes / 2**30:.1f} GiB"] if gpu.memory_bytes else []
-    here += [f"driver {gpu.driver or 'unknown'}"]
+    known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
+    memory = f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
     return "\n".join([
         reason,
-        f"  found:   {', '.join(here)}",
+        f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}",
         f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
         f"  {remedy}",
         "  or:      GPU=cpu measures the CPU of this machine instead",
@@ -79,7 +78,7 @@ def obstacle(machine: Machine) -> tuple[str, str] | None:
     if not machine.gpus or machine.device == "cuda":
         return None
     gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
-    line = install_line(gpu.capability, gpu.driver)
+    line, driver = install_line(gpu.capability, gpu.driver), _major(gpu.driver)
     remedy = line if line.startswith("no ") else f"install: {line}"
     if gpu.capability is None:
         remedy += f" (a card older than Turing: {install_line((7, 0))})"
@@ -88,13 +87,10 @@ def obstacle(machine: Machine) -> tuple[str, str] | None:
     if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
         return f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
     needed = MIN_DRIVER["cu130" if int(machine.torch_cuda.split(".")[0]) >= 13 else "cu126"]
-    if _major(gpu.driver) < needed:
-        if torch_build(gpu.capability, gpu.driver) == "" or _major(gpu.driver) < MIN_DRIVER["cu126"]:
+    if driver < needed:
+        if torch_build(gpu.capability, gpu.driver) == "" or driver < MIN_DRIVER["cu126"]:
             remedy = f"install: an NVIDIA driver of version {needed} or newer"
-        return (
-            f"{gpu.name} has driver {gpu.driver}; {torch}, CUDA {machine.torch_cuda}, needs {needed} or newer",
-            remedy,
-        )
+        return f"{gpu.name} has driver {gpu.driver}; {torch} needs {needed} or newer", remedy
     cause = f": {machine.torch_error}" if machine.torch_error else ""
     return f"{gpu.name} is here, but {torch} cannot start it{cause}", remedy
 
