@@ -10,8 +10,8 @@ import pytest
 import torch
 from ringlab import hardware
 from ringlab.hardware import Gpu, Machine, Probe
+from ringlab.hardware.capability import TORCH
 from ringlab.hardware.profiles import FOLDER, load
-from ringlab.hardware.torch_builds import TORCH
 
 GIB = 2**30
 DEFAULT = "pip install torch==2.13.0"
@@ -252,7 +252,7 @@ def test_which_binaries_run(archs, capability, ok):
 def test_the_wheels_cover_the_profiles():
     for p in hardware.profiles().values():
         if p.capability:
-            archs = CU126_ARCHS if hardware.torch_build(p.capability) == "cu126" else CU130_ARCHS
+            archs = CU126_ARCHS if hardware.install_line(p.capability) == CU126 else CU130_ARCHS
             assert hardware.runs(archs, p.capability)
     assert not hardware.runs(CU130_ARCHS, (6, 1)) and not hardware.runs(CU130_ARCHS, (7, 0))
 

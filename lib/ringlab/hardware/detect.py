@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 
 import torch
 
-from .dtypes import Capability, runs
+from .capability import CUDA13_DRIVER, CUDA126_DRIVER, Capability, driver_major, install_line, runs, sm
 
 Read = Callable[[str], "str | None"]
 SMI_TIMEOUT_S = 10
@@ -89,6 +89,7 @@ class Probe:
         """List the GPUs that torch opens, and what it said if it could not."""
         # torch warns about old drivers and missing kernels; `drivable` reports both in our own words.
         gpus: list[Gpu] = []
+        said = None
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
@@ -97,8 +98,10 @@ class Probe:
                     capability = None if torch.version.hip else (p.major, p.minor)  # AMD numbers mean something else
                     gpus.append(Gpu(p.name, capability, p.total_memory))
             except (RuntimeError, AssertionError) as error:
-                return [], _first_line(error)
-        return gpus, _first_line(warned[-1].message) if warned and not gpus else None
+                gpus, said = [], error
+        if warned and not gpus:
+            said = said or warned[-1].message
+        return gpus, said and str(said).strip().partition("\n")[0]
 
     def torch_build(self) -> tuple[str, str | None, tuple[str, ...]]:
         """Return torch's version, the CUDA (or HIP) version it was built with, and its architectures."""
@@ -152,7 +155,7 @@ def detect(probe: Probe | None = None) -> Machine:
 
 def _smi_gpus(probe: Probe) -> list[Gpu]:
     """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES names, in the order of the latter."""
-    gpus: dict[str, Gpu] = {}  # by UUID
+    listed: list[tuple[str, Gpu]] = []  # with their UUIDs
     for line in (probe.nvidia_smi(SMI_FIELDS) or "").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(SMI_FIELDS):
@@ -160,16 +163,14 @@ def _smi_gpus(probe: Probe) -> list[Gpu]:
         name, capability, memory, uuid, driver, clock = cells
         pair, mebibytes, megahertz = re.fullmatch(r"(\d+)\.(\d+)", capability), _number(memory), _number(clock)
         if pair or mebibytes:  # text that is no answer must not become a GPU
-            pair = (int(pair[1]), int(pair[2])) if pair else None
-            gpus[uuid] = Gpu(name, pair, mebibytes and mebibytes * 2**20, driver, megahertz and megahertz * 1e6)
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus))
-    visible = []
-    for entry in map(str.strip, wanted.split(",")):
-        named = entry.startswith("GPU-")
-        visible += [
-            g for i, (uuid, g) in enumerate(gpus.items()) if (uuid.startswith(entry) if named else entry == str(i))
-        ]
-    return visible
+            pair = pair and (int(pair[1]), int(pair[2]))
+            gpu = Gpu(name, pair, mebibytes and mebibytes * 2**20, driver, megahertz and megahertz * 1e6)
+            listed.append((uuid, gpu))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [gpu for _, gpu in listed]
+    return [gpu for entry in map(str.strip, visible.split(",")) for i, (uuid, gpu) in enumerate(listed)
+            if entry == str(i) or (entry.startswith("GPU-") and uuid.startswith(entry))]  # fmt: skip
 
 
 def _number(text: str) -> int | None:
@@ -177,15 +178,9 @@ def _number(text: str) -> int | None:
     return int(first) if first.isdecimal() else None
 
 
-def _first_line(message: object) -> str:
-    return str(message).strip().partition("\n")[0]
-
-
 def _cpu_model(read: Read) -> str:
     found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", read("/proc/cpuinfo") or "", re.MULTILINE)
-    if found:
-        return " ".join(found[1].split())
-    return platform.processor() or platform.machine() or "unknown CPU"
+    return " ".join(found[1].split()) if found else platform.processor() or platform.machine() or "unknown CPU"
 
 
 def _cgroup(read: Read, controller: str, v2_name: str, v1_name: str) -> Iterator[tuple[str, str]]:
@@ -232,6 +227,49 @@ def _cache_bytes(read: Read, cores: set[int]) -> int | None:
                 break
             last[core] = shared, int(size.strip().removesuffix("K"))
     return 1024 * sum(size for _, size in set(last.values())) or None
+
+
+def drivable(machine: Machine) -> str | None:
+    """Return None where torch can use the machine's GPU or there is none; else one screen that says what to install.
+
+    >>> drivable(Machine()) is None
+    True
+    """
+    if (found := obstacle(machine)) is None:
+        return None
+    (reason, remedy), gpu = found, machine.gpus[0]
+    known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
+    memory = f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
+    cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
+    return "\n".join([
+        reason,
+        f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}",
+        f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
+        f"  {remedy}",
+        "  or:      GPU=cpu measures the CPU of this machine instead",
+    ])  # fmt: skip
+
+
+def obstacle(machine: Machine) -> tuple[str, str] | None:
+    """Say why torch cannot use the GPU that is there, and what would help; None where it can or there is none."""
+    if not machine.gpus or machine.device == "cuda":
+        return None
+    gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
+    line, driver = install_line(gpu.capability, gpu.driver), driver_major(gpu.driver)
+    remedy = line if line.startswith("no ") else f"install: {line}"
+    if gpu.capability is None:
+        remedy += f" (a card older than Turing: {install_line((7, 0))})"
+    if not machine.torch_cuda:
+        return f"{gpu.name} is here, but {torch} is a CPU build and drives no GPU", remedy
+    if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
+        return f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
+    needed = CUDA13_DRIVER if int(machine.torch_cuda.split(".")[0]) >= 13 else CUDA126_DRIVER
+    if driver < needed:
+        if "cu126" not in line or driver < CUDA126_DRIVER:
+            remedy = f"install: an NVIDIA driver of version {needed} or newer"
+        return f"{gpu.name} has driver {gpu.driver}; {torch} needs {needed} or newer", remedy
+    cause = f": {machine.torch_error}" if machine.torch_error else ""
+    return f"{gpu.name} is here, but {torch} cannot start it{cause}", remedy
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from . import dtypes
-from .detect import Gpu, Machine, Peaks, detect
-from .dtypes import Capability
-from .torch_builds import obstacle
+from . import capability as rules
+from .capability import Capability
+from .detect import Gpu, Machine, Peaks, detect, obstacle
 
 FOLDER = Path(__file__).parent / "profiles"
 ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
@@ -92,13 +91,13 @@ class Profile:
 
     def default_dtype(self) -> torch.dtype:
         """Return the dtype policy of this hardware; float32 where the capability is not known."""
-        return dtypes.default_dtype(self.capability)
+        return rules.default_dtype(self.capability)
 
     def dtype_reason(self) -> str:
         """Say in one line why :meth:`default_dtype` chooses as it does."""
         if self.kind == "cuda" and self.capability is None:
             return "float32: the choice is made when a GPU is there to ask"
-        return dtypes.dtype_reason(self.capability)
+        return rules.dtype_reason(self.capability)
 
     def peak(self, dtype: torch.dtype | str, machine: Machine | None = None) -> float | None:
         """Return the peak rate, FLOP/s, of the arithmetic that serves a storage dtype; None where no figure is known.
@@ -128,10 +127,10 @@ class Profile:
 
     def _arithmetic(self, dtype: torch.dtype | str) -> tuple[str, str]:
         """The dtype whose arithmetic serves a storage dtype, and why."""
-        name, here = str(dtype).removeprefix("torch."), dtypes.sm(self.capability)
-        if name == "float16" and self.capability and not dtypes.has_tensor_cores(self.capability):
+        name, here = str(dtype).removeprefix("torch."), rules.sm(self.capability)
+        if name == "float16" and self.capability and not rules.has_tensor_cores(self.capability):
             return "float32", f"{here} has no tensor cores: fp16 is storage, products accumulate in fp32"
-        if name == "bfloat16" and self.capability and not dtypes.has_bf16(self.capability):
+        if name == "bfloat16" and self.capability and not rules.has_bf16(self.capability):
             return "float32", f"{here} has no bf16 unit: bf16 is storage, products accumulate in fp32"
         return name, f"{name} arithmetic" + (", fp32 accumulation" if name in ("float16", "bfloat16") else "")
 
