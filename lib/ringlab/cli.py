@@ -27,7 +27,7 @@ from .estimate import Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
 from .patterns import Dense, Dilated, Pattern, from_dict
-from .report.places import ReportError, reports_folder
+from .report.places import ReportError, UsageError, reports_folder
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 CALL = (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError)  # what an impossible call raises
@@ -71,10 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(message: str, code: int = REFUSED) -> int:
     print(f"ringlab: {message}", file=sys.stderr)
     return code
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("check", _compare, "exit 1 where rows became significantly slower or larger", profile=False)
     add("second", metavar="BASE", help=ROWS)
     add("--against", dest="first", default="auto", metavar="ROWS", help="rows to check (default: auto, this machine's)")
-    add("--tolerance", type=_part, default=0.10, metavar="PART", help="allowed slowdown (default: 0.10)")
+    add("--tolerance", type=float, default=0.10, metavar="PART", help="allowed slowdown (default: 0.10)")
     _add_comparison(add)
 
     add = command("estimate", _estimate, "what a call would need, and the longest sequence that fits", CALL)
@@ -178,8 +174,8 @@ def _add_pattern(add) -> None:
     """The options that ``_pattern_of`` reads."""
     names = "dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON"
     add("--pattern", default="dilated", metavar="P", help=f"{names} (default: dilated)")
-    add("--segments", type=_numbers, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
-    add("--rates", type=_numbers, metavar="R,R", help="their dilation rates (default: 1,2)")
+    add("--segments", type=numbers_and_commas, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
+    add("--rates", type=numbers_and_commas, metavar="R,R", help="their dilation rates (default: 1,2)")
     add("--block-size", type=int, default=128, metavar="B", help="of block-sparse patterns (default: 128)")
 
 
@@ -210,25 +206,8 @@ def size_in_bytes(text: str) -> int:
     return int(Fraction(found[1]) * UNITS[found[2].upper()])
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers with commas between them, as 2048,4096, not {text!r}") from None
-
-
-def _part(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no part: 0.10 is 10 %")
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# report, pdf, compare, check, profiles
+def numbers_and_commas(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _report(given) -> int:
@@ -259,6 +238,8 @@ def _compare(given) -> int:
     from ringlab.report.compare_sides import read_side
 
     reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
     first = hardware.match(hardware.detect()) if given.first == "auto" else given.first
     sides = read_side(first, reports), read_side(given.second, reports)
     if tolerance is None:
@@ -289,10 +270,6 @@ def _profiles(given) -> None:
     print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# measure
-
-
 def _measure(given) -> int:
     from ringlab import measure
     from ringlab.measure import suites
@@ -320,10 +297,6 @@ def _measure(given) -> int:
     except measure.Busy as error:
         return _refuse(str(error), FAILED)
     return _show([data])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# estimate and advise
 
 
 def _profile(given) -> hardware.Profile:
@@ -426,10 +399,6 @@ def _advise(given) -> None:
     advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=stored(profile),
                     **{name: getattr(given, name) for name in asked})  # fmt: skip
     print(getattr(advice, given.show)() if given.show else f"{advice.text()}\n\n{advice.code()}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tune
 
 
 def _tune(given) -> None:

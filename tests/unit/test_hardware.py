@@ -43,11 +43,8 @@ class FakeProbe(Probe):
     def nvidia_smi(self, fields):
         return None if self.smi is None else ", ".join(self.smi[f] for f in fields) + "\n"
 
-    def torch_gpus(self):
-        return self.opened, self.error
-
-    def torch_build(self):
-        return self.build
+    def torch_says(self):
+        return self.opened, dict(zip(("torch", "torch_cuda", "arch_list"), self.build), torch_error=self.error)
 
     def read(self, path):
         return self.files.get(path)

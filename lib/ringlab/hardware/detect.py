@@ -85,11 +85,11 @@ class Probe:
             return None
         return done.stdout if done.returncode == 0 else None
 
-    def torch_gpus(self) -> tuple[list[Gpu], str | None]:
-        """List the GPUs that torch opens, and what it said if it could not."""
+    def torch_says(self) -> tuple[list[Gpu], dict]:
+        """List the GPUs that torch opens; and its version, build, architectures and what it said if it opened none."""
         # torch warns about old drivers and missing kernels; `drivable` reports both in our own words.
         gpus: list[Gpu] = []
-        said = None
+        error = None
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
@@ -97,15 +97,15 @@ class Probe:
                     p = torch.cuda.get_device_properties(i)
                     capability = None if torch.version.hip else (p.major, p.minor)  # AMD numbers mean something else
                     gpus.append(Gpu(p.name, capability, p.total_memory))
-            except (RuntimeError, AssertionError) as error:
-                gpus, said = [], error
+            except (RuntimeError, AssertionError) as failure:
+                gpus, error = [], failure
         if warned and not gpus:
-            said = said or warned[-1].message
-        return gpus, said and str(said).strip().partition("\n")[0]
-
-    def torch_build(self) -> tuple[str, str | None, tuple[str, ...]]:
-        """Return torch's version, the CUDA (or HIP) version it was built with, and its architectures."""
-        return torch.__version__, torch.version.cuda or torch.version.hip, tuple(torch.cuda.get_arch_list())
+            error = error or warned[-1].message
+        return gpus, {
+            "torch": torch.__version__, "torch_cuda": torch.version.cuda or torch.version.hip,
+            "arch_list": tuple(torch.cuda.get_arch_list()),
+            "torch_error": error and str(error).strip().partition("\n")[0],
+        }  # fmt: skip
 
     def read(self, path: str) -> str | None:
         """Read a small text file; None where it cannot be read."""
@@ -130,10 +130,10 @@ def detect(probe: Probe | None = None) -> Machine:
     (True, True)
     """
     probe = probe or Probe()
-    version, cuda, arch_list = probe.torch_build()
-    opened, error = probe.torch_gpus()
+    opened, build = probe.torch_says()
+    capability, archs = opened[0].capability if opened else None, build["arch_list"]
     # torch lists a GPU that it has no kernels for; a capability that nobody names is left to torch's word.
-    works = bool(opened) and (opened[0].capability is None or not arch_list or runs(arch_list, opened[0].capability))
+    works = bool(opened) and (capability is None or not archs or runs(archs, capability))
     listed = _smi_gpus(probe)
     known = {gpu.name: {"driver": gpu.driver, "clock_max_hz": gpu.clock_max_hz} for gpu in listed}
     cores = probe.affinity()
@@ -146,10 +146,7 @@ def detect(probe: Probe | None = None) -> Machine:
         cpu_quota=_cpu_quota(probe.read),
         cache_bytes=_cache_bytes(probe.read, cores),
         ram_bytes=ram_bytes(probe.read),
-        torch=version,
-        torch_cuda=cuda,
-        arch_list=tuple(arch_list),
-        torch_error=error,
+        **build,
     )
 
 
