@@ -21,6 +21,7 @@ from . import __version__, block_patterns, hardware
 from .advise import advise
 from .advise.render import columns
 from .block_patterns import BlockSparse
+from .checks import FLOATS, check_choice
 from .cost import PASSES, format_bytes, format_seconds
 from .engine import Execution
 from .estimate import Estimate, estimate, longest
@@ -34,6 +35,7 @@ CALL = (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError)  # w
 OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
 # What pyproject.toml's [report] installs, asked for before minutes are spent on measuring.
 REPORT_PACKAGES = ("ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill", "seaborn")
+DTYPES = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
@@ -124,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pattern(add)
     add("--seq-len", type=int, metavar="N", help="tokens (default: none, only the longest sequence)")
     _add_shape(add, batch=1, heads=8, kv_heads=None, head_dim=64)
-    add("--dtype", metavar="T", help="as float16 (default: the profile's policy)")
+    add("--dtype", choices=DTYPES, help="(default: the profile's policy)")
     add("--causal", action="store_true", help="(default: no)")
     add("--passes", default="fwd", choices=list(PASSES), help="(default: fwd)")
     add("--ranks", type=int, default=1, metavar="P", help="a device each (default: 1)")
@@ -152,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq-len", type=int, default=16384, metavar="N", help="tokens; choices hold for any (default: 16384)")
     _add_shape(add, batch=1, heads=16, kv_heads=None)
     add("--head-dim", type=int, action="append", metavar="N", help="may be repeated (default: 64 and 128)")
-    add("--dtype", metavar="T", help="as float16 (default: the profile's policy)")
+    add("--dtype", choices=DTYPES, help="(default: the profile's policy)")
     add("--data", type=folder, metavar="DIR", help="where timings go (default: reports/<profile>/data)")
     add("--pass", dest="passes", action="append", choices=TILE_PASSES, help="may be repeated (default: all)")
 
@@ -210,25 +212,24 @@ def numbers_and_commas(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _report(given) -> int:
+def _report(given) -> int | None:
     if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
         return _refuse(f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'")
     from ringlab.report import driver
 
-    how = {name: getattr(given, name) for name in ("strict", "reports", "force", "remeasure")}
-    return _show(driver.run(given.profile, **how))
+    _show(driver.run(given.profile, strict=given.strict, reports=given.reports, force=given.force,
+                     remeasure=given.remeasure))  # fmt: skip
 
 
-def _show(paths: Sequence[Path]) -> int:
+def _show(paths: Sequence[Path]) -> None:
     for path in paths:
         print(os.path.relpath(path))
-    return OK
 
 
-def _pdf(given) -> int:
+def _pdf(given) -> None:
     from ringlab.report import pdf
 
-    return _show(pdf.run(given.profile, reports=given.reports))
+    _show(pdf.run(given.profile, reports=given.reports))
 
 
 def _compare(given) -> int:
@@ -270,14 +271,13 @@ def _profiles(given) -> None:
     print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
-def _measure(given) -> int:
+def _measure(given) -> int | None:
     from ringlab import measure
     from ringlab.measure import suites
     from ringlab.report.plan import plan
 
-    if given.suite not in ("all", *suites.SUITES):
-        raise ValueError(f"unknown suite {given.suite!r}; known: all, {', '.join(suites.SUITES)}")
-    asked_for = [given.suite] if given.suite != "all" else list(suites.SUITES)
+    check_choice("suite", given.suite, ("all", *suites.SUITES))
+    asked_for = suites.SUITES if given.suite == "all" else [given.suite]
     reports = reports_folder()
     asked = plan(given.profile, hardware.detect(), reports, strict=given.strict, recorded=False)
     how = {"device": asked.device, "rehearsal": asked.rehearsal}
@@ -296,18 +296,7 @@ def _measure(given) -> int:
         measure.run(groups, data, progress=True, **how)
     except measure.Busy as error:
         return _refuse(str(error), FAILED)
-    return _show([data])
-
-
-def _profile(given) -> hardware.Profile:
-    return hardware.resolve(given.profile).on(hardware.detect())
-
-
-def _dtype(given, profile: hardware.Profile) -> torch.dtype:
-    dtype = profile.default_dtype() if given.dtype is None else getattr(torch, given.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {given.dtype!r}; known: float64, float32, bfloat16, float16")
-    return dtype
+    _show([data])
 
 
 def _pattern_of(given) -> Pattern:
@@ -332,8 +321,9 @@ def _pattern_of(given) -> Pattern:
 
 
 def _estimate(given) -> None:
-    profile = _profile(given)
-    dtype, pattern = _dtype(given, profile), _pattern_of(given)
+    profile = hardware.resolve(given.profile).on(hardware.detect())
+    dtype = getattr(torch, given.dtype) if given.dtype else profile.default_dtype()
+    pattern = _pattern_of(given)
     names = ("heads", "kv_heads", "head_dim", "batch", "causal", "passes", "ranks", "scheme", "layout", "backend")
     call = {name: getattr(given, name) for name in names} | {"dtype": dtype, "profile": profile}
     if given.blocks != "auto" and not isinstance(pattern, BlockSparse):
@@ -394,7 +384,7 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 def _advise(given) -> None:
     from ringlab.report.evidence import stored
 
-    profile = _profile(given)
+    profile = hardware.resolve(given.profile).on(hardware.detect())
     asked = ("ranks", "batch", "heads", "kv_heads", "head_dim", "layers", "causal", "passes", "pattern", "seconds")
     advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=stored(profile),
                     **{name: getattr(given, name) for name in asked})  # fmt: skip
@@ -404,11 +394,12 @@ def _advise(given) -> None:
 def _tune(given) -> None:
     from ringlab.kernels.triton_tune import tune
 
-    profile = _profile(given)
+    profile = hardware.resolve(given.profile).on(hardware.detect())
     here, why = profile.runnable(hardware.detect()) if profile.kind == "cuda" else (False, f"{profile.name} has none")
     if not here:
         raise ValueError(f"tune times kernels on a GPU: {why}")
-    dtype, kv_heads = _dtype(given, profile), given.kv_heads or given.heads
+    dtype = getattr(torch, given.dtype) if given.dtype else profile.default_dtype()
+    kv_heads = given.kv_heads or given.heads
     if min(given.seq_len, given.batch, kv_heads) < 1 or given.heads % kv_heads:
         raise ValueError("--seq-len, --batch and --heads are positive, and --heads a multiple of --kv-heads")
     pattern, every = _pattern_of(given), []
