@@ -10,14 +10,13 @@ import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
-from pathlib import PurePosixPath
+from pathlib import Path
 
 import torch
 
@@ -75,15 +74,11 @@ class Probe:
 
     def nvidia_smi(self, fields: Sequence[str]) -> str | None:
         """Ask nvidia-smi for CSV fields; None where it is absent, refuses or takes longer than 10 s."""
-        path = shutil.which("nvidia-smi")
-        if path is None:
-            return None
-        command = [path, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
+            return subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
             return None
-        return done.stdout if done.returncode == 0 else None
 
     def torch_says(self) -> tuple[list[Gpu], dict]:
         """List the GPUs that torch opens; and its version, build, architectures and what it said if it opened none."""
@@ -110,8 +105,7 @@ class Probe:
     def read(self, path: str) -> str | None:
         """Read a small text file; None where it cannot be read."""
         try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read()
+            return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
 
@@ -187,7 +181,7 @@ def _cgroup(read: Read, controller: str, v2_name: str, v1_name: str) -> Iterator
         if controllers and controller not in controllers.split(","):
             continue
         base, name = (f"/sys/fs/cgroup/{controllers}", v1_name) if controllers else ("/sys/fs/cgroup", v2_name)
-        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+        for group in (Path(path), *Path(path).parents):
             directory = f"{base}{group}".rstrip("/")
             if (text := read(f"{directory}/{name}")) is not None:
                 yield directory, text.strip()
