@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from importlib.util import find_spec
@@ -20,18 +21,21 @@ from . import __version__, block_patterns, hardware
 from .advise import advise
 from .advise.render import columns
 from .block_patterns import BlockSparse
+from .checks import FLOATS, check_choice
 from .cost import PASSES, format_bytes, format_seconds
 from .engine import Execution
 from .estimate import Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
 from .patterns import Dense, Dilated, Pattern, from_dict
-from .report.places import ReportError, reports_folder
+from .report.places import ReportError, UsageError, reports_folder
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
+CALL = (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError)  # what an impossible call raises
 OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
 # What pyproject.toml's [report] installs, asked for before minutes are spent on measuring.
 REPORT_PACKAGES = ("ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill", "seaborn")
+DTYPES = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
@@ -47,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in vars(given).items():
         if value == [] or value == [[]]:  # what argparse makes of a bare "--"
             parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
-    if "strict" in given:
-        given.strict |= os.environ.get("STRICT", "") not in ("", "0")
     try:
         code = given.run(given) or OK
         sys.stdout.flush()
@@ -56,34 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print(f"\nringlab: {stop.args[0] if stop.args else STOPPED}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output left
-        _drop_output()
-        return FAILED
     except ReportError as error:
         return _refuse(str(error), error.exit_code)
-    except given.refuses as error:
+    except (hardware.UnknownProfile, *given.refuses) as error:
         return _refuse(" ".join(str(error).split()))
     except OSError as error:
-        if given.command in ("measure", "tune"):
-            return _refuse(f"cannot write {error.filename or 'rows'}: {error.strerror or error}", FAILED)
-        if error.errno != errno.ENOSPC:
-            raise
-        _drop_output()
-        return _refuse(f"cannot write what was asked for: {error.strerror}", FAILED)
-
-
-def _drop_output() -> None:
-    """Write nothing of the buffered output at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno in (errno.EPIPE, errno.ENOSPC):  # what is buffered would fail again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # the reader of our output left
+            return FAILED
+        return _refuse(f"cannot read or write {error.filename or 'data'}: {error.strerror or error}", FAILED)
 
 
 def _refuse(message: str, code: int = REFUSED) -> int:
     print(f"ringlab: {message}", file=sys.stderr)
     return code
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,27 +85,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ringlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    def command(name: str, run, about: str, *refuses: type[Exception], profile: bool = True):
+    def command(name: str, run, about: str, refuses: tuple = (), profile: bool = True):
         one = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         one.set_defaults(run=run, refuses=refuses)
         if profile:
-            text = "a profile's name, or auto: this machine (default: auto)"
-            one.add_argument("--profile", default="auto", metavar="NAME", help=text)
+            one.add_argument("--profile", default="auto", metavar="NAME", help="auto: this machine (default: auto)")
         return one.add_argument
 
+    strict = {"action": "store_true", "default": os.environ.get("STRICT", "") not in ("", "0"),
+              "help": "refuse all but real measurements, exit 2 (default: no, or STRICT=1)"}  # fmt: skip
     add = command("report", _report, "measure what is missing and write reports/<profile>/")
-    add("--strict", action="store_true", help="refuse a rehearsal or recorded rows, exit 2 (default: no, or STRICT=1)")
+    add("--strict", **strict)
     add("--reports", type=folder, metavar="DIR", help="where reports go (default: reports/ of the checkout)")
     add("--force", action="store_true", help="run and render the notebooks even if nothing changed (default: no)")
     add("--remeasure", action="store_true", help="measure again what is there already (default: no)")
 
-    add = command("measure", _measure, "measure what is missing, without a report (torch alone)", ValueError)
+    add = command("measure", _measure, "measure what is missing, without a report (torch alone)", (ValueError,))
     add("--suite", default="all", metavar="NAME", help="the points of which pages (default: all)")
     add("--group", action="append", metavar="NAME", help="only this group of points; may be repeated (default: all)")
-    text = "begin no group after so long; a rerun goes on (default: none)"
-    add("--minutes", type=_number("number of minutes"), metavar="N", help=text)
+    add("--minutes", type=float, metavar="N", help="begin no group after so long; a rerun goes on (default: none)")
     add("--data", type=folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
-    add("--strict", action="store_true", help="refuse a rehearsal, exit 2 (default: no, or STRICT=1)")
+    add("--strict", **strict)
     add("--force", action="store_true", help="measure again what is there already (default: no)")
 
     add = command("pdf", _pdf, "print the reports that are there to PDF, by a headless Chromium")
@@ -127,20 +116,17 @@ def _parser() -> argparse.ArgumentParser:
     add("second", metavar="B", help="the same; ratios are A over B")
     _add_comparison(add)
 
-    about = "exit 1 where rows are significantly slower or larger than earlier ones"
-    add = command("check", _check, about, profile=False)
-    add("base", metavar="BASE", help=ROWS)
-    add("--against", default="auto", metavar="ROWS", help="rows to check; auto: this machine's (default: auto)")
-    tolerance, text = _number("part: 0.10 is 10 %", zero=True), "slower by so much is no failure (default: 0.10)"
-    add("--tolerance", type=tolerance, default=0.10, metavar="PART", help=text)
+    add = command("check", _compare, "exit 1 where rows became significantly slower or larger", profile=False)
+    add("second", metavar="BASE", help=ROWS)
+    add("--against", dest="first", default="auto", metavar="ROWS", help="rows to check (default: auto, this machine's)")
+    add("--tolerance", type=float, default=0.10, metavar="PART", help="allowed slowdown (default: 0.10)")
     _add_comparison(add)
 
-    about = "what a call needs, without running it, and the longest sequence that fits"
-    add = command("estimate", _estimate, about, ValueError, NotImplementedError, TypeError)
+    add = command("estimate", _estimate, "what a call would need, and the longest sequence that fits", CALL)
     _add_pattern(add)
     add("--seq-len", type=int, metavar="N", help="tokens (default: none, only the longest sequence)")
     _add_shape(add, batch=1, heads=8, kv_heads=None, head_dim=64)
-    add("--dtype", metavar="T", help="as float16 (default: the profile's policy)")
+    add("--dtype", choices=DTYPES, help="(default: the profile's policy)")
     add("--causal", action="store_true", help="(default: no)")
     add("--passes", default="fwd", choices=list(PASSES), help="(default: fwd)")
     add("--ranks", type=int, default=1, metavar="P", help="a device each (default: 1)")
@@ -153,8 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=size_in_bytes, metavar="SIZE", help=text)
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
-    about = "say what to run for a length, on what evidence, with code (torch alone)"
-    add = command("advise", _advise, about, ValueError, NotImplementedError)
+    add = command("advise", _advise, "say what to run for a length, on what evidence, with code (torch alone)", CALL)
     add("--seq-len", type=int, required=True, metavar="N", help="tokens of the whole sequence")
     _add_shape(add, ranks=1, batch=1, heads=8, kv_heads=None, head_dim=64, layers=1)
     add("--causal", action="store_true", help="hide what comes after (default: no)")
@@ -162,16 +147,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--pattern", default="auto", help="auto, dense, ladder or local (default: auto)")
     add("--memory", type=size_in_bytes, metavar="SIZE", help="of a rank, as 8GiB (default: the profile's)")
     add("--seconds", type=float, metavar="S", help="what a call may take at its bound (default: any)")
-    text = "text, Markdown table or code alone (default: text and code)"
-    add("--show", choices=("text", "table", "code"), help=text)
+    add("--show", choices=("text", "table", "code"), help="what to print (default: text and code)")
 
-    about = "time the Triton kernels' tile sizes on this GPU and keep the fastest"
-    add = command("tune", _tune, about, ValueError, NotImplementedError, torch.OutOfMemoryError)
+    add = command("tune", _tune, "time the Triton kernels' tile sizes on this GPU and keep the fastest", CALL)
     _add_pattern(add)
     add("--seq-len", type=int, default=16384, metavar="N", help="tokens; choices hold for any (default: 16384)")
     _add_shape(add, batch=1, heads=16, kv_heads=None)
     add("--head-dim", type=int, action="append", metavar="N", help="may be repeated (default: 64 and 128)")
-    add("--dtype", metavar="T", help="as float16 (default: the profile's policy)")
+    add("--dtype", choices=DTYPES, help="(default: the profile's policy)")
     add("--data", type=folder, metavar="DIR", help="where timings go (default: reports/<profile>/data)")
     add("--pass", dest="passes", action="append", choices=TILE_PASSES, help="may be repeated (default: all)")
 
@@ -193,8 +176,8 @@ def _add_pattern(add) -> None:
     """The options that ``_pattern_of`` reads."""
     names = "dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON"
     add("--pattern", default="dilated", metavar="P", help=f"{names} (default: dilated)")
-    add("--segments", type=_numbers, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
-    add("--rates", type=_numbers, metavar="R,R", help="their dilation rates (default: 1,2)")
+    add("--segments", type=numbers_and_commas, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
+    add("--rates", type=numbers_and_commas, metavar="R,R", help="their dilation rates (default: 1,2)")
     add("--block-size", type=int, default=128, metavar="B", help="of block-sparse patterns (default: 128)")
 
 
@@ -225,75 +208,51 @@ def size_in_bytes(text: str) -> int:
     return int(Fraction(found[1]) * UNITS[found[2].upper()])
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers with commas between them, as 2048,4096, not {text!r}") from None
+def numbers_and_commas(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
-def _number(kind: str, zero: bool = False) -> Callable[[str], float]:
-    """A reader of positive numbers, or of 0 too; ``kind`` says in an error what the text is not."""
-
-    def read(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = -1.0
-        if not (0 < found < float("inf") or (zero and found == 0)):
-            raise argparse.ArgumentTypeError(f"{text!r} is no {kind}")
-        return found
-
-    return read
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# report, pdf, compare, check, profiles
-
-
-def _report(given) -> int:
+def _report(given) -> int | None:
     if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
         return _refuse(f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'")
     from ringlab.report import driver
 
-    how = {name: getattr(given, name) for name in ("strict", "reports", "force", "remeasure")}
-    return _show(driver.run(given.profile, **how))
+    _show(driver.run(given.profile, strict=given.strict, reports=given.reports, force=given.force,
+                     remeasure=given.remeasure))  # fmt: skip
 
 
-def _show(paths: Sequence[Path]) -> int:
+def _show(paths: Sequence[Path]) -> None:
     for path in paths:
         print(os.path.relpath(path))
-    return OK
 
 
-def _pdf(given) -> int:
+def _pdf(given) -> None:
     from ringlab.report import pdf
 
-    return _show(pdf.run(given.profile, reports=given.reports))
+    _show(pdf.run(given.profile, reports=given.reports))
 
 
-def _check(given) -> int:
-    given.first = hardware.match(hardware.detect()) if given.against == "auto" else given.against
-    given.second = given.base
-    return _compare(given, given.tolerance)
-
-
-def _compare(given, tolerance: float | None = None) -> int:
+def _compare(given) -> int:
     """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED where one is worse."""
     from ringlab.report import compare_table
     from ringlab.report.compare import check, compare
     from ringlab.report.compare_sides import read_side
 
-    reports = given.reports or reports_folder()
-    sides = read_side(given.first, reports), read_side(given.second, reports)
-    found, failures = (compare(*sides), []) if tolerance is None else check(*sides, tolerance)
+    reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
+    first = hardware.match(hardware.detect()) if given.first == "auto" else given.first
+    sides = read_side(first, reports), read_side(given.second, reports)
+    if tolerance is None:
+        found, failures = compare(*sides), []
+        parts = compare_table.sections(found)
+    else:
+        found, failures = check(*sides, tolerance)
+        failed = [pair for pair, _ in failures]
+        parts = compare_table.sections(found, [p for p in found.pairs if p.longer or p.shorter or p in failed])
+        parts.append(compare_table.worse(found, failures, tolerance))
     if given.csv:
         compare_table.write_csv(given.csv, found)
-    failed = [pair for pair, _ in failures]
-    differ = None if tolerance is None else [p for p in found.pairs if p.longer or p.shorter or p in failed]
-    parts = compare_table.sections(found, differ)
-    if tolerance is not None:
-        parts.append(compare_table.worse(found, failures, tolerance))
     print(compare_table.text(parts, given.markdown))
     return FAILED if failures else OK
 
@@ -312,18 +271,13 @@ def _profiles(given) -> None:
     print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# measure
-
-
-def _measure(given) -> int:
+def _measure(given) -> int | None:
     from ringlab import measure
     from ringlab.measure import suites
     from ringlab.report.plan import plan
 
-    if given.suite not in ("all", *suites.SUITES):
-        raise ValueError(f"unknown suite {given.suite!r}; known: all, {', '.join(suites.SUITES)}")
-    asked_for = [given.suite] if given.suite != "all" else list(suites.SUITES)
+    check_choice("suite", given.suite, ("all", *suites.SUITES))
+    asked_for = suites.SUITES if given.suite == "all" else [given.suite]
     reports = reports_folder()
     asked = plan(given.profile, hardware.detect(), reports, strict=given.strict, recorded=False)
     how = {"device": asked.device, "rehearsal": asked.rehearsal}
@@ -342,53 +296,34 @@ def _measure(given) -> int:
         measure.run(groups, data, progress=True, **how)
     except measure.Busy as error:
         return _refuse(str(error), FAILED)
-    except OSError as error:
-        error.filename = error.filename or str(data)
-        raise
-    return _show([data])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# estimate and advise
-
-
-def _hardware(given) -> tuple[hardware.Profile, hardware.Machine]:
-    machine = hardware.detect()
-    return hardware.resolve(given.profile, machine).on(machine), machine
-
-
-def _dtype(given, profile: hardware.Profile) -> torch.dtype:
-    dtype = profile.default_dtype() if given.dtype is None else getattr(torch, given.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {given.dtype!r}; known: float64, float32, bfloat16, float16")
-    return dtype
+    _show([data])
 
 
 def _pattern_of(given) -> Pattern:
     """The pattern that the options name; ValueError for none."""
     name, block = given.pattern, given.block_size
-    if (given.segments or given.rates) and name != "dilated":
-        raise ValueError(f"--segments and --rates belong to dilated, not to {name}")
-    if name.lstrip().startswith("{"):
-        try:
-            return from_dict(json.loads(name))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"--pattern {name} is no pattern's to_dict(): {error}") from None
-    if name == "dilated":
-        return Dilated(given.segments or [2048, 4096], given.rates or [1, 2])
-    made = {
-        "dense": Dense, "window": lambda: block_patterns.sliding_window(2, block_size=block),
+    named = {
+        "dilated": lambda: Dilated(given.segments or [2048, 4096], given.rates or [1, 2]), "dense": Dense,
+        "window": lambda: block_patterns.sliding_window(2, block_size=block),
         "local_global": lambda: block_patterns.local_global(2, 4, block_size=block),
         "bigbird": lambda: block_patterns.bigbird(1, 2, 3, block_size=block),
     }  # fmt: skip
-    if name not in made:
-        raise ValueError(f"unknown pattern {name!r}; known: dilated, {', '.join(made)}, or JSON")
-    return made[name]()
+    if (given.segments or given.rates) and name != "dilated":
+        raise ValueError(f"--segments and --rates belong to dilated, not to {name}")
+    if name in named:
+        return named[name]()
+    if not name.lstrip().startswith("{"):
+        raise ValueError(f"unknown pattern {name!r}; known: {', '.join(named)}, or JSON")
+    try:
+        return from_dict(json.loads(name))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--pattern {name} is no pattern's to_dict(): {error}") from None
 
 
 def _estimate(given) -> None:
-    profile, _ = _hardware(given)
-    dtype, pattern = _dtype(given, profile), _pattern_of(given)
+    profile = hardware.resolve(given.profile).on(hardware.detect())
+    dtype = getattr(torch, given.dtype) if given.dtype else profile.default_dtype()
+    pattern = _pattern_of(given)
     names = ("heads", "kv_heads", "head_dim", "batch", "causal", "passes", "ranks", "scheme", "layout", "backend")
     call = {name: getattr(given, name) for name in names} | {"dtype": dtype, "profile": profile}
     if given.blocks != "auto" and not isinstance(pattern, BlockSparse):
@@ -396,15 +331,14 @@ def _estimate(given) -> None:
     call["execution"] = Execution(blocks=given.blocks, merge=given.merge)
     found = None if given.seq_len is None else estimate(pattern, seq_len=given.seq_len, **call)
     budget = profile.memory_bytes if given.memory is None else given.memory
-    sought = given.seq_len is None or given.memory is not None  # it takes many runs without data
-    if sought and budget is None:
-        raise ValueError(f"profile {profile.name!r} states no memory; give --memory")
     most = None
-    if sought:
+    if found is None or given.memory is not None:  # it takes many runs without data
+        if budget is None:
+            raise ValueError(f"profile {profile.name!r} states no memory; give --memory")
         try:
             most = longest(pattern, budget, **call)
-        except ValueError:  # where an estimate is printed it says itself that it does not fit
-            if found is None or found.peak_bytes <= budget or budget < 1:
+        except ValueError:  # an estimate says itself that it does not fit
+            if found is None or budget < 1:
                 raise
     if given.json:
         about = {
@@ -428,9 +362,9 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
     """An Estimate for people; ``budget`` is the memory that there is, None where it is not known."""
     ranks = f" on {found.ranks} ranks by {found.scheme}" if found.scheme else ""
     cost, sent = found.cost, sorted(found.sent.items())
-    fits = "" if budget is None or found.at_least else f", which fits {format_bytes(budget)}"
-    if budget is not None and found.peak_bytes > budget:
-        fits = f", which does not fit {format_bytes(budget)}"
+    fits = ""
+    if budget is not None and (found.peak_bytes > budget or not found.at_least):
+        fits = f", which {'fits' if found.peak_bytes <= budget else 'does not fit'} {format_bytes(budget)}"
     yield (f"work       {seq_len:,} tokens{ranks}: {cost.flops / 1e9:,.1f} GFLOP of use, "
            f"{cost.folded_flops / 1e9:,.1f} to compute, {format_bytes(cost.floor_bytes)} of inputs and results"
            )  # fmt: skip
@@ -450,26 +384,22 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 def _advise(given) -> None:
     from ringlab.report.evidence import stored
 
-    profile, _ = _hardware(given)
+    profile = hardware.resolve(given.profile).on(hardware.detect())
     asked = ("ranks", "batch", "heads", "kv_heads", "head_dim", "layers", "causal", "passes", "pattern", "seconds")
     advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=stored(profile),
                     **{name: getattr(given, name) for name in asked})  # fmt: skip
     print(getattr(advice, given.show)() if given.show else f"{advice.text()}\n\n{advice.code()}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tune
-
-
 def _tune(given) -> None:
     from ringlab.kernels.triton_tune import tune
 
-    profile, machine = _hardware(given)
-    here, why = profile.runnable(machine)
-    if profile.kind != "cuda" or not here:
-        why = why if profile.kind == "cuda" else f"{profile.name} has none"
+    profile = hardware.resolve(given.profile).on(hardware.detect())
+    here, why = profile.runnable(hardware.detect()) if profile.kind == "cuda" else (False, f"{profile.name} has none")
+    if not here:
         raise ValueError(f"tune times kernels on a GPU: {why}")
-    dtype, kv_heads = _dtype(given, profile), given.kv_heads or given.heads
+    dtype = getattr(torch, given.dtype) if given.dtype else profile.default_dtype()
+    kv_heads = given.kv_heads or given.heads
     if min(given.seq_len, given.batch, kv_heads) < 1 or given.heads % kv_heads:
         raise ValueError("--seq-len, --batch and --heads are positive, and --heads a multiple of --kv-heads")
     pattern, every = _pattern_of(given), []

@@ -151,9 +151,9 @@ class MetaRun(LiveStorageTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, found) -> None:
-        before = self._peak
+        before = self.peak_bytes
         super()._count(found)
-        if self._peak > before:  # its weak references keep addresses from being given away
+        if self.peak_bytes > before:  # its weak references keep addresses from being given away
             self._top = dict(self._live)
 
 

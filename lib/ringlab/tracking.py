@@ -5,7 +5,6 @@ mark (Linux) sees everything that the process really touched, scratch and librar
 """
 
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -55,7 +54,8 @@ def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage
     yield from (part for part in parts if meta or part.device.type != "meta")
 
 
-_at_work: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar("trackers", default=())
+_trackers: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar("trackers", default=())  # those entered
+_counting: ContextVar[bool] = ContextVar("counting", default=True)  # whether they count operators
 
 
 class LiveStorageTracker(TorchDispatchMode):
@@ -84,41 +84,32 @@ class LiveStorageTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.RLock()
         # StorageImpl address -> (weak reference, bytes). The weak reference keeps the address from being given to
         # another storage for as long as the entry exists; the bytes themselves are freed without regard to it.
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._current = 0
-        self._peak = 0
-        self.operators = self.views = self._aside = 0
+        self.peak_bytes = 0  # the largest `current_bytes` that any op or `register` reached
+        self.operators = self.views = 0
 
     @property
     def current_bytes(self) -> int:
         """Bytes of the tracked storages that are alive now."""
-        with self._lock:
-            self._drop_freed()
-            return self._current
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest `current_bytes` that any op or `register` reached."""
-        with self._lock:
-            return self._peak
+        self._drop_freed()
+        return self._current
 
     def register(self, *tensors: torch.Tensor) -> None:
         """Count tensors that exist already, such as the inputs; raise TypeError for anything else."""
         if odd := [t for t in tensors if not isinstance(t, torch.Tensor)]:
             raise TypeError(f"register: expected tensors, got {type(odd[0]).__name__}")
-        with self._lock:
-            self._drop_freed()
-            self._count(s for t in tensors for s in storages(t, self._meta))
+        self._drop_freed()
+        self._count(s for t in tensors for s in storages(t, self._meta))
 
     def __enter__(self):
-        _at_work.set((*_at_work.get(), self))
+        _trackers.set((*_trackers.get(), self))
         return super().__enter__()
 
     def __exit__(self, *error):
-        _at_work.set(_at_work.get()[:-1])
+        _trackers.set(_trackers.get()[:-1])
         return super().__exit__(*error)
 
     @classmethod
@@ -127,18 +118,16 @@ class LiveStorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self._lock:
-            if func.namespace == "aten" and not self._aside:
-                self.operators += 1
-                self.views += func.is_view
-            given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
+        if func.namespace == "aten" and _counting.get():
+            self.operators += 1
+            self.views += func.is_view
+        given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
         out = func(*args, **kwargs)
         if func in _SHOWS_NEW_MEMORY:
             given = {}
-        with self._lock:
-            made = (s for leaf in tree_leaves(out) for s in storages(leaf, self._meta))
-            # An output that shares an argument's unregistered storage is a view of foreign memory, unless it grew.
-            self._count(s for s in made if s._cdata in self._live or given.get(s._cdata, -1) < s.nbytes())
+        made = (s for leaf in tree_leaves(out) for s in storages(leaf, self._meta))
+        # An output that shares an argument's unregistered storage is a view of foreign memory, unless it grew.
+        self._count(s for s in made if s._cdata in self._live or given.get(s._cdata, -1) < s.nbytes())
         return out
 
     def _count(self, found: Iterator[torch.UntypedStorage]) -> None:
@@ -150,14 +139,13 @@ class LiveStorageTracker(TorchDispatchMode):
                 self._current += size - counted
         # What was freed is looked for only where it decides: with many storages alive that takes longer than the op.
         # An op frees nothing that lived before it, so what is freed now was freed before the new storages came.
-        if self._current > self._peak:
+        if self._current > self.peak_bytes:
             self._drop_freed()
-            self._peak = max(self._peak, self._current)
+            self.peak_bytes = max(self.peak_bytes, self._current)
 
     def _drop_freed(self) -> None:
         # The storages' Python objects come and go while the memory stays, so only the C++ weak count tells.
-        expired = torch.UntypedStorage._expired
-        for key in [key for key, (reference, _) in self._live.items() if expired(reference.cdata)]:
+        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
             self._current -= self._live.pop(key)[1]
 
 
@@ -165,7 +153,7 @@ class LiveStorageTracker(TorchDispatchMode):
 def seen_inside() -> Iterator[None]:
     """Let the trackers at work see the ops of a custom operator's body, which no dispatch mode sees by itself."""
     with ExitStack() as stack:
-        for tracker in _at_work.get():
+        for tracker in _trackers.get():
             stack.enter_context(tracker)
         yield
 
@@ -173,14 +161,11 @@ def seen_inside() -> Iterator[None]:
 @contextmanager
 def not_counted() -> Iterator[None]:
     """Let the trackers at work count no operators: what is built once and kept is no part of every call."""
-    trackers = _at_work.get()
-    for tracker in trackers:
-        tracker._aside += 1
+    token = _counting.set(False)
     try:
         yield
     finally:
-        for tracker in trackers:
-            tracker._aside -= 1
+        _counting.reset(token)
 
 
 def reset_high_water() -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ringlab import cli, hardware, measure
+from ringlab.hardware.profiles import load
 from ringlab.measure import Group, Point, provenance, suites, timing
 from ringlab.patterns import Dense
 
@@ -40,22 +41,17 @@ def test_profiles_that_cannot_be_measured_here(capsys, monkeypatch, tmp_path, co
     assert len(err.splitlines()) < 12 and "pip install torch==2.13.0+cu126 --extra-index-url https://download" in err
 
 
-def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch):
+def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "detect", lambda probe=None: hardware.Machine(cpu_model="a CPU", cores=2))
     code, out, err = said(capsys, "profiles")
     lines = {line.split()[0]: line for line in out.splitlines()[1:] if line}
     assert code == 0 and set(hardware.profiles()) <= set(lines)
     assert "sm_61" in lines["gtx1080"] and "float32" in lines["gtx1080"] and "8 GiB" in lines["gtx1080"]
     assert "no: needs NVIDIA GeForce GTX 1080" in lines["gtx1080"]
-
-
-def test_rows_go_into_a_folder(capsys, tmp_path):
-    (tmp_path / "rows").write_text("mine")
-    for given, why in ((str(tmp_path / "rows"), "rows is a file, not a folder"), (" ", "a folder needs a name")):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(["measure", "--profile", "cpu", "--data", given])
-        assert why in capsys.readouterr().err
-    assert (tmp_path / "rows").read_text() == "mine"
+    (tmp_path / "cpu.toml").write_text("name = cpu")
+    monkeypatch.setattr(hardware, "profiles", lambda: {"cpu": load(tmp_path / "cpu.toml")})
+    code, out, err = said(capsys, "profiles")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "cpu.toml is no profile: Invalid value" in err
 
 
 @pytest.mark.parametrize(
@@ -64,12 +60,14 @@ def test_rows_go_into_a_folder(capsys, tmp_path):
         ([], "the following arguments are required: command; see python -m ringlab --help"),
         (["reprot"], "invalid choice: 'reprot'"),
         (["profiles", "x"], "unrecognized arguments: x"),
+        (["measure", "--minutes", "soon"], "argument --minutes: invalid float value: 'soon'"),
+        (["estimate", "--rates", "1;2"], "argument --rates: invalid numbers_and_commas value: '1;2'"),
+        (["estimate", "--dtype", "nn"], "argument --dtype: invalid choice: 'nn' (choose from 'float64', 'float32',"),
         (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
-        (["measure", "--group"], "argument --group: expected one argument"),
+        (["measure", "--data", __file__], "test_cli.py is a file, not a folder"),
+        (["measure", "--data", " "], "a folder needs a name"),
         (["measure", "--group=--"], "argument --group: expected one argument"),
-        (["pdf", "--profile=--"], "argument --profile: expected one argument"),
         (["check", "cpu", "--tolerance=--"], "argument --tolerance: expected one argument"),
-        (["estimate", "--pattern=--"], "argument --pattern: expected one argument"),
         (["advise", "--seq-len", "1", "--memory", "9" * 5000], "invalid size_in_bytes value"),
     ],
 )
@@ -90,15 +88,11 @@ def test_help_shows_the_default_of_every_option(capsys, command):
 
 def test_measure_takes_suites_groups_and_minutes(capsys, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(
-        measure, "run", lambda groups, data, **h: asked.append(([g.name for g in groups], h["minutes"]))
-    )
+    run = lambda groups, data, **how: asked.append(([g.name for g in groups], how["minutes"]))  # noqa: E731
+    monkeypatch.setattr(measure, "run", run)
     how = ["measure", "--profile", "cpu", "--data", str(tmp_path)]
-    for more in (
-        [],
-        ["--group", "lengths", "--group", "implementations"],
-        ["--suite", "landscape", "--minutes", "8.5"],
-    ):
+    chosen = ["--group", "lengths", "--group", "implementations"]
+    for more in ([], chosen, ["--suite", "landscape", "--minutes", "8.5"]):
         assert said(capsys, *how, *more)[0] == 0
     every = sum(len(make(hardware.get_profile("cpu"), device="cpu")) for make in suites.SUITES.values())
     assert len(asked[0][0]) == every > 20 and asked[1] == (["implementations", "lengths"], None)
@@ -110,10 +104,6 @@ def test_measure_takes_suites_groups_and_minutes(capsys, monkeypatch, tmp_path):
     ):
         code, _, err = said(capsys, *how, *more)
         assert code == 2 and message in err and err.count("\n") == 1
-    for minutes in ("0", "-1", "soon", "inf"):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main([*how, "--minutes", minutes])
-        assert f"'{minutes}' is no number of minutes" in capsys.readouterr().err
     assert len(asked) == 3
 
 

@@ -55,7 +55,7 @@ def test_memory_from_before_counts_once_and_only_when_registered():
         tracker.register([x])
 
 
-def test_out_arguments_resizes_and_constructors():
+def test_out_arguments_resizes_constructors_and_sparse_tensors():
     a = torch.ones(1000)
     empty = torch.empty(0)
     with LiveStorageTracker() as tracker:
@@ -69,12 +69,9 @@ def test_out_arguments_resizes_and_constructors():
         del t
         torch.split(torch.ones(1000), 10)  # many outputs, one storage
         assert tracker.peak_bytes == 12000
-
-
-def test_sparse_tensors_count_all_their_parts():
-    with LiveStorageTracker() as tracker:
+        del empty
         s = torch.sparse_coo_tensor(torch.zeros(2, 5, dtype=torch.int64), torch.ones(5), (4, 4))
-        assert tracker.current_bytes == 2 * 5 * 8 + 5 * 4
+        assert tracker.current_bytes == 2 * 5 * 8 + 5 * 4, "all parts of a sparse tensor"
         del s
         assert tracker.current_bytes == 0
 

@@ -6,25 +6,26 @@ function that returns a file's text, or None where it cannot be read. Nothing he
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 
-from .dtypes import Capability, runs
+from .capability import CUDA13_DRIVER, CUDA126_DRIVER, Capability, driver_major, install_line, runs, sm
 
 Read = Callable[[str], "str | None"]
 SMI_TIMEOUT_S = 10
 SMI_FIELDS = ("name", "compute_cap", "memory.total", "uuid", "driver_version", "clocks.max.sm")
-MATMUL_SIZE = 2048
+SIZES = (256, 512, 1024, 2048)  # of the matrices that are multiplied
 MATMUL_S, DRAM_S, CACHE_S = 0.4, 0.18, 0.09  # what the probes of one dtype take
 
 
@@ -35,7 +36,6 @@ class Gpu:
     name: str
     capability: Capability | None = None
     memory_bytes: int | None = None
-    uuid: str | None = None
     driver: str | None = None
     clock_max_hz: float | None = None
 
@@ -68,60 +68,44 @@ class Machine:
         """Name of the first GPU, or the CPU model where there is none."""
         return self.gpus[0].name if self.gpus else self.cpu_model
 
-    @property
-    def capability(self) -> Capability | None:
-        """Compute capability of the first GPU as a (major, minor) pair, None without one."""
-        return self.gpus[0].capability if self.gpus else None
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Memory of the first GPU, or the memory limit of this process where there is none, in bytes."""
-        return self.gpus[0].memory_bytes if self.gpus else self.ram_bytes
-
 
 class Probe:
     """Everything that :func:`detect` asks of the outside; override methods to describe another machine."""
 
     def nvidia_smi(self, fields: Sequence[str]) -> str | None:
         """Ask nvidia-smi for CSV fields; None where it is absent, refuses or takes longer than 10 s."""
-        path = shutil.which("nvidia-smi")
-        if path is None:
-            return None
-        command = [path, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
+            return subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
             return None
-        return done.stdout if done.returncode == 0 else None
 
-    def torch_gpus(self) -> tuple[list[Gpu], str | None]:
-        """List the GPUs that torch opens, and what it said if it could not."""
-        # torch warns about old drivers and missing kernels; both are reported by `drivable` in our own words.
-        with warnings.catch_warnings(record=True) as said:
+    def torch_says(self) -> tuple[list[Gpu], dict]:
+        """List the GPUs that torch opens; and its version, build, architectures and what it said if it opened none."""
+        # torch warns about old drivers and missing kernels; `drivable` reports both in our own words.
+        gpus: list[Gpu] = []
+        error = None
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            gpus: list[Gpu] = []
-            error = None
             try:
                 for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
                     p = torch.cuda.get_device_properties(i)
                     capability = None if torch.version.hip else (p.major, p.minor)  # AMD numbers mean something else
-                    uuid = getattr(p, "uuid", None)
-                    gpus.append(Gpu(p.name, capability, p.total_memory, None if uuid is None else str(uuid)))
-            except (RuntimeError, AssertionError) as e:
-                gpus, error = [], _first_line(e)
-        if not gpus and error is None and said:
-            error = _first_line(said[-1].message)
-        return gpus, error
-
-    def torch_build(self) -> tuple[str, str | None, tuple[str, ...]]:
-        """Return torch's version, the CUDA (or HIP) version it was built with, and its architectures."""
-        return torch.__version__, torch.version.cuda or torch.version.hip, tuple(torch.cuda.get_arch_list())
+                    gpus.append(Gpu(p.name, capability, p.total_memory))
+            except (RuntimeError, AssertionError) as failure:
+                gpus, error = [], failure
+        if warned and not gpus:
+            error = error or warned[-1].message
+        return gpus, {
+            "torch": torch.__version__, "torch_cuda": torch.version.cuda or torch.version.hip,
+            "arch_list": tuple(torch.cuda.get_arch_list()),
+            "torch_error": error and str(error).strip().partition("\n")[0],
+        }  # fmt: skip
 
     def read(self, path: str) -> str | None:
         """Read a small text file; None where it cannot be read."""
         try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read()
+            return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
 
@@ -140,93 +124,65 @@ def detect(probe: Probe | None = None) -> Machine:
     (True, True)
     """
     probe = probe or Probe()
-    version, cuda, arch_list = probe.torch_build()
-    opened, error = probe.torch_gpus()
+    opened, build = probe.torch_says()
+    capability, archs = opened[0].capability if opened else None, build["arch_list"]
     # torch lists a GPU that it has no kernels for; a capability that nobody names is left to torch's word.
-    works = bool(opened) and (opened[0].capability is None or not arch_list or runs(arch_list, opened[0].capability))
+    works = bool(opened) and (capability is None or not archs or runs(archs, capability))
+    listed = _smi_gpus(probe)
+    known = {gpu.name: {"driver": gpu.driver, "clock_max_hz": gpu.clock_max_hz} for gpu in listed}
     cores = probe.affinity()
     return Machine(
         device="cuda" if works else "cpu",
-        gpus=tuple(_merge(opened, _smi_gpus(probe))),
+        gpus=tuple([replace(gpu, **known.get(gpu.name, {})) for gpu in opened] or listed),
         cpu_model=_cpu_model(probe.read),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         cores=max(1, len(cores)),
         cpu_quota=_cpu_quota(probe.read),
         cache_bytes=_cache_bytes(probe.read, cores),
         ram_bytes=ram_bytes(probe.read),
-        torch=version,
-        torch_cuda=cuda,
-        arch_list=tuple(arch_list),
-        torch_error=error,
+        **build,
     )
 
 
 def _smi_gpus(probe: Probe) -> list[Gpu]:
-    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES names; none where its text is no such list."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in (probe.nvidia_smi(SMI_FIELDS) or "").splitlines()]
-    rows = [row for row in rows if any(row)]
-    if any(len(row) != len(SMI_FIELDS) for row in rows):
-        return []
-    gpus = []
-    for name, capability, memory, uuid, driver, clock in rows:
+    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES names, in the order of the latter."""
+    listed: list[tuple[str, Gpu]] = []  # with their UUIDs
+    for line in (probe.nvidia_smi(SMI_FIELDS) or "").splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(SMI_FIELDS):
+            continue
+        name, capability, memory, uuid, driver, clock = cells
         pair, mebibytes, megahertz = re.fullmatch(r"(\d+)\.(\d+)", capability), _number(memory), _number(clock)
-        if not pair and not mebibytes:  # text that is no answer must not become a GPU
-            return []
-        pair = (int(pair[1]), int(pair[2])) if pair else None
-        gpus.append(Gpu(name, pair, mebibytes and int(mebibytes * 2**20), uuid, driver, megahertz and megahertz * 1e6))
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return gpus
-    visible: list[Gpu] = []
-    for entry in (part.strip() for part in wanted.split(",")):  # a bad one hides all that follow, as it does in CUDA
-        named = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-        if entry.isdecimal() and int(entry) < len(gpus):
-            named = [gpus[int(entry)]]
-        if not named:
-            break
-        visible += named
-    return visible
+        if pair or mebibytes:  # text that is no answer must not become a GPU
+            pair = pair and (int(pair[1]), int(pair[2]))
+            gpu = Gpu(name, pair, mebibytes and mebibytes * 2**20, driver, megahertz and megahertz * 1e6)
+            listed.append((uuid, gpu))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [gpu for _, gpu in listed]
+    return [gpu for entry in map(str.strip, visible.split(",")) for i, (uuid, gpu) in enumerate(listed)
+            if entry == str(i) or (entry.startswith("GPU-") and uuid.startswith(entry))]  # fmt: skip
 
 
-def _merge(opened: list[Gpu], listed: list[Gpu]) -> list[Gpu]:
-    """Take names and sizes from torch, what only the driver knows from nvidia-smi, matched by UUID or else by name."""
-    if not opened:
-        return listed
-    merged = []
-    for gpu in opened:
-        same = [x for x in listed if x.uuid.removeprefix("GPU-") == (gpu.uuid or "").removeprefix("GPU-")]
-        same = same or [x for x in listed if x.name == gpu.name]
-        merged.append(replace(gpu, driver=same[0].driver, clock_max_hz=same[0].clock_max_hz) if same else gpu)
-    return merged
-
-
-def _number(text: str) -> float | None:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?: [A-Za-z]+)?", text)  # "[N/A]", "[Not Supported]": no figure
-    return float(found[1]) if found else None
-
-
-def _first_line(message: object) -> str:
-    return (str(message).strip().splitlines() or [""])[0]
+def _number(text: str) -> int | None:
+    first = text.partition(" ")[0]  # "8192" or "8192 MiB"; "[N/A]" and "[Not Supported]" are no figures
+    return int(first) if first.isdecimal() else None
 
 
 def _cpu_model(read: Read) -> str:
-    text = read("/proc/cpuinfo") or ""
-    for key in ("model name", "Model", "Hardware", "cpu model"):
-        if found := re.search(rf"^{key}\s*:\s*(.+)$", text, re.MULTILINE):
-            return " ".join(found[1].split())
-    return platform.processor() or platform.machine() or "unknown CPU"
+    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", read("/proc/cpuinfo") or "", re.MULTILINE)
+    return " ".join(found[1].split()) if found else platform.processor() or platform.machine() or "unknown CPU"
 
 
 def _cgroup(read: Read, controller: str, v2_name: str, v1_name: str) -> Iterator[tuple[str, str]]:
     """Yield (directory, text) of a control group's file for this process's group and all groups above it."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        base, name = ("/sys/fs/cgroup", v2_name) if not controllers else (f"/sys/fs/cgroup/{controllers}", v1_name)
-        parts = [p for p in path.split("/") if p]
-        for depth in range(len(parts), -1, -1):
-            directory = "/".join([base, *parts[:depth]])
+        base, name = (f"/sys/fs/cgroup/{controllers}", v1_name) if controllers else ("/sys/fs/cgroup", v2_name)
+        for group in (Path(path), *Path(path).parents):
+            directory = f"{base}{group}".rstrip("/")
             if (text := read(f"{directory}/{name}")) is not None:
                 yield directory, text.strip()
 
@@ -253,16 +209,58 @@ def _cpu_quota(read: Read) -> float | None:
 
 def _cache_bytes(read: Read, cores: set[int]) -> int | None:
     """Sum the last-level caches that the usable cores reach, each shared one once."""
-    caches: dict[tuple[int, str], int] = {}
+    last: dict[int, tuple[str, int]] = {}  # (the cores that share it, KiB) of the last level that a core has
     for core in cores:
         for index in range(8):
             folder = f"/sys/devices/system/cpu/cpu{core}/cache/index{index}"
-            size, level, shared = (read(f"{folder}/{name}") for name in ("size", "level", "shared_cpu_list"))
-            if not (size and level and shared):
+            size, shared = read(f"{folder}/size"), read(f"{folder}/shared_cpu_list")
+            if not (size and shared):
                 break
-            caches[int(level), shared] = 1024 * int(size.strip().removesuffix("K"))  # Linux writes KiB, as "512K"
-    last = max((level for level, _ in caches), default=None)
-    return sum(size for (level, _), size in caches.items() if level == last) or None
+            last[core] = shared, int(size.strip().removesuffix("K"))
+    return 1024 * sum(size for _, size in set(last.values())) or None
+
+
+def drivable(machine: Machine) -> str | None:
+    """Return None where torch can use the machine's GPU or there is none; else one screen that says what to install.
+
+    >>> drivable(Machine()) is None
+    True
+    """
+    if (found := obstacle(machine)) is None:
+        return None
+    (reason, remedy), gpu = found, machine.gpus[0]
+    known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
+    memory = f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
+    cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
+    return "\n".join([
+        reason,
+        f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}",
+        f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
+        f"  {remedy}",
+        "  or:      GPU=cpu measures the CPU of this machine instead",
+    ])  # fmt: skip
+
+
+def obstacle(machine: Machine) -> tuple[str, str] | None:
+    """Say why torch cannot use the GPU that is there, and what would help; None where it can or there is none."""
+    if not machine.gpus or machine.device == "cuda":
+        return None
+    gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
+    line, driver = install_line(gpu.capability, gpu.driver), driver_major(gpu.driver)
+    remedy = line if line.startswith("no ") else f"install: {line}"
+    if gpu.capability is None:
+        remedy += f" (a card older than Turing: {install_line((7, 0))})"
+    if not machine.torch_cuda:
+        return f"{gpu.name} is here, but {torch} is a CPU build and drives no GPU", remedy
+    if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
+        return f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
+    needed = CUDA13_DRIVER if int(machine.torch_cuda.split(".")[0]) >= 13 else CUDA126_DRIVER
+    if driver < needed:
+        if "cu126" not in line or driver < CUDA126_DRIVER:
+            remedy = f"install: an NVIDIA driver of version {needed} or newer"
+        return f"{gpu.name} has driver {gpu.driver}; {torch} needs {needed} or newer", remedy
+    cause = f": {machine.torch_error}" if machine.torch_error else ""
+    return f"{gpu.name} is here, but {torch} cannot start it{cause}", remedy
 
 
 @dataclass(frozen=True)
@@ -282,9 +280,8 @@ class Peaks:
         >>> Peaks(1e11, 4e10, 1e11, cache_bytes=2**25).bandwidth(2**25)
         100000000000.0
         """
+        working_set_bytes = max(working_set_bytes, 1)
         cached = working_set_bytes if self.cache_bytes is None else min(working_set_bytes, self.cache_bytes)
-        if cached <= 0:
-            return self.bytes_per_s_cache
         seconds = cached / self.bytes_per_s_cache + (working_set_bytes - cached) / self.bytes_per_s_dram
         return working_set_bytes / seconds
 
@@ -293,7 +290,7 @@ class Peaks:
         return Peaks(*map(max, astuple(self)[:3], astuple(other)[:3]), self.cache_bytes)
 
 
-def measure_cpu_peaks(dtype: str = "float32", machine: Machine | None = None) -> Peaks:
+def measure_cpu_peaks(dtype: str = "float32") -> Peaks:
     """Measure matmul rate, memory bandwidth and in-cache bandwidth in about a second, the best of several each.
 
     Low-precision dtypes count the fp32 rate too where it is higher: a kernel may convert and compute in fp32.
@@ -301,7 +298,7 @@ def measure_cpu_peaks(dtype: str = "float32", machine: Machine | None = None) ->
     >>> measure_cpu_peaks("float32").flops_per_s > 1e8
     True
     """
-    machine = machine or detect()
+    machine = detect()
     names = {dtype} if dtype in ("float32", "float64") else {"float32", dtype}
     # No cache holds the buffer for DRAM: it has four times the size of the last level, at most 1/32 of the memory.
     buffer = min(4 * (machine.cache_bytes or 2**25), 2**28, (machine.ram_bytes or 2**33) // 32)
@@ -314,27 +311,24 @@ def measure_cpu_peaks(dtype: str = "float32", machine: Machine | None = None) ->
 
 def _best_seconds(call: Callable[[], object], budget_s: float) -> float:
     """Return the shortest of as many calls as fit the budget, at least one."""
-    best, end = float("inf"), time.perf_counter() + budget_s
-    while True:
+    best, end = math.inf, time.perf_counter() + budget_s
+    while best == math.inf or time.perf_counter() + best < end:
         start = time.perf_counter()
         call()
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now + best > end:
-            return best
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 def _matmul_rate(dtype: torch.dtype, budget_s: float) -> float:
     """Return FLOP/s of square products; where 2048 would take longer than the budget (slow fp16), of smaller ones."""
     best = 0.0
-    for size in (256, 512, 1024, MATMUL_SIZE):
+    for size in SIZES:
         if best and 2 * size**3 / best > budget_s / 2:
             break
         a = torch.randn(size, size).to(dtype)  # (size, size)
-        out = torch.empty_like(a)
-        torch.mm(a, a, out=out)  # the first call picks a kernel and touches the memory
-        seconds = _best_seconds(lambda a=a, out=out: torch.mm(a, a, out=out), budget_s if size == MATMUL_SIZE else 0.01)
-        best = max(best, 2 * size**3 / seconds)
+        multiply = partial(torch.mm, a, a, out=torch.empty_like(a))
+        multiply()  # the first call picks a kernel and touches the memory
+        best = max(best, 2 * size**3 / _best_seconds(multiply, budget_s if size == SIZES[-1] else 0.01))
     return best
 
 

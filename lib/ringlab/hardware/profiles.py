@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
-from . import dtypes
-from .detect import Gpu, Machine, Peaks, detect
-from .dtypes import Capability
-from .torch_builds import obstacle
+from . import capability as rules
+from .capability import Capability
+from .detect import Gpu, Machine, Peaks, detect, obstacle
 
 FOLDER = Path(__file__).parent / "profiles"
 ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
@@ -24,7 +23,7 @@ MARGIN = 1.1  # measured rates are raised by this before they bound anything: a 
 
 
 class UnknownProfile(ValueError):
-    """A profile name that does not exist; the message lists those that do."""
+    """A name that no profile has, or a file that is no profile; the message is one line and says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +48,29 @@ class Profile:
     flops: dict[str, float | None] = field(default_factory=dict)
     links: dict[str, float | None] = field(default_factory=dict)
     match: str | None = None  # regular expression for the device's name
-    memory_gib: tuple[float, float] | None = None  # sizes, as the driver shows them, that are this card
+    memory_gib: tuple[float, float] = (0, math.inf)  # sizes, as the driver shows them, that are this card
     variants: tuple[Profile, ...] = ()
 
-    def matches(self, gpu: Gpu) -> bool:
-        """Say whether a GPU is this card, by name, compute capability and memory (as far as the driver tells)."""
-        known = self.match and re.search(self.match, gpu.name) and gpu.capability in (None, self.capability)
-        return bool(known) and any(p._fits(gpu.memory_bytes) for p in (self, *self.variants))
+    def card(self, gpu: Gpu) -> Profile | None:
+        """Return the profile or variant that a GPU is, by name, compute capability and memory; None if it is neither.
 
-    def _fits(self, memory_bytes: int | None) -> bool:
-        if memory_bytes is None or self.memory_gib is None:
-            return True
-        return self.memory_gib[0] <= memory_bytes / 2**30 <= self.memory_gib[1]
+        What the driver does not tell is not compared.
+        """
+        if not self.match or not re.search(self.match, gpu.name) or gpu.capability not in (None, self.capability):
+            return None
+        gib = gpu.memory_bytes and gpu.memory_bytes / 2**30
+        fits = (p for p in (self, *self.variants) if gib is None or p.memory_gib[0] <= gib <= p.memory_gib[1])
+        return next(fits, None)
 
     def on(self, machine: Machine) -> Profile:
         """Return this profile for the machine at hand: its variant of the card, and memory as its driver shows it."""
         if self.kind == "cpu":
             return replace(self, title=machine.cpu_model, memory_bytes=machine.ram_bytes)
-        if not machine.gpus or match(machine) != self.name:
+        if match(machine) != self.name:
             return self
         gpu = machine.gpus[0]
-        chosen = next((p for p in (self, *self.variants) if p._fits(gpu.memory_bytes)), self)
-        if self.name == "generic":
-            chosen = replace(chosen, title=gpu.name or chosen.title, capability=gpu.capability)
-        return chosen if gpu.memory_bytes is None else replace(chosen, memory_bytes=gpu.memory_bytes)
+        chosen = self.card(gpu) or replace(self, title=gpu.name, capability=gpu.capability)  # no card is "generic"
+        return replace(chosen, memory_bytes=gpu.memory_bytes or chosen.memory_bytes)
 
     def runnable(self, machine: Machine) -> tuple[bool, str]:
         """Say in one line whether this profile can be measured on a machine, and why or why not.
@@ -80,28 +78,26 @@ class Profile:
         >>> get_profile("h100").runnable(Machine(cpu_model="some CPU"))
         (False, 'needs NVIDIA H100 SXM5 80 GB; no GPU here, only some CPU')
         """
+        here = match(machine)
         if self.kind == "cpu":
             return True, f"{machine.cpu_model}, {machine.cores} cores"
-        if not machine.gpus:
-            wanted = "a GPU" if self.name == "generic" else self.title
-            return False, f"needs {wanted}; no GPU here, only {machine.cpu_model}"
-        here = match(machine)
-        described = machine.name or f"a GPU of {dtypes.sm(machine.capability)}"
-        if self.name != "generic" and here != self.name:
-            return False, f"needs {self.title}; here is {described} (profile {here})"
+        if here == "cpu":
+            return False, f"needs {self.title}; no GPU here, only {machine.cpu_model}"
+        if self.name not in (here, "generic"):
+            return False, f"needs {self.title}; here is {machine.name} (profile {here})"
         if found := obstacle(machine):
             return False, "; ".join(found)
-        return True, f"{described} is here"
+        return True, f"{machine.name} is here"
 
     def default_dtype(self) -> torch.dtype:
         """Return the dtype policy of this hardware; float32 where the capability is not known."""
-        return dtypes.default_dtype(self.capability)
+        return rules.default_dtype(self.capability)
 
     def dtype_reason(self) -> str:
         """Say in one line why :meth:`default_dtype` chooses as it does."""
-        if self.name == "generic" and self.capability is None:
+        if self.kind == "cuda" and self.capability is None:
             return "float32: the choice is made when a GPU is there to ask"
-        return dtypes.dtype_reason(self.capability)
+        return rules.dtype_reason(self.capability)
 
     def peak(self, dtype: torch.dtype | str, machine: Machine | None = None) -> float | None:
         """Return the peak rate, FLOP/s, of the arithmetic that serves a storage dtype; None where no figure is known.
@@ -113,12 +109,10 @@ class Profile:
         >>> p.peak("float16") == p.peak(torch.float32) == 8.873e12
         True
         """
-        arithmetic, _ = dtypes.compute_dtype(dtype, self.capability)
-        rate = self.flops.get(arithmetic)
-        clock = machine.gpus[0].clock_max_hz if machine and machine.gpus and match(machine) == self.name else None
-        if rate is None or clock is None or self.clock_hz is None:
-            return rate
-        return rate * max(1.0, clock / self.clock_hz)
+        rate = self.flops.get(self._arithmetic(dtype)[0])
+        here = self.kind == "cuda" and machine and match(machine) == self.name
+        clock = machine.gpus[0].clock_max_hz if here else None
+        return rate * max(1.0, clock / self.clock_hz) if rate and clock and self.clock_hz else rate
 
     def peak_reason(self, dtype: torch.dtype | str) -> str:
         """Say in one line what :meth:`peak` is the rate of.
@@ -128,8 +122,17 @@ class Profile:
         """
         if self.kind == "cpu":
             return "measured in the run, not tabled"
-        arithmetic, reason = dtypes.compute_dtype(dtype, self.capability)
-        return reason if self.flops.get(arithmetic) is not None else f"no figure for {arithmetic} on {self.title}"
+        name, reason = self._arithmetic(dtype)
+        return reason if self.flops.get(name) is not None else f"no figure for {name} on {self.title}"
+
+    def _arithmetic(self, dtype: torch.dtype | str) -> tuple[str, str]:
+        """The dtype whose arithmetic serves a storage dtype, and why."""
+        name, here = str(dtype).removeprefix("torch."), rules.sm(self.capability)
+        if name == "float16" and self.capability and not rules.has_tensor_cores(self.capability):
+            return "float32", f"{here} has no tensor cores: fp16 is storage, products accumulate in fp32"
+        if name == "bfloat16" and self.capability and not rules.has_bf16(self.capability):
+            return "float32", f"{here} has no bf16 unit: bf16 is storage, products accumulate in fp32"
+        return name, f"{name} arithmetic" + (", fp32 accumulation" if name in ("float16", "bfloat16") else "")
 
     def bandwidth(self, working_set_bytes: float | None = None) -> float | None:
         """Return bytes/s of memory; None for a working set that fits the L2 cache, whose speed no sheet states."""
@@ -166,35 +169,40 @@ def measured_rates(peaks: Iterable[Peaks], working_set_bytes: float) -> Rates:
 
 
 def load(path: Path) -> Profile:
-    """Read one profile file, in which every number is a table of its ``value`` and ``source``."""
-    data = tomllib.loads(path.read_text(encoding="utf-8"))
-    variants = [_fields(row) for row in data.pop("variant", ())]
-    base = Profile(**_fields(data))
-    return replace(base, variants=tuple(replace(base, **row) for row in variants))
+    """Read one profile file, in which every number is a table of its ``value`` and ``source``.
+
+    Raises UnknownProfile for a file that is no profile.
+    """
+    try:
+        data = _plain(tomllib.loads(path.read_text(encoding="utf-8")))
+        data.pop("notes", None)
+        variants = data.pop("variant", ())
+        base = Profile(**data)
+        return replace(base, variants=tuple(replace(base, **row) for row in variants))
+    except (TypeError, ValueError) as error:
+        raise UnknownProfile(f"{path} is no profile: {error}") from None
 
 
-def _fields(data: dict) -> dict:
-    """The arguments of Profile from a table of a file; notes and sources are for the reader of the file."""
-    fields: dict = {}
-    for key, value in data.items():
-        if key in ("flops", "links"):
-            fields[key] = {name: row.get("value") for name, row in value.items()}
-        elif key == "capability":
-            fields[key] = tuple(value["value"])
-        elif key != "notes":
-            fields[key] = value.get("value") if isinstance(value, dict) else value
-    return fields
+def _plain(entry):
+    """An entry of a file without the sources: the number of a table with one, and tuples for lists."""
+    if isinstance(entry, dict):
+        if "source" not in entry:
+            return {name: _plain(x) for name, x in entry.items()}
+        entry = entry.get("value")
+        if not isinstance(entry, int | float | list | None):
+            raise ValueError(f"{entry!r} is no number")
+    return tuple(map(_plain, entry)) if isinstance(entry, list) else entry
 
 
 @cache
-def profiles() -> Mapping[str, Profile]:
+def profiles() -> dict[str, Profile]:
     """Return all profiles by name: cpu first, then GPUs by age, generic last.
 
     >>> list(profiles())
     ['cpu', 'gtx1080', 'v100', 't4', 'rtx3090', 'rtx4090', 'a100', 'h100', 'h200', 'generic']
     """
     names = {path.stem for path in FOLDER.glob("*.toml")}
-    return MappingProxyType({name: load(FOLDER / f"{name}.toml") for name in (*ORDER, *sorted(names - {*ORDER}))})
+    return {name: load(FOLDER / f"{name}.toml") for name in (*ORDER, *sorted(names - {*ORDER}))}
 
 
 def get_profile(name: str) -> Profile:
@@ -205,21 +213,18 @@ def get_profile(name: str) -> Profile:
     ...
     ringlab.hardware.profiles.UnknownProfile: unknown profile 'gtx180'; did you mean 'gtx1080'? known: auto, cpu, ...
     """
-    known = profiles()
-    folded = {re.sub(r"[^a-z0-9]", "", key): key for key in (*known, "auto")}
+    known = {re.sub(r"[^a-z0-9]", "", key): profile for key, profile in profiles().items()}
     asked = re.sub(r"[^a-z0-9]", "", str(name).lower())
-    if folded.get(asked, "auto") != "auto":
-        return known[folded[asked]]
-    close = difflib.get_close_matches(asked, folded, n=1, cutoff=0.5)
-    hint = f" did you mean {folded[close[0]]!r}?" if close else ""
-    raise UnknownProfile(f"unknown profile {str(name)!r};{hint} known: auto, {', '.join(known)}")
+    if asked in known:
+        return known[asked]
+    close = difflib.get_close_matches(asked, ("auto", *profiles()), n=1, cutoff=0.5)
+    hint = f" did you mean {close[0]!r}?" if close else ""
+    raise UnknownProfile(f"unknown profile {str(name)!r};{hint} known: auto, {', '.join(profiles())}")
 
 
 def resolve(name: str = "auto", machine: Machine | None = None) -> Profile:
     """Return the profile that a user asked for, "auto" being the one that matches the machine."""
-    if str(name) != "auto":
-        return get_profile(name)
-    return get_profile(match(machine or detect()))
+    return get_profile(match(machine or detect()) if name == "auto" else name)
 
 
 def match(machine: Machine) -> str:
@@ -230,4 +235,4 @@ def match(machine: Machine) -> str:
     """
     if not machine.gpus:
         return "cpu"
-    return next((name for name, profile in profiles().items() if profile.matches(machine.gpus[0])), "generic")
+    return next((name for name, profile in profiles().items() if profile.card(machine.gpus[0])), "generic")

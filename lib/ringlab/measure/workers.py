@@ -228,8 +228,7 @@ class Worker:
 
 def probe(dtypes: list[str]) -> dict:
     """The rates of this CPU: dtype -> FLOP/s, bytes/s from memory, bytes/s from cache."""
-    machine = hardware.detect()
-    found = {name: hardware.measure_cpu_peaks(name, machine) for name in dtypes}
+    found = {name: hardware.measure_cpu_peaks(name) for name in dtypes}
     return {"peaks": {n: [p.flops_per_s, p.bytes_per_s_dram, p.bytes_per_s_cache] for n, p in found.items()}}
 
 

@@ -1,18 +1,27 @@
-"""What a compute capability implies: which dtype to run, and which binaries run. Capabilities are integer pairs."""
+"""What a compute capability implies: the dtype to run, the binaries that run, and the torch build to install.
+
+Capabilities are pairs of integers. Facts about builds: pytorch RELEASE.md's support matrix (issues #172352, #182849,
+#190385 of pytorch/pytorch), NVIDIA's CUDA compatibility guide for driver versions, and its rule that a cubin runs on
+the same major and any later minor.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
 import torch
 
-from ..checks import is_int, short_repr
-
 Capability = tuple[int, int]
 # Native fp16 arithmetic at twice the fp32 rate; on 6.1 it runs at 1/64. CUDA C Programming Guide, throughput of native
 # arithmetic instructions (forums.developer.nvidia.com/t/108706).
 FAST_FP16_WITHOUT_TENSOR_CORES = frozenset({(5, 3), (6, 0), (6, 2)})
+TORCH = "2.13.0"  # the pin in constraints.txt
+OLDEST = (5, 0)  # older GPUs have no kernels in any wheel of this version
+OLDEST_CUDA13 = (7, 5)  # the default wheel is built with CUDA 13.0, which dropped Maxwell, Pascal and Volta
+NEWEST_CUDA126 = (9, 0)  # the CUDA 12.6 wheel stops at Hopper and holds no PTX for later ones
+CUDA126_DRIVER, CUDA13_DRIVER = 525, 580  # the oldest; docs.nvidia.com/deploy/cuda-compatibility, minor versions
 
 
 def sm(capability: Capability | None) -> str:
@@ -68,40 +77,46 @@ def default_dtype(capability: Capability | None) -> torch.dtype:
 def dtype_reason(capability: Capability | None) -> str:
     """Say in one line which dtype :func:`default_dtype` chooses, and why.
 
-    Raises TypeError for what is no pair of integers: 8.10 and 8.1 are one float but two capabilities.
-
     >>> dtype_reason((6, 1))
     'float32: native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit'
     """
     if capability is None:
         return "float32: the CPU's own arithmetic; bf16 and fp16 halve memory but rarely save time there"
-    pair = capability if isinstance(capability, tuple) else ()
-    if len(pair) != 2 or not all(is_int(x, 0) for x in pair):
-        said = short_repr(capability)
-        raise TypeError(f"a compute capability is a (major, minor) pair of integers or None, not {said}")
-    if has_bf16(pair):
-        return f"bfloat16: {sm(pair)} runs it on tensor cores with fp32 accumulation and the range of fp32"
-    if has_tensor_cores(pair):
-        return f"float16: {sm(pair)} has fp16 tensor cores with fp32 accumulation, and no bf16 unit (that needs 8.0)"
-    if pair in FAST_FP16_WITHOUT_TENSOR_CORES:
-        return f"float16: native fp16 runs at twice the fp32 rate on {sm(pair)}; stored as fp16, accumulated in fp32"
-    if pair == (6, 1):
+    name = sm(capability)
+    if has_bf16(capability):
+        return f"bfloat16: {name} runs it on tensor cores with fp32 accumulation and the range of fp32"
+    if has_tensor_cores(capability):
+        return f"float16: {name} has fp16 tensor cores with fp32 accumulation, and no bf16 unit (that needs 8.0)"
+    if capability in FAST_FP16_WITHOUT_TENSOR_CORES:
+        return f"float16: native fp16 runs at twice the fp32 rate on {name}; stored as fp16, accumulated in fp32"
+    if capability == (6, 1):
         why = "native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit"
         return f"float32: {why}"
-    return f"float32: {sm(pair)} has neither fp16 nor bf16 arithmetic"
+    return f"float32: {name} has neither fp16 nor bf16 arithmetic"
 
 
-def compute_dtype(dtype: torch.dtype | str, capability: Capability | None) -> tuple[str, str]:
-    """Name the arithmetic that serves a storage dtype on a GPU, with the reason in one line.
+def install_line(capability: Capability | None, driver: str | None = None) -> str:
+    """Give the exact command that installs a torch which drives this compute capability, or say that none does.
 
-    >>> compute_dtype("float16", (6, 1))[0], compute_dtype(torch.float16, (7, 0))[0]
-    ('float32', 'float16')
+    It is the default wheel (CUDA 13), or that of CUDA 12.6: for GPUs older than Turing, and for those up to Hopper
+    where the driver is older than 580 and cannot start CUDA 13.
+
+    >>> install_line((7, 5)), install_line((6, 1)) == install_line((8, 0), "550.54")
+    ('pip install torch==2.13.0', True)
+    >>> install_line((6, 1))
+    'pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126'
+    >>> install_line((3, 7))
+    'no torch 2.13.0 wheel has kernels for sm_37 (the oldest is sm_50): use the CPU, GPU=cpu'
     """
-    name = str(dtype).removeprefix("torch.")
-    if capability is None:
-        return name, f"{name} arithmetic"
-    if name == "float16" and not has_tensor_cores(capability):
-        return "float32", f"{sm(capability)} has no tensor cores: fp16 is storage, products accumulate in fp32"
-    if name == "bfloat16" and not has_bf16(capability):
-        return "float32", f"{sm(capability)} has no bf16 unit: bf16 is storage, products accumulate in fp32"
-    return name, f"{name} arithmetic" + (", fp32 accumulation" if name in ("float16", "bfloat16") else "")
+    if capability and capability < OLDEST:
+        return f"no torch {TORCH} wheel has kernels for {sm(capability)} (the oldest is sm_50): use the CPU, GPU=cpu"
+    old_driver = CUDA126_DRIVER <= driver_major(driver) < CUDA13_DRIVER
+    if capability and (capability < OLDEST_CUDA13 or (old_driver and capability <= NEWEST_CUDA126)):
+        return f"pip install torch=={TORCH}+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
+    return f"pip install torch=={TORCH}"
+
+
+def driver_major(driver: str | None) -> float:
+    """The first number of a driver's version; infinite where the version is not known, as of a new driver."""
+    found = re.match(r"\d+", driver or "")
+    return int(found[0]) if found else math.inf
