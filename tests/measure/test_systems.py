@@ -12,7 +12,8 @@ PATTERN = patterns.Dilated([16, 32], [1, 2])
 PUBLISHED = patterns.Dilated([16, 32], [1, 2], "head_groups", "branch")
 UNEVEN = {"seq_len": 100, "heads": 6, "kv_heads": 2, "pattern": patterns.Dilated([16, 25, 48], [1, 4, 7])}
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
-LOOKUP = Point("cache_workload", block_patterns.sliding_window(2, block_size=16), seq_len=512)
+WINDOW = block_patterns.sliding_window(2, block_size=16)
+LOOKUP = Point("cache_workload", WINDOW, seq_len=512)
 CHOSEN = Point("adaptive", patterns.Dense(), seq_len=250, heads=4, kv_heads=2, head_dim=16,
                options={"block_size": 16, "top_k": 3})  # fmt: skip
 
@@ -71,8 +72,7 @@ def test_copying_form_is_the_same_function(changes, causal, direction):
 
 
 def test_inputs_come_from_the_points_own_seed():
-    one, same = (build(TINY, "cpu").inputs() for _ in range(2))
-    other = build(TINY.but(options={"pool": True}), "cpu").inputs()
+    one, same, other = (build(point, "cpu").inputs() for point in (TINY, TINY, TINY.but(options={"pool": True})))
     assert all(torch.equal(a, b) for a, b in zip(one, same)) and not torch.equal(one[0], other[0])
 
 
@@ -116,15 +116,23 @@ def test_torchs_kernel_on_contiguous_segments_is_the_one_that_is_named(monkeypat
         passes(point.but(options={"backend": "cudnn"}))
 
 
-@pytest.mark.parametrize("options", [{"warm": False}, {"warm": True}, {"gather": True, "warm": False}])
-@pytest.mark.parametrize("changes", [{}, UNEVEN])
-def test_a_plan_is_checked_against_the_pattern_and_cleared_when_cold(options, changes):
-    point = TINY.but(system="plan_build", options=options, **changes)
-    system, _, first, errors = passes(point)
-    assert errors.keys() == {"out", "lse"} and (first.plans is system.run([]).plans) == options["warm"]
-    if not changes:
-        first.plans = build(point.but(pattern=patterns.Dilated([8, 32], [1, 2])), "cpu").run([]).plans
-        assert error(system, [], first) > 0.01
+@pytest.mark.parametrize(
+    "options, changes",
+    [({"gather": True}, UNEVEN), *(({"blocks": way}, {"pattern": WINDOW}) for way in ("rows", "batched", "views"))],
+)
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_plan_is_checked_against_the_pattern_and_cleared_when_cold(warm, options, changes):
+    for how, more in ((options, changes), ({}, {"causal": True, **changes})):
+        point = TINY.but(system="plan_build", options={"warm": warm, **how}, **more)
+        system, _, first, errors = passes(point)
+        assert errors.keys() == {"out", "lse"} and (first.plans is system.run([]).plans) == warm
+
+
+def test_a_plan_of_another_pattern_is_wrong():
+    system, other = (build(TINY.but(system="plan_build", pattern=p), "cpu") for p in (PATTERN, PUBLISHED))
+    output = system.run([])
+    output.plans = other.run([]).plans
+    assert error(system, [], output) > 0.01
 
 
 def test_a_workload_is_many_patterns_some_of_them_often():
@@ -158,16 +166,17 @@ class Same(memory.MemoryPool):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("pool", [False, True])
-def test_scratch_is_ones_own_while_it_is_held(pool, threads):
+def test_scratch_is_ones_own_while_it_is_held(pool, threads, monkeypatch):
     before = torch.get_num_threads()
-    options = {"size_mb": 0.25, "threads": threads, "pool": pool}
-    system, _, found, _ = passes(Point("pool_workload", patterns.Dense(), seq_len=1, options=options))
+    point = Point(
+        "pool_workload", patterns.Dense(), seq_len=1, options={"size_mb": 0.25, "threads": threads, "pool": pool}
+    )
+    system, _, found, _ = passes(point)
     reuses, allocations = found.counted["pool_reuses"], found.counted["pool_allocations"]
     assert reuses + allocations == pool * threads * cache_systems.BORROWS and allocations <= threads
-    assert found.out.tolist() == [1.0, 2.0][:threads]
-    system.pool = Same()
-    assert error(system, [], found) >= 1 and error(system, [], replace(found, out=found.out + 1)) > 0
-    system.workers.shutdown()
+    assert found.out.tolist() == [1.0, 2.0][:threads] and error(system, [], replace(found, out=found.out + 1)) > 0
+    monkeypatch.setattr(memory, "MemoryPool", Same)
+    assert (error(build(point, "cpu"), [], found) >= 1) == pool
     torch.set_num_threads(before)
 
 
