@@ -8,7 +8,7 @@ import pytest
 from made_up_suites import lean, on_gpu, rank_suite
 from reporting import Shown, made_up
 from ringlab import hardware, patterns
-from ringlab.measure import Group, Point, suites
+from ringlab.measure import Group, Point
 from ringlab.report import claims as single
 from ringlab.report import study, trust
 from ringlab.report.ring import claims, comparison, hybrid, rows, scaling
@@ -138,9 +138,9 @@ def test_verdicts_follow_the_rows():
 
 
 def test_a_report_takes_its_own_rows_alone():
-    everything = [r for name in suites.RING_SUITES for r in rank_suite(name)]
+    everything = [r for _, name in DOCUMENTS.values() for r in rank_suite(name)]
     whole = study.Study(hardware.get_profile("cpu"), everything, Path("cpu/data"))
-    for name in suites.RING_SUITES:
+    for _, name in DOCUMENTS.values():
         own = whole.of(name)
         assert len(own.results) == len(rank_suite(name)) and own.suite == name
     mine = Point("ringlab", patterns.Dense(), seq_len=64)

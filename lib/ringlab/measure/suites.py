@@ -406,15 +406,12 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     return [Group(LANDSCAPE, dict.fromkeys(points)), checks]
 
 
-RING_SUITES: dict[str, Callable[..., list[Group]]] = {
-    "benchmark_summary": benchmark_summary,
-    "performance_comparison": performance_comparison,
-    "hybrid_summary": hybrid_summary,
-}
 SUITES: dict[str, Callable[..., list[Group]]] = {
     "kernels": kernel_suite,
     "optimization": optimization,
-    **RING_SUITES,
+    "benchmark_summary": benchmark_summary,
+    "performance_comparison": performance_comparison,
+    "hybrid_summary": hybrid_summary,
     "session_summary": session_summary,
     "landscape": landscape,
 }

@@ -6,6 +6,7 @@ user's own, as ``"module:function"``.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -54,7 +55,7 @@ class Refused(ValueError):
 class System:
     """Attention by ``forward(q, k, v) -> (out, lse or None)`` on (b, n, h, d), checked against ``pattern``.
 
-    Other kinds of systems override ``inputs``, ``run`` and ``check``, and set ``cost``.
+    Other kinds of systems replace ``inputs``, ``run`` and ``check``, and set ``cost``.
     """
 
     def __init__(self, point: Point, device, forward: Callable, pattern=None):
@@ -105,19 +106,17 @@ class System:
             self.tolerance = reference.tolerance(q, k, v, dout, causal=causal)
         b, n, h, _ = q.shape
         want = {"out": q.shape, "lse": (b, h, n), "dq": q.shape, "dk": k.shape, "dv": v.shape}
-        wrong = [x for x, t in found.items() if t.shape != want[x] or x != "lse" and t.dtype != q.dtype]
-        if wrong:
-            return dict.fromkeys(wrong, float("inf")), {name: self.tolerance[name] for name in wrong}
-        seed = int(self.point.id[:8], 16)
-        errors = reference.sampled_errors(
-            q, k, v, self.pattern, causal=causal, out=found["out"], lse=found.get("lse"), samples=SAMPLED, seed=seed
-        )
-        if rest:
-            each = [self._gradient_errors(q, k, v, dout, found, seed, start) for start in starts]
-            errors |= {name: max(e[name] for e in each) for name in each[0]}
+        errors = {x: math.inf for x, t in found.items() if t.shape != want[x] or x != "lse" and t.dtype != q.dtype}
+        if not errors:
+            seed, lse = int(self.point.id[:8], 16), found.get("lse")
+            how = {"causal": causal, "samples": SAMPLED, "seed": seed}
+            errors = reference.sampled_errors(q, k, v, self.pattern, out=found["out"], lse=lse, **how)
+            if rest:
+                each = [self._gradient_errors(q, k, v, dout, found, start=start, **how) for start in starts]
+                errors |= {name: max(e[name] for e in each) for name in each[0]}
         return errors, {name: self.tolerance[name] for name in errors}
 
-    def _gradient_errors(self, q, k, v, dout, found, seed: int, start: int | None) -> dict[str, float]:
+    def _gradient_errors(self, q, k, v, dout, found, *, seed: int, **how) -> dict[str, float]:
         """Errors of dq, dk, dv for a few neighbouring heads: each needs the exact softmax of many queries."""
         heads, kv_heads = self.point.heads, self.point.kv_heads
         group, few = heads // kv_heads, min(GRADIENT_KV_HEADS, kv_heads)
@@ -128,13 +127,11 @@ class System:
             own_head = own.start + head
             return self.pattern.multiplicity(queries, keys, n=n, head=own_head, heads=heads, kv_heads=kv_heads)
 
-        errors = reference.sampled_errors(
-            q[:, :, own], k[:, :, kv], v[:, :, kv],
-            SimpleNamespace(multiplicity=multiplicity, reach=self.pattern.reach),
-            causal=self.point.causal, out=found["out"][:, :, own], lse=None, dout=dout[:, :, own],
-            grads=(found["dq"][:, :, own], found["dk"][:, :, kv], found["dv"][:, :, kv]),
-            samples=SAMPLED, seed=seed, start=start,
-        )  # fmt: skip
+        pattern = SimpleNamespace(multiplicity=multiplicity, reach=self.pattern.reach)
+        q, out, dout, dq = (t[:, :, own] for t in (q, found["out"], dout, found["dq"]))
+        k, v, dk, dv = (t[:, :, kv] for t in (k, v, found["dk"], found["dv"]))
+        how |= {"out": out, "lse": None, "dout": dout, "grads": (dq, dk, dv), "seed": seed}
+        errors = reference.sampled_errors(q, k, v, pattern, **how)
         return {name: errors[name] for name in ("dq", "dk", "dv")}
 
 
@@ -172,7 +169,7 @@ class Sharded:
     """
 
     def __init__(self, system: System):
-        self.system, self.point, self.tolerance = system, system.point, {}
+        self.system, self.point = system, system.point
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         n = self.point.seq_len
         self.layout = layout_named(dict(self.point.options).get("layout", "contiguous"), n, self.ranks)
@@ -192,24 +189,21 @@ class Sharded:
 
     def check(self, inputs: list[Tensor], output: Output) -> tuple[dict[str, float], dict[str, float]]:
         """(errors, tolerance) of all ranks' output, gathered and checked on rank 0."""
-        mine = {name: t.detach().cpu() for name, t in output.named().items()}
-        everyone = [None] * self.ranks
+        everyone, found = [None] * self.ranks if self.rank == 0 else None, [None]
         count_step()
-        dist.gather_object(mine, everyone if self.rank == 0 else None)
-        found = [self._check_whole(everyone) if self.rank == 0 else None]
+        dist.gather_object({name: t.detach().cpu() for name, t in output.named().items()}, everyone)
+        if self.rank == 0:
+            whole = {name: self._whole([each[name] for each in everyone], name) for name in everyone[0]}
+            starts = [owned[0].start for rank in range(self.ranks) if (owned := self.layout.ranges(rank))]
+            found = [self.system.check(self.system.inputs(), Output(**whole), starts)]
         dist.broadcast_object_list(found)
-        errors, tolerance, self.tolerance = found[0]
-        return errors, tolerance
+        return found[0]
 
-    def _check_whole(self, everyone: list[dict[str, Tensor]]) -> tuple[dict, dict, dict]:
-        system, layout, whole = self.system, self.layout, {}
-        for name in everyone[0]:
-            shards, axis = [each[name] for each in everyone], 2 if name == "lse" else 1
-            fits = [t.shape[axis] for t in shards] == [layout.size(rank) for rank in range(self.ranks)]
-            whole[name] = (layout.unshard if fits else torch.cat)(shards, axis).to(system.device)
-        system.tolerance = self.tolerance
-        starts = [owned[0].start for rank in range(self.ranks) if (owned := layout.ranges(rank))]
-        return *system.check(system.inputs(), Output(**whole), starts), system.tolerance
+    def _whole(self, shards: list[Tensor], name: str) -> Tensor:
+        """All ranks' shards of a result as one tensor; shards of wrong lengths are joined as they are."""
+        axis = 2 if name == "lse" else 1
+        right = [t.shape[axis] for t in shards] == [self.layout.size(rank) for rank in range(self.ranks)]
+        return (self.layout.unshard if right else torch.cat)(shards, axis).to(self.system.device)
 
     def sent(self) -> dict:
         """What this rank sent in its first call, and the bytes that its scheme plans (None without a scheme)."""
@@ -226,11 +220,7 @@ class Sharded:
 # ---------------------------------------------------------------------------------------------------------------------
 # baselines
 
-TORCHS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 def ringlab(point: Point, device) -> System:
@@ -318,26 +308,22 @@ def contiguous_segments(point: Point, device) -> System:
     return system
 
 
-class Sgemm(System):
+def sgemm(point: Point, device) -> System:
     """(n, n) @ (n, n) in fp32: the matmul rate of this run."""
+    only(point)
+    n, system = point.seq_len, System(point.but(dtype="float32"), device, None)
 
-    def __init__(self, point: Point, device):
-        only(point)
-        super().__init__(point.but(dtype="float32"), device, None)
-        n = point.seq_len
-        self.cost = Cost(pairs=0, distinct_pairs=0, flops=2 * n**3, folded_flops=2 * n**3, floor_bytes=12 * n * n)
-
-    def shapes(self):
-        return [(self.point.seq_len, self.point.seq_len)] * 2
-
-    def run(self, inputs):
-        return Output(inputs[0] @ inputs[1])
-
-    def check(self, inputs, output):
+    def check(inputs, output):
         a, b = inputs
-        rows = torch.arange(0, len(a), max(1, len(a) // SAMPLED), device=a.device)
+        rows = torch.arange(0, n, max(1, n // SAMPLED), device=a.device)
         error = reference.error(output.out[rows], a[rows].double() @ b.double(), 1.0)
         return {"out": error}, {"out": reference.EXACT[torch.float32]}
+
+    system.shapes = lambda: [(n, n)] * 2
+    system.run = lambda inputs: Output(inputs[0] @ inputs[1])
+    system.check = check
+    system.cost = Cost(pairs=0, distinct_pairs=0, flops=2 * n**3, folded_flops=2 * n**3, floor_bytes=12 * n * n)
+    return system
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -472,26 +458,24 @@ def flex(point: Point, device) -> System:
 ROUNDING = 1e-4  # of the largest logit: a block that was left out may be better by this much, as means are rounded
 
 
-class TopBlocks(System):
+def adaptive(point: Point, device) -> System:
     """Each block of queries chooses its blocks by content, then attends to them; options ``block_size``, ``top_k``.
 
     The point's pattern is dense, as any block may be chosen. The check compares with the oracle on the chosen blocks,
     and these with the best blocks in float64. Raises Refused for a batch: the oracle has one choice per head.
     """
+    chosen, causal = Adaptive(**only(point, "block_size", "top_k")), point.causal
+    if point.batch != 1 or point.pattern["kind"] != "dense":
+        raise Refused("adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks")
+    how = {"causal": causal, "return_lse": True}
+    system = System(point, device, lambda q, k, v: adaptive_attention(q, k, v, chosen, **how))
+    pairs = point.heads * chosen.pairs(point.seq_len, causal)
+    flops = PASSES[point.passes] * point.head_dim * pairs
+    system.cost = replace(system.cost, pairs=pairs, distinct_pairs=pairs, flops=flops, folded_flops=flops)
 
-    def __init__(self, point: Point, device):
-        self.chosen, causal = Adaptive(**only(point, "block_size", "top_k")), point.causal
-        if point.batch != 1 or point.pattern["kind"] != "dense":
-            raise Refused("adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks")
-        how = {"causal": causal, "return_lse": True}
-        super().__init__(point, device, lambda q, k, v: adaptive_attention(q, k, v, self.chosen, **how))
-        pairs = point.heads * self.chosen.pairs(point.seq_len, causal)
-        flops = PASSES[point.passes] * point.head_dim * pairs
-        self.cost = replace(self.cost, pairs=pairs, distinct_pairs=pairs, flops=flops, folded_flops=flops)
-
-    def check(self, inputs, output, starts=(None,)):
-        (q, k), size, causal = (t.detach() for t in inputs[:2]), self.chosen.block_size, self.point.causal
-        picks = best_blocks(q, k, self.chosen, causal=causal)[0]  # (h, blocks, top_k)
+    def check(inputs, output):
+        (q, k), size = (t.detach() for t in inputs[:2]), chosen.block_size
+        picks = best_blocks(q, k, chosen, causal=causal)[0]  # (h, blocks, top_k)
         table = torch.zeros(*picks.shape[:2], picks.shape[1], dtype=torch.bool, device=q.device)  # (h, blocks, blocks)
         table.scatter_(-1, picks, True)
         table = table.tril() if causal else table
@@ -499,10 +483,13 @@ class TopBlocks(System):
         def multiplicity(queries, keys, *, head: int, **_) -> Tensor:
             return table[head][queries // size][:, keys // size].long()
 
-        self.pattern = SimpleNamespace(multiplicity=multiplicity, reach=lambda first, last, n: (0, n))
-        errors, tolerance = super().check(inputs, output, starts)
-        right = are_best(table, q, k, self.chosen, causal)
-        return errors if right else dict.fromkeys(errors, float("inf")), tolerance
+        system.pattern = SimpleNamespace(multiplicity=multiplicity, reach=lambda first, last, n: (0, n))
+        errors, tolerance = System.check(system, inputs, output)
+        right = are_best(table, q, k, chosen, causal)
+        return errors if right else dict.fromkeys(errors, math.inf), tolerance
+
+    system.check = check
+    return system
 
 
 def are_best(table: Tensor, q: Tensor, k: Tensor, chosen: Adaptive, causal: bool) -> bool:
@@ -563,12 +550,12 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "dense_sdpa": dense_sdpa,
     "copying": copying,
     "contiguous_segments": contiguous_segments,
-    "sgemm": Sgemm,
+    "sgemm": sgemm,
     "plan_build": "ringlab.measure.cache_systems:plan_build",
     "cache_workload": "ringlab.measure.cache_systems:cache_workload",
     "pool_workload": "ringlab.measure.cache_systems:pool_workload",
     "flex": flex,
-    "adaptive": TopBlocks,
+    "adaptive": adaptive,
     "dilated_attention_pytorch": "ringlab.measure.peers:dilated_attention_pytorch",
     "torchscale_dilated": "ringlab.measure.peers:torchscale_dilated",
     "ring_attention_pytorch": "ringlab.measure.peers:ring_attention_pytorch",
