@@ -35,20 +35,12 @@ def times_longer(result: Result, factor: float, **changes) -> Result:
     return replace(result, **scaled | changes)
 
 
-@functools.cache
-def document_suite(name: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...]:
-    profile = hardware.get_profile(name)
-    device = "cpu" if rehearsal else profile.kind
-    groups = suites.optimization(profile, device=device, rehearsal=rehearsal)
-    return tuple(document_row(p, g, rehearsal, device) for g in groups for p in g.points)
-
-
 def on_ranks(result: Result, ranks: int, gain: float, **options) -> Result:
     point = result.point.but(world_size=ranks, options=dict(result.point.options) | options)
     return times_longer(result, 1 / gain, point=point, bound_seconds=None)
 
 
-def rank_row(point: Point, group: Group) -> Result:
+def rank_row(point: Point, group: Group, *_) -> Result:
     """A made-up row: ranks divide work and memory, the ring holds two shards more, the all-gather all of them."""
     p = point.world_size
     row = made_up(point.but(world_size=1, options={}), group, rehearsal=False)
@@ -63,12 +55,6 @@ def rank_row(point: Point, group: Group) -> Result:
     if not row.seconds or about.get("oversubscribed"):
         return replace(row, seconds=(), rounds=(), median=None, ci=None, q1=None, q3=None, bound_seconds=None)
     return times_longer(row, 1 / p, bound_seconds=row.bound_seconds / p)
-
-
-@functools.cache
-def rank_suite(name: str) -> tuple[Result, ...]:
-    groups = suites.SUITES[name](hardware.get_profile("cpu"), device="cpu", rehearsal=False)
-    return tuple(rank_row(p, g) for g in groups for p in g.points)
 
 
 def lean(r: Result, factor: float) -> Result:
@@ -104,10 +90,25 @@ def session_row(point: Point, group: Group, rehearsal: bool = False, device: str
     return replace(row, point=point, memory=memory, provenance=row.provenance | {"device": device})
 
 
+def rows_of(suite: str, row, name: str, device: str, rehearsal: bool = False) -> tuple[Result, ...]:
+    groups = suites.SUITES[suite](hardware.get_profile(name), device=device, rehearsal=rehearsal)
+    return tuple(row(p, g, rehearsal, device) for g in groups for p in g.points)
+
+
+@functools.cache
+def document_suite(name: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...]:
+    device = "cpu" if rehearsal else hardware.get_profile(name).kind
+    return rows_of("optimization", document_row, name, device, rehearsal)
+
+
+@functools.cache
+def rank_suite(name: str) -> tuple[Result, ...]:
+    return rows_of(name, rank_row, "cpu", "cpu")
+
+
 @functools.cache
 def session_suite(name: str = "cpu", device: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...]:
-    groups = suites.SUITES["session_summary"](hardware.get_profile(name), device=device, rehearsal=rehearsal)
-    return tuple(session_row(p, g, rehearsal, device) for g in groups for p in g.points)
+    return rows_of("session_summary", session_row, name, device, rehearsal)
 
 
 def slower(factor: float, test):

@@ -231,7 +231,12 @@ def ringlab(point: Point, device) -> System:
     switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "results", "pool_threshold_mb")
     options = only(point, *switches, "simulated", "scheme", "layout")
     across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
-    across["group"] = group_of(point, options.pop("simulated", None))
+    if (simulated := options.pop("simulated", None)) is not None:
+        if point.world_size > 1:
+            raise Refused(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
+        across["group"] = Simulated(simulated)
+    elif point.world_size > 1:
+        across["group"] = dist.group.WORLD
     backend, threshold_mb = options.pop("backend", "auto"), options.pop("pool_threshold_mb", None)
     if threshold_mb is not None:
         if not options.get("pool"):
@@ -249,15 +254,6 @@ def chosen(point: Point, device, backend: str = "auto") -> kernels.Choice:
     """The kernel for a point; raises NotImplementedError if there is none."""
     dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
     return kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward, backend=backend)
-
-
-def group_of(point: Point, simulated: int | None):
-    """The group of a point: its processes, ranks simulated in this process, or None for one device."""
-    if point.world_size == 1:
-        return None if simulated is None else Simulated(simulated)
-    if simulated is not None:
-        raise Refused(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
-    return dist.group.WORLD
 
 
 def dense_sdpa(point: Point, device) -> System:
@@ -531,9 +527,10 @@ def published(point: Point, device) -> System:
         fields = {"kind": "dilated", "mixing": "head_groups", "offsets": "branch"}
         pattern = pattern_of(point, "head groups with offsets by branch", **fields)
         options |= {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
-    group = group_of(point, options.pop("simulated", None))
-    if group is not None:
-        options |= {"group": group} if point.world_size > 1 else {"ring_size": group.ranks}
+    if "simulated" in options:
+        options["ring_size"] = options.pop("simulated")
+    if point.world_size > 1:
+        options["group"] = dist.group.WORLD
     module = getattr(compat, name)(device=device, dtype=getattr(torch, point.dtype), **options)
     system = System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
     system.scheme = module.scheme if point.world_size > 1 else None
