@@ -308,14 +308,6 @@ def test_published_systems_refuse_in_one_line(arguments, why):
     assert "\n" not in str(failure.value)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_plans_show_just_the_patterns_pairs(causal):
-    for options in ({}, {"warm": False}, {"blocks": "rows"}, {"blocks": "batched"}):
-        point = Point("plan_build", PATTERNS[1], seq_len=500, heads=2, causal=causal, options=options)
-        system = systems.build(point, "cpu")
-        assert system.check([], system.run([])) == ({"out": 0.0}, {"out": 0.0})
-
-
 def test_patterns_are_drawn():
     assert patterns.show(patterns.Dilated([2, 4], [1, 2]), 4) == "███ \n██  \n█ ██\n  ██"
     assert patterns.show(patterns.Dense(), 3, causal=True) == "█  \n██ \n███"

@@ -14,80 +14,58 @@ import torch
 from torch import Tensor
 
 from .. import block_patterns, memory
-from .. import cache as caches
 from ..block_patterns import BlockSparse
+from ..cache import PatternCache
 from ..cost import Cost
 from ..engine import blocks, execute, gather
 from ..engine.dilated import make_plan
 from ..engine.execute import Plan
 from .points import Point
-from .systems import Output, Refused, System, chosen, only
+from .systems import Output, System, chosen, only, pattern_of
 
 
-class Uncosted(System):
-    """A system without tensors and FLOPs, and so without a roofline; ``allowed`` names its options."""
-
-    allowed: tuple[str, ...] = ()
-
-    def __init__(self, point: Point, device):
-        self.options = only(point, *self.allowed)
-        super().__init__(point, device, None)
-        self.cost = Cost(0, 0, 0, 0, 0)
-
-    def inputs(self) -> list[Tensor]:
-        return []
+def uncosted(system: System, run: Callable, check: Callable) -> System:
+    """A system that takes no tensors and has no FLOPs, and so no roofline."""
+    system.inputs, system.run, system.check, system.cost = list, run, check, Cost(0, 0, 0, 0, 0)
+    return system
 
 
 class Plans(Output):
     """Plans as an output; ``show(plans)`` gives the tensors that tell whether they are right, only when asked for."""
 
-    def __init__(self, plans, show: Callable[..., dict[str, Tensor]], counted: dict[str, int]):
+    def __init__(self, plans, show: Callable[..., dict[str, Tensor]], **counted: int):
         self.plans, self.show, self.counted = plans, show, counted
 
     def named(self) -> dict[str, Tensor]:
         return self.show(self.plans)
 
 
-class PlanBuild(Uncosted):
+def plan_build(point: Point, device) -> System:
     """The plan of one attention call through a cache, without the attention; options ``gather``, ``blocks``, ``warm``.
 
     ``gather``: index tensors instead of strided views; ``blocks``: how a block-sparse pattern is executed.
     ``warm=False`` clears the cache before every call, so that each builds anew. The check: attention by this plan
     equals the float64 reference.
     """
+    options, cache = only(point, "gather", "blocks", "warm"), PatternCache()
+    system = System(point.but(passes="fwd"), device, None)
+    tensors, check_attention = system.inputs, system.check
+    key, make, attend = (system.pattern, point.seq_len, point.heads, point.kv_heads), make_plan, execute.forward
+    if isinstance(system.pattern, BlockSparse):
+        key, make = (*key, point.causal, options.get("blocks", "views")), blocks.make_plan
+    elif options.get("gather"):
+        key, make, attend = (*key, system.device), gather.gather_indices, gather.forward
 
-    allowed = ("gather", "blocks", "warm")
+    def run(inputs) -> Output:
+        if not options.get("warm", True):
+            cache.clear()
+        return Plans(cache.get(key, lambda: make(*key)), attention)
 
-    def __init__(self, point: Point, device):
-        super().__init__(point, device)
-        p, self.cache = point, caches.PatternCache()
-        shape = self.pattern, p.seq_len, p.heads, p.kv_heads
-        self.attend = execute.forward
-        if isinstance(self.pattern, BlockSparse):
-            shape = *shape, p.causal, self.options.get("blocks", "views")
-            self.key, self.build = ("tiling", *shape), lambda: blocks.make_plan(*shape)
-        elif self.options.get("gather"):
-            shape, self.attend = (*shape, self.device), gather.forward
-            self.key, self.build = ("gather", *shape), lambda: gather.gather_indices(*shape)
-        else:
-            self.key, self.build = ("plan", *shape), lambda: make_plan(*shape)
+    def attention(plan) -> dict[str, Tensor]:
+        kernel, scale = chosen(point, device).kernel, point.head_dim**-0.5
+        return dict(zip(("out", "lse"), attend(*tensors(), plan, point.causal, scale, kernel, pool=None)))
 
-    def run(self, inputs) -> Output:
-        if not self.options.get("warm", True):
-            self.cache.clear()
-        return Plans(self.cache.get(self.key, self.build), self._attention, {})
-
-    def tensors(self) -> list[Tensor]:
-        """q, k, v of the attention that the plan is for."""
-        return [t.detach() for t in System.inputs(self)[:3]]
-
-    def _attention(self, plan) -> dict[str, Tensor]:
-        p, (q, k, v) = self.point, self.tensors()
-        kernel = chosen(p, self.device).kernel
-        return dict(zip(("out", "lse"), self.attend(q, k, v, plan, p.causal, p.head_dim**-0.5, kernel, pool=None)))
-
-    def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
-        return super().check(self.tensors(), Output(**output.named()))
+    return uncosted(system, run, lambda inputs, output: check_attention(tensors(), Output(**output.named())))
 
 
 LOOKUPS = 200
@@ -113,38 +91,30 @@ def workload(point: Point) -> list[tuple[BlockSparse, int]]:
     return [items[i] for i in order[torch.multinomial(often, LOOKUPS, True, generator=generator)].tolist()]
 
 
-class CacheWorkload(Uncosted):
+def cache_workload(point: Point, device) -> System:
     """All lookups of a ``workload`` through an empty cache; options ``max_mb``, in MiB, and ``blocks``.
 
-    The check: each lookup gave the calls that are built anew.
+    The check: each lookup gave the calls that are built anew; the error is the share of those that did not.
     """
+    options = only(point, "max_mb", "blocks")
+    pattern_of(point, "lookups of block-sparse patterns", kind="block_sparse")
+    lookups = [(pattern, n, 1, 1, point.causal, options.get("blocks", "views")) for pattern, n in workload(point)]
 
-    allowed = ("max_mb", "blocks")
+    def run(inputs) -> Output:
+        cache = PatternCache(int(options.get("max_mb", 64) * 2**20))
+        plans = [cache.get(x, lambda x=x: blocks.make_plan(*x)) for x in lookups]
+        stats, names = cache.stats(), ("hits", "misses", "evictions", "bytes")
+        return Plans(plans, wrong, **{f"cache_{name}": getattr(stats, name) for name in names})
 
-    def __init__(self, point: Point, device):
-        super().__init__(point, device)
-        if point.pattern["kind"] != "block_sparse":
-            raise Refused("cache_workload looks block-sparse patterns up, give one of the block size to use")
-        self.max_bytes = int(self.options.get("max_mb", 64) * 2**20)
-        way = self.options.get("blocks", "views")
-        self.lookups = [(pattern, n, 1, 1, point.causal, way) for pattern, n in workload(point)]
+    def wrong(plans: list[Plan]) -> dict[str, Tensor]:
+        """1 for each lookup that gave something else than is built anew."""
+        fresh = {x: _listed(blocks.make_plan(*x)) for x in set(lookups)}
+        return {"out": torch.tensor([float(_listed(plan) != fresh[x]) for x, plan in zip(lookups, plans)])}
 
-    def run(self, inputs) -> Output:
-        cache = caches.PatternCache(self.max_bytes)
-        found = [cache.get(("tiling", *x), lambda x=x: blocks.make_plan(*x)) for x in self.lookups]
-        stats = cache.stats()
-        counted = {"hits": stats.hits, "misses": stats.misses, "evictions": stats.evictions, "bytes": stats.bytes}
-        return Plans(found, _pairs, {f"cache_{name}": value for name, value in counted.items()})
+    def check(inputs, output) -> tuple[dict[str, float], dict[str, float]]:
+        return {"out": float(output.named()["out"].mean())}, {"out": 0.0}
 
-    def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
-        fresh = {x: _listed(blocks.make_plan(*x)) for x in set(self.lookups)}
-        wrong = sum(_listed(found) != fresh[x] for x, found in zip(self.lookups, output.plans))
-        return {"out": wrong / LOOKUPS}, {"out": 0.0}
-
-
-def _pairs(plans: list[Plan]) -> dict[str, Tensor]:
-    """How many pairs the calls of each plan compute."""
-    return {"out": torch.tensor([sum(c.q.rows * c.k.rows * c.nodes for c in plan.calls) for plan in plans])}
+    return uncosted(System(point, device, None), run, check)
 
 
 def _listed(plan: Plan) -> list:
@@ -156,51 +126,45 @@ def _listed(plan: Plan) -> list:
     return [plan.uncovered, *(replace(c, q=listed(c.q), k=listed(c.k)) for c in plan.calls)]
 
 
-class PoolWorkload(Uncosted):
+def pool_workload(point: Point, device) -> System:
     """Each of ``threads`` borrows scratch of ``size_mb`` MiB, writes and returns it; ``pool=False``: fresh memory.
 
     The pool is its own and has no threshold. The check: every thread reads what it wrote, also while all of them hold
     their scratch at once.
     """
+    options, system = only(point, "size_mb", "threads", "pool"), System(point, device, None)
+    size, threads = int(options["size_mb"] * 2**20) // system.dtype.itemsize, options.get("threads", 1)
+    pool = memory.MemoryPool(threshold_bytes=0) if options.get("pool") else None
+    each = max(1, torch.get_num_threads() // threads)  # they share the cores
+    workers = ThreadPoolExecutor(max(2, threads), initializer=torch.set_num_threads, initargs=(each,))
 
-    allowed = ("size_mb", "threads", "pool")
+    def written(mark: int) -> Tensor:
+        """Scratch (size,) that is full of ``mark``."""
+        make = torch.empty if pool is None else pool.lend
+        return make((size,), dtype=system.dtype, device=system.device).fill_(mark)
 
-    def __init__(self, point: Point, device):
-        super().__init__(point, device)
-        self.size = int(self.options["size_mb"] * 2**20) // self.dtype.itemsize
-        self.threads = self.options.get("threads", 1)
-        self.pool = memory.MemoryPool(threshold_bytes=0) if self.options.get("pool") else None
-        each = max(1, torch.get_num_threads() // self.threads)  # they share the cores
-        self.workers = ThreadPoolExecutor(max(2, self.threads), initializer=torch.set_num_threads, initargs=(each,))
+    def work(mark: int) -> Tensor:
+        for _ in range(BORROWS):
+            read = written(mark)[-1:].clone()
+        return read
 
-    def scratch(self):
-        """Uninitialised scratch (size,)."""
-        make = torch.empty if self.pool is None else self.pool.lend
-        return make((self.size,), dtype=self.dtype, device=self.device)
-
-    def run(self, inputs) -> Output:
-        def work(mark: int) -> Tensor:
-            for _ in range(BORROWS):
-                read = self.scratch().fill_(mark)[-1:].clone()
-            return read
-
-        marks = range(1, self.threads + 1)
-        found = list(self.workers.map(work, marks) if self.threads > 1 else map(work, marks))
-        stats = self.pool.stats() if self.pool is not None else memory.PoolStats()
+    def run(inputs) -> Output:
+        marks = range(1, threads + 1)
+        found = list(workers.map(work, marks) if threads > 1 else map(work, marks))
+        stats = memory.PoolStats() if pool is None else pool.stats()
         counted = {"reuses": stats.reuses, "allocations": stats.allocations, "bytes": stats.idle_bytes}
         return Output(torch.cat(found), counted={f"pool_{name}": value for name, value in counted.items()})
 
-    def check(self, inputs, output) -> tuple[dict[str, float], dict[str, float]]:
-        meet = threading.Barrier(max(2, self.threads), timeout=60)
+    def check(inputs, output) -> tuple[dict[str, float], dict[str, float]]:
+        all_written = threading.Barrier(max(2, threads), timeout=60)
 
-        def hold(mark: int) -> bool:
-            scratch = self.scratch().fill_(mark)
-            meet.wait()  # now all have written
-            kept = bool((scratch == mark).all())
-            meet.wait()
-            return kept
+        def changed(mark: int) -> bool:
+            scratch = written(mark)
+            all_written.wait()
+            return bool((scratch != mark).any())
 
-        kept = list(self.workers.map(hold, range(1, meet.parties + 1)))
-        right = torch.arange(1, self.threads + 1, dtype=self.dtype, device=self.device)
-        wrong = (output.out != right).double().mean() + kept.count(False)
-        return {"out": float(wrong)}, {"out": 0.0}
+        lost = sum(workers.map(changed, range(1, all_written.parties + 1)))
+        right = torch.arange(1, threads + 1, dtype=system.dtype, device=system.device)
+        return {"out": float((output.out != right).double().mean()) + lost}, {"out": 0.0}
+
+    return uncosted(system, run, check)

@@ -17,7 +17,7 @@ import torch
 
 from .. import patterns
 from .points import Point
-from .systems import Output, Refused, System, only
+from .systems import Refused, System, only, pattern_of
 
 ABSENT = "not installed"
 PEERS = {  # system: (distribution, how to install it beside a current torch, as it pins an old one)
@@ -58,14 +58,13 @@ def _module(point: Point, name: str):
         raise NotImplementedError(f"{package} {version} cannot be imported: {error}; try {how}") from error
 
 
-def _dilated(point: Point, mixing: str, offsets: str) -> tuple[list[int], list[int]]:
-    """Segment lengths and dilation rates of a point, if the package documents its function."""
-    pattern = patterns.from_dict(point.pattern)
-    if not isinstance(pattern, patterns.Dilated) or (pattern.mixing, pattern.offsets) != (mixing, offsets):
-        raise Refused(f"{point.system} computes dilated {mixing} with offsets by {offsets}, not {pattern}")
+def _dilated(point: Point, mixing: str, offsets: str) -> patterns.Dilated:
+    """The pattern of a point, if the package documents its function."""
+    computed = f"dilated {mixing} with offsets by {offsets}"
+    pattern = pattern_of(point, computed, kind="dilated", mixing=mixing, offsets=offsets)
     if point.kv_heads != point.heads:
         raise Refused(f"{point.system} needs as many K/V heads as heads, got {point.kv_heads} and {point.heads}")
-    return list(pattern.segment_lengths), list(pattern.dilation_rates)
+    return pattern
 
 
 def _flash(q, k, v, causal: bool):
@@ -81,26 +80,14 @@ def _replaced(module, name: str, value, device):
     return mock.patch.object(module, name, value) if torch.device(device).type == "cpu" else nullcontext()
 
 
-class _Divided(System):
-    """A system whose results are the pattern's divided by a documented factor, which its check undoes."""
-
-    def __init__(self, point: Point, device, forward, factor: int):
-        super().__init__(point, device, forward)
-        self.factor = factor
-
-    def check(self, inputs, output, starts=(None,)):
-        whole = Output(output.out * self.factor, output.lse, tuple(g * self.factor for g in output.grads))
-        return super().check(inputs, whole, starts)
-
-
 def dilated_attention_pytorch(point: Point, device) -> System:
     """DilatedAttention of dilated-attention-pytorch: a group of heads for each branch, over the number of groups.
 
     On the CPU torch's kernel replaces that of xformers.
     """
     module = _module(point, "dilated_attention_pytorch.dilated_attention")
-    lengths, rates = _dilated(point, "head_groups", "branch")
-    attention = module.DilatedAttention(lengths, rates)
+    pattern = _dilated(point, "head_groups", "branch")
+    attention = module.DilatedAttention(list(pattern.segment_lengths), list(pattern.dilation_rates))
 
     def kernel(query, key, value, op=None, attn_bias=None):
         return _flash(query, key, value, attn_bias is not None)[0]
@@ -111,7 +98,9 @@ def dilated_attention_pytorch(point: Point, device) -> System:
         with _replaced(module, "xops", ours, device):
             return attention(q, k, v, is_causal=point.causal), None
 
-    return _Divided(point, device, forward, len(rates))
+    system = System(point, device, forward)
+    system.divided_by = len(pattern.dilation_rates)
+    return system
 
 
 def torchscale_dilated(point: Point, device) -> System:
@@ -121,10 +110,10 @@ def torchscale_dilated(point: Point, device) -> System:
     """
     module = _module(point, "torchscale.component.dilated_attention")
     kernels = _module(point, "torchscale.component.multihead_attention")  # it looks its kernel up there
-    lengths, rates = _dilated(point, "lse", "block")
+    pattern = _dilated(point, "lse", "block")
     arguments = SimpleNamespace(
-        flash_attention=True, segment_length=lengths, dilated_ratio=rates, seq_parallel=False, multiway=False,
-        layernorm_eps=1e-5, xpos_rel_pos=False, xpos_scale_base=512,
+        segment_length=list(pattern.segment_lengths), dilated_ratio=list(pattern.dilation_rates), flash_attention=True,
+        seq_parallel=False, multiway=False, layernorm_eps=1e-5, xpos_rel_pos=False, xpos_scale_base=512,
     )  # fmt: skip
     attention = module.DilatedAttention(arguments, point.heads * point.head_dim, point.heads, self_attention=True)
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -145,8 +134,7 @@ def ring_attention_pytorch(point: Point, device) -> System:
     """ring_flash_attn of ring-attention-pytorch on one device: dense attention in buckets of 1024, no ring."""
     gpu = torch.device(device).type == "cuda"
     module = _module(point, f"ring_attention_pytorch.ring_flash_attention{'_cuda' if gpu else ''}")
-    if point.pattern["kind"] != "dense":
-        raise Refused(f"ring_attention_pytorch computes dense attention, not {patterns.from_dict(point.pattern)}")
+    pattern_of(point, "dense attention", kind="dense")
     attention = module.ring_flash_attn_cuda if gpu else module.ring_flash_attn
 
     def forward(q, k, v):

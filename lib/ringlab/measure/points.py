@@ -153,7 +153,7 @@ class Group:
     @property
     def ranks(self) -> int:
         """The largest number of ranks of a point; every rank of every point gets the machine's cores over this."""
-        return max((p.world_size for p in self.points), default=1)
+        return max(p.world_size for p in self.points)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 from .. import block_patterns, hardware, kernels
 from ..block_patterns import BlockSparse, bigbird, hierarchical, local_global, sliding_window
@@ -18,15 +19,15 @@ TWIN = {"twin": True}
 SHORTEST = 4096  # the longest sequence of a rehearsal
 
 
-def own_dtype(profile: hardware.Profile) -> str:
-    """The dtype that the profile's policy chooses."""
-    return str(profile.default_dtype()).removeprefix("torch.")
+def own_dtype(profile: hardware.Profile, device: str) -> str:
+    """The dtype that the profile's policy chooses; float32 on a CPU."""
+    return "float32" if device == "cpu" else str(profile.default_dtype()).removeprefix("torch.")
 
 
 def half_dtype(profile: hardware.Profile, device: str) -> str:
-    """The half precision to use: the profile's own, bfloat16 on a CPU, else float16."""
-    own = own_dtype(profile)
-    return "bfloat16" if device == "cpu" else own if own != "float32" else "float16"
+    """The half precision to use: bfloat16 on a CPU, else the profile's own or float16."""
+    own = "bfloat16" if device == "cpu" else own_dtype(profile, device)
+    return "float16" if own == "float32" else own
 
 
 def by_size(profile: hardware.Profile, device: str, cpu: int, small: int, large: int) -> int:
@@ -44,6 +45,10 @@ def again(point: Point) -> Point:
     return point.but(options=dict(point.options) | TWIN)
 
 
+def _lengths(rehearsal: bool, *lengths: int) -> list[int]:
+    return [n for n in lengths if not rehearsal or n <= SHORTEST]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # document 000: what each optimisation is worth, and how close the engine comes to the rate of the machine
 
@@ -58,91 +63,74 @@ COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_poo
 LONG = Dilated([2048, 4096], [1, 2])
 SHORT = Dilated([512, 1024], [1, 2])
 LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
-TRAINED = (4096, 8192, 32768)  # tokens by_size: forward and backward of dense attention take a second at most
-POOLED = Dilated([512, 4096], [1, 8])  # few products; of 16 such sequences one head's accumulator is 16 MiB
+POOLED = Dilated([512, 4096], [1, 8])  # few products; 16 sequences of 4096 accumulate 16 MiB in half precision
 
 
 def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """Document 000, about three minutes on two CPU cores; a rehearsal has the first two groups.
 
-    Dense SDPA is timed at each shape that occurs.
+    ``implementations``: the document's table, dtype by optimisation, the switches and the kernels. ``lengths``: all
+    optimisations and dense SDPA over growing n. ``passes``: the same, causal and with a backward. ``cache and pool``:
+    the pattern cache cold and warm, and the pool by threshold. ``engine``, ``memory``: its speed beside the rate of the
+    machine, and its peak. Dense SDPA is timed at each shape that occurs.
     """
-    groups = [implementations(profile, device, rehearsal), lengths(profile, device)]
-    return groups if rehearsal else [*groups, passes(profile, device), reuse(profile, device), *engine(profile, device)]
-
-
-def implementations(profile: hardware.Profile, device: str, rehearsal: bool) -> Group:
-    """The document's table, dtype by optimisation, the switches and the kernels."""
+    cpu, dtype, half = device == "cpu", own_dtype(profile, device), half_dtype(profile, device)
     ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
     plain, flash = ours.but(options=PLAIN), ours.but(system="RingDilatedAttentionV2Flash", options={})
-    bf16 = device == "cpu" and not rehearsal or hardware.has_bf16(profile.capability)
-    points = [ours, dense(ours), again(ours)]
-    for dtype in ("float32", "float16", *(["bfloat16"] if bf16 else [])):
+    table = [ours, dense(ours), again(ours)]
+    bf16 = cpu and not rehearsal or hardware.has_bf16(profile.capability)
+    for name in ("float32", "float16", "bfloat16") if bf16 else ("float32", "float16"):
         # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would repeat other rows.
-        repeats = {"bfloat16": (plain, flash), "float32": (flash,)}.get(dtype, ()) if device == "cpu" else ()
-        points += [p.but(dtype=dtype) for p in (plain, ours, flash) if p not in repeats]
+        repeats = {"bfloat16": (plain, flash), "float32": (flash,)}.get(name, ()) if cpu else ()
+        table += [p.but(dtype=name) for p in (plain, ours, flash) if p not in repeats]
         # On a CPU torch computes half-precision dense attention up to six times slower: a minute for one row.
-        points += [dense(ours).but(dtype=dtype)] if device != "cpu" and dtype != "float32" else []
-    points.append(ours.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE))
-    points += [ours.but(options=FULL | {name: PLAIN[name]}) for name in FULL]
-    if device != "cpu":  # where the plain path takes a second per call
-        points += [ours.but(options=PLAIN | {name: FULL[name]}) for name in ("gather", "backend")]
-    named = [ours.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
+        table += [dense(ours).but(dtype=name)] if not cpu and name != "float32" else []
+    table.append(ours.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE))
+    table += [ours.but(options=FULL | {name: PLAIN[name]}) for name in FULL]
+    if not cpu:  # where the plain path takes a second per call
+        table += [ours.but(options=PLAIN | {name: FULL[name]}) for name in ("gather", "backend")]
+    kernel = [ours.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
     if not rehearsal:
         # Only gathered does this function borrow buffers, of the published threshold of 16 MB.
-        points += [ours.but(options=FULL | {"gather": True, "pool": False}), *named]
-    if device == "cuda" and own_dtype(profile) != "float32":  # fp32 is refused by most GPU kernels
-        points += [p.but(dtype=own_dtype(profile)) for p in named]
-    return Group("implementations", dict.fromkeys(points))
+        table += [ours.but(options=FULL | {"gather": True, "pool": False}), *kernel]
+    if dtype != "float32":  # which most GPU kernels refuse
+        table += [p.but(dtype=dtype) for p in kernel]
 
-
-def lengths(profile: hardware.Profile, device: str) -> Group:
-    """All optimisations and dense SDPA over growing n."""
     longest = by_size(profile, device, 4096, 32768, 65536)
-    ours = Point("ringlab", DOCUMENT, dtype="float32" if device == "cpu" else own_dtype(profile), options=FULL)
-    ns = [2**i for i in range(10, 20) if 2**i <= longest]
-    points = [p for n in ns for p in (ours.but(seq_len=n), dense(ours.but(seq_len=n)))]
-    return Group("lengths", (*points, again(points[0])))
+    growing = [ours.but(seq_len=2**i, dtype=dtype) for i in range(10, 20) if 2**i <= longest]
+    growing = [p for each in growing for p in (each, dense(each))]
+    groups = [Group("implementations", dict.fromkeys(table)), Group("lengths", (*growing, again(growing[0])))]
+    if rehearsal:
+        return groups
 
+    n = by_size(profile, device, 4096, 8192, 32768)  # forward and backward of dense attention take a second at most
+    ours = ours.but(seq_len=n, dtype=dtype)
+    both = ours.but(passes="fwd+bwd")
+    passes = [p for each in (ours.but(causal=True), both, both.but(causal=True)) for p in (each, dense(each))]
 
-def passes(profile: hardware.Profile, device: str) -> Group:
-    """All optimisations and dense SDPA: causal, and with a backward. The plain forward is in ``lengths``."""
-    n, dtype = by_size(profile, device, *TRAINED), own_dtype(profile)
-    ours = Point("ringlab", DOCUMENT, seq_len=n, dtype=dtype, options=FULL)
-    ways = ({"causal": True}, {"passes": "fwd+bwd"}, {"causal": True, "passes": "fwd+bwd"})
-    points = [p.but(**way) for way in ways for p in (ours, dense(ours))]
-    return Group("passes", (*points, again(ours.but(passes="fwd+bwd"))))
-
-
-def reuse(profile: hardware.Profile, device: str) -> Group:
-    """The pattern cache cold and warm, and the pool by threshold, for accumulators of half precision.
-
-    ``POOLED`` takes an accumulator of 16 MiB in every call, or of 4 MiB at a quarter of the length.
-    """
     build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
     plans = [build.but(seq_len=1024), build, build.but(pattern=LADDER), build.but(options={"gather": True})]
-    points = [p.but(options=dict(p.options) | {"warm": False}) for p in plans]
-    points += [p.but(options=dict(p.options) | {"warm": True}) for p in plans[1:]]
-    for n, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):
-        off = Point("ringlab", POOLED, batch=16, seq_len=n, heads=1, dtype=half_dtype(profile, device))
-        points += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
-        points += [dense(off), again(off)]
-    return Group("cache and pool", points)
+    reuse = [p.but(options=dict(p.options) | {"warm": False}) for p in plans]
+    reuse += [p.but(options=dict(p.options) | {"warm": True}) for p in plans[1:]]
+    for tokens, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):  # accumulators of 16 MiB, and of 4 MiB
+        off = Point("ringlab", POOLED, batch=16, seq_len=tokens, heads=1, dtype=half)
+        reuse += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
+        reuse += [dense(off), again(off)]
 
-
-def engine(profile: hardware.Profile, device: str) -> list[Group]:
-    """The engine's speed beside the rate of the machine, and its memory; ``passes`` has dense SDPA at a shorter n."""
-    n, half = by_size(profile, device, *TRAINED), half_dtype(profile, device)
-    long = Point("ringlab", LONG, seq_len=(2 if device == "cpu" else 4) * n, dtype=own_dtype(profile))
+    long = Point("ringlab", LONG, seq_len=(2 if cpu else 4) * n, dtype=dtype)
     causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
-    rate = () if device == "cuda" else (sgemm(),)
     ceiling = {"system": "contiguous_segments"}
-    forward = (long, long.but(system="copying"), long.but(**ceiling), causal, causal.but(**ceiling), short, ladder)
+    forward = [long, long.but(system="copying"), long.but(**ceiling), causal, causal.but(**ceiling), short, ladder]
+    forward += [ladder.but(system="copying"), dense(long)]
     backward = [p.but(seq_len=n, passes="fwd+bwd", **how) for p in (long, short) for how in ({}, ceiling)]
-    held = (long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd"))
+    held = [long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd")]
+    rate = [sgemm()] if cpu else []
     return [
-        Group("engine forward", (*forward, ladder.but(system="copying"), dense(long), *rate)),
-        Group("engine backward", (*backward, *rate)),
+        *groups,
+        Group("passes", (*passes, again(both))),
+        Group("cache and pool", reuse),
+        Group("engine forward", forward + rate),
+        Group("engine backward", backward + rate),
         Group("memory", dict.fromkeys(held), timed=False),
     ]
 
@@ -150,10 +138,9 @@ def engine(profile: hardware.Profile, device: str) -> list[Group]:
 # ---------------------------------------------------------------------------------------------------------------------
 # documents 001, 003, 004: ring attention by rank and length, float32 as they have it
 
-# With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from other ranks; RING_LONG crosses a border.
-# Points on more ranks than the machine has cores have memory and no time.
+# With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from other ranks; those of DOCUMENT cross a
+# border. Points on more ranks than the machine has cores have memory and no time.
 RING_DOCUMENT = Dilated([512, 1024], [1, 2], mixing="head_groups", offsets="branch")
-RING_LONG = DOCUMENT
 SDPA, CORRECT = "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect"
 HILBERT = "RingDilatedAttentionHilbertGPUOptimized"
 V2_COLLECTIVE, ROBUST, HYBRID = (f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid"))
@@ -180,18 +167,13 @@ def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal:
 
     ``one device``: its tables, where no ring code runs. ``schemes``: two and four ranks, with segments across a border.
     """
-    first, ns = Point(V2_COLLECTIVE, RING_LONG), (1024, 2048, 4096)
+    first, ns = Point(V2_COLLECTIVE, DOCUMENT), (1024, 2048, 4096)
     one = [first.but(system=system, seq_len=n) for n in ns for system in (V2_COLLECTIVE, ROBUST)]
-    one += [p.but(causal=True) for p in one[-2:]] + [again(one[-1])]
-
-    def schemes(n: int, ranks: int) -> list[Point]:
-        point = first.but(seq_len=n, world_size=ranks)
-        return [point, point.but(system=ROBUST), point.but(system="ringlab", options={"scheme": "plan"})]
-
-    several = [p for n in ns for p in schemes(n, 2)]
-    several += [p.but(causal=True) for p in several[-3:]]
-    several += [again(several[-1]), *schemes(4096, 4)]
-    return [Group("one device", one), Group("schemes", several)]
+    one += [*(p.but(causal=True) for p in one[-2:]), again(one[-1])]
+    ways = ({}, {"system": ROBUST}, {"system": "ringlab", "options": {"scheme": "plan"}})
+    two, four = ([first.but(seq_len=n, world_size=p, **way) for n in ns for way in ways] for p in (2, 4))
+    two += [p.but(causal=True) for p in two[-3:]]
+    return [Group("one device", one), Group("schemes", (*two, again(two[-1]), *four[-3:]))]
 
 
 def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
@@ -203,10 +185,6 @@ def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = 
     long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
     groups = [Group("hybrid", (*points, again(points[0]))), Group("long", long, timed=False)]
     return groups[:1] if rehearsal else groups
-
-
-def _lengths(rehearsal: bool, *lengths: int) -> list[int]:
-    return [n for n in lengths if not rehearsal or n <= SHORTEST]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,69 +223,59 @@ def a_tenth(block_size: int, times: int = 1) -> BlockSparse:
 
 
 def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 002, about three minutes on two CPU cores; a rehearsal leaves the long groups out.
+    """Document 002, about three minutes on two CPU cores; a rehearsal has the first four groups.
 
-    ``block sparse table``: its table and dense attention. ``block patterns``: each kind, and blocks chosen by content.
-    ``extreme lengths``: those of its headlines, each alone. ``reuse``: the cache by its bytes, and the pool by size and
-    threads.
+    ``block sparse table``: its table and dense attention. ``journey``: plans built and looked up, the three ways of
+    execution, and the cache off and on. ``window lengths``: a fixed window and dense attention over growing n, and the
+    document's two rows at a long n. ``block patterns``: each kind, and blocks chosen by content. ``efficiency``: a
+    tenth of all pairs in local and global blocks, beside dense attention and FlexAttention. ``extreme lengths``: those
+    of its headlines, each alone. ``reuse``: the cache by its bytes, and the pool by size and threads.
     """
-    dtype = own_dtype(profile) if device == "cuda" else "float32"
-    ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=dtype)
+    cpu = device == "cpu"
+    ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=own_dtype(profile, device))
+    original, optimized = (ours.but(system=system) for system in (ORIGINAL, OPTIMIZED))
     # torch's sparse tensors exist in float32 only, so others are measured in float32 too.
-    table = [*(ours.but(system=system) for system in (ORIGINAL, OPTIMIZED)), ours, again(ours), dense(ours)]
-    table.append(ours.but(system=TORCH_SPARSE, dtype="float32"))
-    table += [p.but(dtype="float32") for p in table[1:3] if p.dtype != "float32"]
-    chosen = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
-    kinds = [*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen]
-    windows = window_lengths(ours, profile, device, rehearsal)
-    groups = [Group(SPARSE_TABLE, table), journey(ours), windows, Group(BLOCK_PATTERNS, kinds)]
-    if rehearsal:
-        return groups
-    # A CPU takes one of the eight heads, which are alike; all would take minutes.
-    far = ours.but(pattern=FAR, heads=1, kv_heads=1) if device == "cpu" else ours.but(pattern=FAR)
-    extreme = Group(EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False)
-    lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
-    caches = [{"max_mb": mb, "blocks": "batched"} for mb in CACHES_MB] + [{"max_mb": CACHES_MB[-1], "blocks": "views"}]
-    pools = [
-        {"size_mb": mb, "threads": n, "pool": pool} for mb in SCRATCH_MB for n in THREADS for pool in (False, True)
-    ]
-    reused = [point.but(options=how) for point, ways in ((lookup, caches), (scratch, pools)) for how in ways]
-    return [*groups, efficiency(ours, profile, device), extreme, Group(SESSION_REUSE, reused)]
+    table = [original, optimized, ours, again(ours), dense(ours)]
+    table += [p.but(dtype="float32") for p in (ours.but(system=TORCH_SPARSE), optimized, ours)]
 
-
-def journey(call: Point) -> Group:
-    """Plans built and looked up, the three ways of execution, and the cache off and on."""
     built = [{"blocks": way, "warm": warm} for way in BLOCK_WAYS for warm in (False, True)]
     ways = [{"blocks": way} for way in BLOCK_WAYS] + [{"blocks": way, "cache": False} for way in ("rows", "views")]
-    points = [call.but(system="plan_build", options=how) for how in built] + [call.but(options=how) for how in ways]
-    return Group(JOURNEY, (*points, call.but(options={"blocks": "views"} | TWIN)))
+    journey = [ours.but(system="plan_build", options=how) for how in built]
+    journey += [ours.but(options=how) for how in (*ways, {"blocks": "views"} | TWIN)]
 
+    longest = SHORTEST if rehearsal else by_size(profile, device, LONG_TOKENS, 32768, 65536)
+    growing = [ours.but(seq_len=2**i) for i in range(10, 20) if 2**i <= longest]
+    growing += [dense(p) for p in growing if not cpu or p.seq_len <= SHORTEST]
+    if not rehearsal:
+        growing += [p.but(seq_len=longest // 2 if cpu else longest) for p in (original, optimized)]
 
-def efficiency(ours: Point, profile: hardware.Profile, device: str) -> Group:
-    """Local and global blocks at about a tenth of all pairs, dense attention, and FlexAttention on the same mask.
+    chosen = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
+    kinds = [*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen]
+    groups = [Group(SPARSE_TABLE, dict.fromkeys(table)), Group(JOURNEY, journey), Group(WINDOW_LENGTHS, growing)]
+    groups.append(Group(BLOCK_PATTERNS, kinds))
+    if rehearsal:
+        return groups
 
-    On a CPU also with results in fresh memory, which shows the cost of page faults. The dense call takes seconds there,
-    so there are more rounds and samples of a second.
-    """
     times = by_size(profile, device, 1, 1, 4)
     long = ours.but(pattern=a_tenth(128, times), seq_len=times * LONG_TOKENS)
-    points = [long, long.but(pattern=a_tenth(64, times)), long.but(causal=True), long.but(passes="fwd+bwd")]
-    points += [long.but(options=FRESH)] if device == "cpu" else []
-    points += [dense(long), *([dense(long).but(passes="fwd+bwd")] if device == "cuda" else [])]  # a CPU takes a minute
-    points.append(long.but(system="flex"))  # compiling it takes as long as all else
-    return Group(EFFICIENCY, points, rounds=6, sample_s=1.0 if device == "cpu" else 0.0)
+    tenth = [long, long.but(pattern=a_tenth(64, times)), long.but(causal=True), long.but(passes="fwd+bwd")]
+    # On a CPU results in fresh memory show the cost of page faults, and a dense backward takes a minute.
+    tenth += [long.but(options=FRESH), dense(long)] if cpu else [dense(long), dense(long).but(passes="fwd+bwd")]
+    tenth.append(long.but(system="flex"))  # compiling it takes as long as all else
+    # The dense call takes seconds on a CPU, so there are more rounds and samples of a second.
+    efficiency = Group(EFFICIENCY, tenth, rounds=6, sample_s=1.0 if cpu else 0.0)
 
+    # A CPU takes one of the eight heads, which are alike; all would take minutes.
+    far = ours.but(pattern=FAR, **({"heads": 1, "kv_heads": 1} if cpu else {}))
+    extreme = Group(EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False)
 
-def window_lengths(ours: Point, profile: hardware.Profile, device: str, rehearsal: bool) -> Group:
-    """A fixed window and dense attention over growing n, and the document's two rows at a long n."""
-    longest = SHORTEST if rehearsal else by_size(profile, device, LONG_TOKENS, 32768, 65536)
-    dense_to = SHORTEST if device == "cpu" else longest
-    ns = [2**i for i in range(10, 20) if 2**i <= longest]
-    points = [ours.but(seq_len=n) for n in ns] + [dense(ours.but(seq_len=n)) for n in ns if n <= dense_to]
-    if longest > SHORTEST:
-        far = longest // 2 if device == "cpu" else longest
-        points += [ours.but(seq_len=far, system=system) for system in (ORIGINAL, OPTIMIZED)]
-    return Group(WINDOW_LENGTHS, points)
+    lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
+    reuse = [lookup.but(options={"max_mb": mb, "blocks": "batched"}) for mb in CACHES_MB]
+    reuse.append(lookup.but(options={"max_mb": CACHES_MB[-1], "blocks": "views"}))
+    for mb, threads in product(SCRATCH_MB, THREADS):
+        how = {"size_mb": mb, "threads": threads}
+        reuse += [scratch.but(options=how | {"pool": pool}) for pool in (False, True)]
+    return [*groups, efficiency, extreme, Group(SESSION_REUSE, reuse)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,39 +314,32 @@ def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
         return []
     first = Point("ringlab", RUNG_PATTERN, seq_len=RUNG_TOKENS, heads=RUNG_HEADS, head_dim=RUNG_HEAD_DIMS[0],
                   dtype=half_dtype(profile, device))  # fmt: skip
-    longer = [n for n in RUNG_LONGER if _fits(first.but(seq_len=n), profile.memory_bytes)]
-    groups = [rungs(first.but(head_dim=d, **how), name) for d in RUNG_HEAD_DIMS for name, how in RUNG_PASSES.items()]
+
+    def ways(point: Point, *names: str) -> list[Point]:
+        return [point.but(options=RUNG_WAYS[name]) for name in names]
+
+    groups = []
+    for head_dim, (name, how) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
+        point = first.but(head_dim=head_dim, **how)
+        points = [*ways(point, *RUNG_WAYS), point.but(system="copying")]
+        points += [point.but(system="contiguous_segments", options={"backend": peer}) for peer in RUNG_PEERS]
+        points += [dense(point), again(point)] if point == first else []
+        groups.append(Group(f"{RUNGS}, head_dim {head_dim}, {name}", points))
+    # Memory for q, k, v, out and their gradients twice: the last results are compared with the first.
+    bytes_per_token = 16 * 2 * RUNG_HEADS * RUNG_HEAD_DIMS[0]
+    longer = [n for n in RUNG_LONGER if bytes_per_token * n <= (profile.memory_bytes or 0)]
     for n in (RUNG_TOKENS // 4, *longer):
         point = first.but(seq_len=n)
-        points = [*_ways(point, "default", "lists", "fused"), point.but(system="copying")]
+        points = [*ways(point, "default", "lists", "fused"), point.but(system="copying")]
         points += [dense(point)] if n <= RUNG_TOKENS else []  # in less than a tenth of a second
         turns = n < max(RUNG_LONGER)  # at that length the copying form needs the whole memory
         groups.append(Group(f"{RUNGS_BY_LENGTH}, {n:,} tokens", points, interleave=turns))
     for name in ("forward", "forward and backward"):  # FlexAttention comes last, for the forward only
         point = first.but(pattern=RUNG_MASK, **RUNG_PASSES[name])
         flex = [point.but(system="flex")] if name == "forward" else []
-        groups.append(Group(f"{RUNGS_ON_BLOCKS}, {name}", (*_ways(point, "default", "lists"), dense(point), *flex)))
+        groups.append(Group(f"{RUNGS_ON_BLOCKS}, {name}", (*ways(point, "default", "lists"), dense(point), *flex)))
     training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
-    trained = _ways(training, "default", "lists", "fused")
-    return [*groups, Group(RUNGS_IN_MEMORY, trained, interleave=False)]
-
-
-def rungs(point: Point, name: str) -> Group:
-    """Every way and every peer on the shape and pass of a point."""
-    points = [*_ways(point, *RUNG_WAYS), point.but(system="copying")]
-    points += [point.but(system="contiguous_segments", options={"backend": peer}) for peer in RUNG_PEERS]
-    if (point.head_dim, name) == (RUNG_HEAD_DIMS[0], "forward"):
-        points += [dense(point), again(point)]
-    return Group(f"{RUNGS}, head_dim {point.head_dim}, {name}", points)
-
-
-def _ways(point: Point, *names: str) -> list[Point]:
-    return [point.but(options=RUNG_WAYS[name]) for name in names]
-
-
-def _fits(point: Point, memory_bytes: int | None) -> bool:
-    """Memory for q, k, v, out and their gradients twice: the last results are compared with the first."""
-    return 16 * 2 * point.seq_len * point.heads * point.head_dim <= (memory_bytes or 0)
+    return [*groups, Group(RUNGS_IN_MEMORY, ways(training, "default", "lists", "fused"), interleave=False)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,11 +376,12 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
 
     ``landscape``: each system over three lengths, forward; dense attention unless it takes a second, FlexAttention at
     the longest only, because it compiles for ten seconds. ``landscape checks``: gradients at the shortest, untimed.
-    Other packages are in both with their version; a package that is not installed has one point, listed as absent.
+    Other packages are in both with their version, each beside this library on the same function; a package that is not
+    installed has one point, listed as absent.
     """
     ns = _lengths(rehearsal, *([1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536]))
     dense_to = by_size(profile, device, SHORTEST, ns[-2], ns[-1])
-    window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile) if device == "cuda" else "float32")
+    window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
     points = [dense(window.but(seq_len=n)) for n in ns if n <= dense_to]
     for n in ns:
         here = LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL, landscape_ladder(n)
@@ -430,7 +392,13 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
         n = by_size(profile, device, ns[-1], ns[-2], ns[-1])
         points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
     for name, pattern in LANDSCAPE_PEERS.items():
-        points += _peer(name, pattern, window.dtype, [n for n in ns if pattern(n) != Dense() or n <= dense_to])
+        theirs = [window.but(system=name, pattern=pattern(n), seq_len=n) for n in ns]
+        if version := peers.installed(name):
+            dilated = theirs[0].pattern["kind"] == "dilated"
+            theirs = [p.but(options={"version": version}) for p in theirs if dilated or p.seq_len <= dense_to]
+            points += theirs + ([p.but(system="ringlab", options={}) for p in theirs] if dilated else [])
+        else:
+            points.append(theirs[0])
     checked = [p for p in points if p.seq_len == ns[0] and p.system != "flex" and p == p.first]
     checked = [p.but(passes="fwd+bwd") for p in checked if p.system not in LANDSCAPE_PEERS or p.options]
     checked += [p.but(causal=True) for p in checked if p.system in LANDSCAPE_PEERS]
@@ -438,24 +406,12 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     return [Group(LANDSCAPE, dict.fromkeys(points)), checks]
 
 
-def _peer(name: str, pattern: Callable, dtype: str, ns: list[int]) -> list[Point]:
-    """A package's points with its version, and this library on the same function; one point where it is absent."""
-    version = peers.installed(name)
-    if version is None:
-        return [Point(name, pattern(ns[0]), seq_len=ns[0], dtype=dtype)]
-    theirs = [Point(name, pattern(n), seq_len=n, dtype=dtype, options={"version": version}) for n in ns]
-    return theirs + [p.but(system="ringlab", options={}) for p in theirs if p.pattern["kind"] == "dilated"]
-
-
-RING_SUITES: dict[str, Callable[..., list[Group]]] = {
-    "benchmark_summary": benchmark_summary,
-    "performance_comparison": performance_comparison,
-    "hybrid_summary": hybrid_summary,
-}
 SUITES: dict[str, Callable[..., list[Group]]] = {
     "kernels": kernel_suite,
     "optimization": optimization,
-    **RING_SUITES,
+    "benchmark_summary": benchmark_summary,
+    "performance_comparison": performance_comparison,
+    "hybrid_summary": hybrid_summary,
     "session_summary": session_summary,
     "landscape": landscape,
 }

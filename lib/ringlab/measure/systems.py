@@ -6,10 +6,12 @@ user's own, as ``"module:function"``.
 
 from __future__ import annotations
 
-import importlib
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import torch
@@ -33,16 +35,17 @@ SAMPLED = 32  # rows and columns per head that are compared with the float64 ora
 
 @dataclass
 class Output:
-    """The results of one call; ``grads`` = (dq, dk, dv) for "fwd+bwd"; ``counted``: other numbers by name."""
+    """The results of one call, with gradients for "fwd+bwd"; ``counted``: other numbers by name."""
 
     out: Tensor
     lse: Tensor | None = None
-    grads: tuple[Tensor, ...] = ()
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
     counted: dict[str, int] = field(default_factory=dict)
 
     def named(self) -> dict[str, Tensor]:
-        found = {"out": self.out} | ({} if self.lse is None else {"lse": self.lse})
-        return found | dict(zip(("dq", "dk", "dv"), self.grads))
+        return {name: t for name, t in vars(self).items() if name != "counted" and t is not None}
 
 
 class Refused(ValueError):
@@ -51,7 +54,7 @@ class Refused(ValueError):
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turn a ValueError of the library into a refusal of the point."""
+    """Turn a ValueError of the library, for an option of the point, into a refusal."""
     try:
         yield
     except ValueError as error:
@@ -61,20 +64,17 @@ def refusing() -> Iterator[None]:
 class System:
     """Attention by ``forward(q, k, v) -> (out, lse or None)`` on (b, n, h, d), checked against ``pattern``.
 
-    Other kinds of systems override ``inputs``, ``run`` and ``check``, and set ``cost``.
+    Other kinds of systems replace ``inputs``, ``run`` and ``check``, and set ``cost``.
     """
 
     def __init__(self, point: Point, device, forward: Callable, pattern=None):
         self.point, self.device, self.forward = point, torch.device(device), forward
-        self.dtype = getattr(torch, point.dtype)
+        self.dtype, self.backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
         self.pattern = patterns.from_dict(point.pattern) if pattern is None else pattern
         self.scheme: str | None = None  # across ranks: predicts its bytes, None if nothing does
         self.tolerance: dict[str, float] = {}  # known from inputs of the same shape, or computed by ``check``
+        self.divided_by = 1  # a documented factor, which the check undoes
         self.cost: Cost = cost.count(self.pattern, dtype=self.dtype, **point.shape)
-
-    @property
-    def backward(self) -> bool:
-        return self.point.passes == "fwd+bwd"
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of q, k, v."""
@@ -95,7 +95,7 @@ class System:
         if not self.backward:
             return Output(out, lse)
         grads = torch.autograd.grad(out, (q, k, v), rest[0])
-        return Output(out.detach(), None if lse is None else lse.detach(), grads)
+        return Output(out.detach(), None if lse is None else lse.detach(), *grads)
 
     def as_bnhd(self, t: Tensor) -> Tensor:
         """A tensor of the system's own layout as (b, n, h, d)."""
@@ -108,24 +108,24 @@ class System:
         """
         q, k, v, *rest = (self.as_bnhd(t.detach()) for t in inputs)
         found = {n: t if n == "lse" else self.as_bnhd(t) for n, t in output.named().items()}
+        if self.divided_by > 1:
+            found = {n: t if n == "lse" else t * self.divided_by for n, t in found.items()}
         dout, causal = (rest[0] if rest else None), self.point.causal
         if found.keys() - self.tolerance.keys():
             self.tolerance = reference.tolerance(q, k, v, dout, causal=causal)
         b, n, h, _ = q.shape
         want = {"out": q.shape, "lse": (b, h, n), "dq": q.shape, "dk": k.shape, "dv": v.shape}
-        wrong = [x for x, t in found.items() if t.shape != want[x] or x != "lse" and t.dtype != q.dtype]
-        if wrong:
-            return dict.fromkeys(wrong, float("inf")), {name: self.tolerance[name] for name in wrong}
-        seed = int(self.point.id[:8], 16)
-        errors = reference.sampled_errors(
-            q, k, v, self.pattern, causal=causal, out=found["out"], lse=found.get("lse"), samples=SAMPLED, seed=seed
-        )
-        if rest:
-            each = [self._gradient_errors(q, k, v, dout, found, seed, start) for start in starts]
-            errors |= {name: max(e[name] for e in each) for name in each[0]}
+        errors = {x: math.inf for x, t in found.items() if t.shape != want[x] or x != "lse" and t.dtype != q.dtype}
+        if not errors:
+            seed, lse = int(self.point.id[:8], 16), found.get("lse")
+            how = {"causal": causal, "samples": SAMPLED, "seed": seed}
+            errors = reference.sampled_errors(q, k, v, self.pattern, out=found["out"], lse=lse, **how)
+            if rest:
+                each = [self._gradient_errors(q, k, v, dout, found, start=start, **how) for start in starts]
+                errors |= {name: max(e[name] for e in each) for name in each[0]}
         return errors, {name: self.tolerance[name] for name in errors}
 
-    def _gradient_errors(self, q, k, v, dout, found, seed: int, start: int | None) -> dict[str, float]:
+    def _gradient_errors(self, q, k, v, dout, found, *, seed: int, **how) -> dict[str, float]:
         """Errors of dq, dk, dv for a few neighbouring heads: each needs the exact softmax of many queries."""
         heads, kv_heads = self.point.heads, self.point.kv_heads
         group, few = heads // kv_heads, min(GRADIENT_KV_HEADS, kv_heads)
@@ -136,13 +136,11 @@ class System:
             own_head = own.start + head
             return self.pattern.multiplicity(queries, keys, n=n, head=own_head, heads=heads, kv_heads=kv_heads)
 
-        errors = reference.sampled_errors(
-            q[:, :, own], k[:, :, kv], v[:, :, kv],
-            SimpleNamespace(multiplicity=multiplicity, reach=self.pattern.reach),
-            causal=self.point.causal, out=found["out"][:, :, own], lse=None, dout=dout[:, :, own],
-            grads=(found["dq"][:, :, own], found["dk"][:, :, kv], found["dv"][:, :, kv]),
-            samples=SAMPLED, seed=seed, start=start,
-        )  # fmt: skip
+        pattern = SimpleNamespace(multiplicity=multiplicity, reach=self.pattern.reach)
+        q, out, dout, dq = (t[:, :, own] for t in (q, found["out"], dout, found["dq"]))
+        k, v, dk, dv = (t[:, :, kv] for t in (k, v, found["dk"], found["dv"]))
+        how |= {"out": out, "lse": None, "dout": dout, "grads": (dq, dk, dv), "seed": seed}
+        errors = reference.sampled_errors(q, k, v, pattern, **how)
         return {name: errors[name] for name in ("dq", "dk", "dv")}
 
 
@@ -152,6 +150,14 @@ def only(point: Point, *allowed: str) -> dict:
     if unknown := options.keys() - set(allowed):
         raise Refused(f"{point.system} has no option {sorted(unknown)[0]!r}; known: {', '.join(allowed) or 'none'}")
     return options
+
+
+def pattern_of(point: Point, computed: str, **fields):
+    """The pattern of a point; raises Refused if it has other ``fields``, as ``kind="dense"``, than are ``computed``."""
+    pattern = patterns.from_dict(point.pattern)
+    if any(point.pattern.get(name) != value for name, value in fields.items()):
+        raise Refused(f"{point.system} computes {computed}, not {pattern}")
+    return pattern
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,9 +183,8 @@ class Sharded:
         n = self.point.seq_len
         with refusing():
             self.layout = layout_named(dict(self.point.options).get("layout", "contiguous"), n, self.ranks)
-        floor = system.cost.floor_bytes * self.layout.size(self.rank) // n
-        self.cost, self.tolerance = replace(system.cost, floor_bytes=floor), {}
-        self.first: Traffic | None = None
+        self.cost = replace(system.cost, floor_bytes=system.cost.floor_bytes * self.layout.size(self.rank) // n)
+        self.first: Traffic | None = None  # of the first call
 
     def inputs(self) -> list[Tensor]:
         """The shards of the point's inputs, which are the same on every rank."""
@@ -194,50 +199,38 @@ class Sharded:
 
     def check(self, inputs: list[Tensor], output: Output) -> tuple[dict[str, float], dict[str, float]]:
         """(errors, tolerance) of all ranks' output, gathered and checked on rank 0."""
-        mine = {name: t.detach().cpu() for name, t in output.named().items()}
-        everyone = [None] * self.ranks
+        everyone, found = [None] * self.ranks if self.rank == 0 else None, [None]
         count_step()
-        dist.gather_object(mine, everyone if self.rank == 0 else None)
-        found = [self._check_whole(everyone) if self.rank == 0 else None]
+        dist.gather_object({name: t.detach().cpu() for name, t in output.named().items()}, everyone)
+        if self.rank == 0:
+            whole = {name: self._whole([each[name] for each in everyone], name) for name in everyone[0]}
+            starts = [owned[0].start for rank in range(self.ranks) if (owned := self.layout.ranges(rank))]
+            found = [self.system.check(self.system.inputs(), Output(**whole), starts)]
         dist.broadcast_object_list(found)
-        errors, tolerance, self.tolerance = found[0]
-        return errors, tolerance
+        return found[0]
 
-    def _check_whole(self, everyone: list[dict[str, Tensor]]) -> tuple[dict, dict, dict]:
-        sizes, whole = [self.layout.size(rank) for rank in range(self.ranks)], {}
-        for name in everyone[0]:
-            shards, axis = [each[name] for each in everyone], 2 if name == "lse" else 1
-            if [t.shape[axis] for t in shards] != sizes:
-                return {name: float("inf")}, {name: 0.0}, {}
-            whole[name] = self.layout.unshard(shards, axis).to(self.system.device)
-        grads = tuple(whole[name] for name in ("dq", "dk", "dv") if name in whole)
-        self.system.tolerance = self.tolerance
-        starts = [owned[0].start for rank in range(self.ranks) if (owned := self.layout.ranges(rank))]
-        given = self.system.inputs()
-        errors, tolerance = self.system.check(given, Output(whole["out"], whole.get("lse"), grads), starts)
-        return errors, tolerance, self.system.tolerance
+    def _whole(self, shards: list[Tensor], name: str) -> Tensor:
+        """All ranks' shards of a result as one tensor; shards of wrong lengths are joined as they are."""
+        axis = 2 if name == "lse" else 1
+        right = [t.shape[axis] for t in shards] == [self.layout.size(rank) for rank in range(self.ranks)]
+        return (self.layout.unshard if right else torch.cat)(shards, axis).to(self.system.device)
 
     def sent(self) -> dict:
         """What this rank sent in its first call, and the bytes that its scheme plans (None without a scheme)."""
-        scheme, p = self.system.scheme, self.point
-        bytes_, messages = self.first.from_rank(self.rank), self.first.messages
-        found = {"scheme": scheme, "bytes_sent": bytes_, "messages": messages, "planned": None}
-        if scheme is None:
-            return found
-        problem = Problem(self.system.pattern, self.layout, p.causal, p.heads, p.kv_heads)
-        scheme = choose(problem).scheme if scheme == "auto" else scheme
-        shape = {"batch": p.batch, "head_dim": p.head_dim, "dtype": self.system.dtype, "passes": p.passes}
-        return found | {"scheme": scheme, "planned": sent_bytes(problem, self.rank, scheme, **shape)}
+        scheme, planned, p = self.system.scheme, None, self.point
+        if scheme is not None:
+            problem = Problem(self.system.pattern, self.layout, p.causal, p.heads, p.kv_heads)
+            scheme = choose(problem).scheme if scheme == "auto" else scheme
+            shape = {"batch": p.batch, "head_dim": p.head_dim, "dtype": self.system.dtype, "passes": p.passes}
+            planned = sent_bytes(problem, self.rank, scheme, **shape)
+        sent = {"bytes_sent": self.first.from_rank(self.rank), "messages": self.first.messages}
+        return sent | {"scheme": scheme, "planned": planned}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # baselines
 
-TORCHS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 def ringlab(point: Point, device) -> System:
@@ -248,7 +241,12 @@ def ringlab(point: Point, device) -> System:
     switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "results", "pool_threshold_mb")
     options = only(point, *switches, "simulated", "scheme", "layout")
     across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
-    across["group"] = group_of(point, options.pop("simulated", None))
+    if (simulated := options.pop("simulated", None)) is not None:
+        if point.world_size > 1:
+            raise Refused(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
+        across["group"] = Simulated(simulated)
+    elif point.world_size > 1:
+        across["group"] = dist.group.WORLD
     backend, threshold_mb = options.pop("backend", "auto"), options.pop("pool_threshold_mb", None)
     if threshold_mb is not None:
         if not options.get("pool"):
@@ -269,20 +267,10 @@ def chosen(point: Point, device, backend: str = "auto") -> kernels.Choice:
     return kernels.choose(device, dtype, point.head_dim, causal=point.causal, backward=backward, backend=backend)
 
 
-def group_of(point: Point, simulated: int | None):
-    """The group of a point: its processes, ranks simulated in this process, or None for one device."""
-    if point.world_size == 1:
-        return None if simulated is None else Simulated(simulated)
-    if simulated is not None:
-        raise Refused(f"simulated={simulated} ranks are of one process, the point has {point.world_size}")
-    return dist.group.WORLD
-
-
 def dense_sdpa(point: Point, device) -> System:
     """torch's scaled_dot_product_attention over the whole sequence, whichever kernel it picks."""
     only(point)
-    if point.pattern["kind"] != "dense":
-        raise Refused(f"dense_sdpa computes dense attention, not {patterns.from_dict(point.pattern)}")
+    pattern_of(point, "dense attention", kind="dense")
     grouped = {"enable_gqa": True} if point.kv_heads != point.heads else {}
 
     def forward(q, k, v):
@@ -299,60 +287,50 @@ def copying(point: Point, device) -> System:
     return System(point, device, lambda q, k, v: (copying_attention(q, k, v, pattern, point.causal, kernel), None))
 
 
-class ContiguousSegments(System):
+def contiguous_segments(point: Point, device) -> System:
     """torch's own kernel on contiguous segments as long as the first branch's selected rows: an upper limit for it.
 
     This is another function than the point's pattern: plain segments of m = w / r rows, checked as such. The option
     ``backend`` is a name of ``TORCHS``; without it torch chooses. Raises Refused if m does not divide the sequence
     length, and NotImplementedError if the named kernel cannot run.
     """
+    backend = only(point, "backend").get("backend")
+    if backend is not None:
+        if backend not in TORCHS:
+            raise Refused(f"unknown kernel of torch's {backend!r}; known: {', '.join(TORCHS)}")
+        chosen(point, device, backend)
+    b, n, h, pattern = point.batch, point.seq_len, point.heads, patterns.from_dict(point.pattern)
+    m = pattern.segment_lengths[0] // pattern.dilation_rates[0] if isinstance(pattern, patterns.Dilated) else n
+    if n % m or point.kv_heads != h:
+        given = f"{h} / {point.kv_heads} heads, {n} positions"
+        raise Refused(f"contiguous_segments needs equal heads and whole segments of {m}, got {given}")
 
-    def __init__(self, point: Point, device):
-        self.backend = only(point, "backend").get("backend")
-        if self.backend is not None:
-            if self.backend not in TORCHS:
-                raise Refused(f"unknown kernel of torch's {self.backend!r}; known: {', '.join(TORCHS)}")
-            chosen(point, device, self.backend)
-        pattern = patterns.from_dict(point.pattern)
-        dilated = isinstance(pattern, patterns.Dilated)
-        self.rows = pattern.segment_lengths[0] // pattern.dilation_rates[0] if dilated else point.seq_len
-        if point.seq_len % self.rows or point.kv_heads != point.heads:
-            given = f"{point.heads} / {point.kv_heads} heads, {point.seq_len} positions"
-            raise Refused(f"contiguous_segments needs equal heads and whole segments of {self.rows}, got {given}")
-        super().__init__(point, device, self._sdpa, patterns.Dilated([self.rows], [1]))
+    def forward(q, k, v):
+        with nullcontext() if backend is None else sdpa_kernel(TORCHS[backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=point.causal), None
 
-    def shapes(self):
-        p = self.point
-        return [(p.batch * p.seq_len // self.rows, p.heads, self.rows, p.head_dim)] * 3  # (b * segments, h, m, d)
-
-    def _sdpa(self, q, k, v):
-        with nullcontext() if self.backend is None else sdpa_kernel(TORCHS[self.backend]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.point.causal), None
-
-    def as_bnhd(self, t):
-        return t.transpose(1, 2).reshape(self.point.batch, self.point.seq_len, self.point.heads, self.point.head_dim)
+    system = System(point, device, forward, patterns.Dilated([m], [1]))
+    system.shapes = lambda: [(b * n // m, h, m, point.head_dim)] * 3  # (b * segments, h, m, d)
+    system.as_bnhd = lambda t: t.transpose(1, 2).reshape(b, n, h, point.head_dim)
+    return system
 
 
-class Sgemm(System):
+def sgemm(point: Point, device) -> System:
     """(n, n) @ (n, n) in fp32: the matmul rate of this run."""
+    only(point)
+    n, system = point.seq_len, System(point.but(dtype="float32"), device, None)
 
-    def __init__(self, point: Point, device):
-        only(point)
-        self.point, self.device, self.dtype = point, torch.device(device), torch.float32
-        n = point.seq_len
-        self.cost = Cost(pairs=0, distinct_pairs=0, flops=2 * n**3, folded_flops=2 * n**3, floor_bytes=12 * n * n)
-
-    def shapes(self):
-        return [(self.point.seq_len, self.point.seq_len)] * 2
-
-    def run(self, inputs):
-        return Output(inputs[0] @ inputs[1])
-
-    def check(self, inputs, output):
+    def check(inputs, output):
         a, b = inputs
-        rows = torch.arange(0, len(a), max(1, len(a) // SAMPLED), device=a.device)
+        rows = torch.arange(0, n, max(1, n // SAMPLED), device=a.device)
         error = reference.error(output.out[rows], a[rows].double() @ b.double(), 1.0)
         return {"out": error}, {"out": reference.EXACT[torch.float32]}
+
+    system.shapes = lambda: [(n, n)] * 2
+    system.run = lambda inputs: Output(inputs[0] @ inputs[1])
+    system.check = check
+    system.cost = Cost(pairs=0, distinct_pairs=0, flops=2 * n**3, folded_flops=2 * n**3, floor_bytes=12 * n * n)
+    return system
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -363,7 +341,7 @@ UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as in torch
 
 @dataclass(frozen=True)
 class RowCopy:
-    """``segments`` whole segments of one branch from ``start``; each selected head keeps ``rows`` rows of each."""
+    """The rows of a branch that one kernel call takes: ``rows`` of each of ``segments`` segments from ``start`` on."""
 
     start: int
     segments: int
@@ -372,29 +350,27 @@ class RowCopy:
     rows: int
     heads: tuple[tuple[int, list[int]], ...]  # (offset, heads that have it)
 
-    def rows_of(self, t: Tensor, offset: int) -> Tensor:
-        """The rows at ``offset`` of t (b, n, h, ...) as a view (b, segments, m, h, ...)."""
-        t = t[:, self.start : self.start + self.segments * self.length]
-        return t.unflatten(1, (self.segments, self.length))[:, :, offset :: self.rate][:, :, : self.rows]
+    def views(self, t: Tensor) -> list[Tensor]:
+        """The rows of t (b, n, h, ...) at each offset, for all heads: (b, segments, m, h, ...)."""
+        t = t[:, self.start : self.start + self.segments * self.length].unflatten(1, (self.segments, self.length))
+        return [t[:, :, offset :: self.rate] for offset, _ in self.heads]
 
     def take(self, t: Tensor) -> Tensor:
         """A contiguous copy (b * segments, m, h', ...) of the selected rows of t (b, n, h, ...)."""
-        picked = [self.rows_of(t, offset)[:, :, :, _slice(heads)] for offset, heads in self.heads]
+        picked = [view[:, :, :, _slice(heads)] for view, (_, heads) in zip(self.views(t), self.heads)]
         return torch.cat(picked, 3).flatten(0, 1).contiguous()
 
     def put(self, t: Tensor, values: Tensor) -> None:
         """Write values (b * segments, m, h', ...) back to the rows of t (b, n, h, ...)."""
-        values, first = values.unflatten(0, (-1, self.segments)), 0
-        for offset, heads in self.heads:
-            self.rows_of(t, offset)[:, :, :, _slice(heads)] = values[:, :, :, first : first + len(heads)]
-            first += len(heads)
+        parts = values.unflatten(0, (-1, self.segments)).split([len(heads) for _, heads in self.heads], 3)
+        for view, part, (_, heads) in zip(self.views(t), parts, self.heads):
+            view[:, :, :, _slice(heads)] = part
 
 
 def _slice(heads: list[int]):
     """Evenly spaced heads as a slice, which copies faster than an index."""
-    step = heads[1] - heads[0] if len(heads) > 1 else 1
-    even = list(range(heads[0], heads[-1] + 1, step)) == heads
-    return slice(heads[0], heads[-1] + 1, step) if even else heads
+    even = slice(heads[0], heads[-1] + 1, heads[1] - heads[0] if len(heads) > 1 else 1)
+    return even if list(range(even.start, even.stop, even.step)) == heads else heads
 
 
 def parts_of(branch, n: int) -> list[RowCopy]:
@@ -402,13 +378,12 @@ def parts_of(branch, n: int) -> list[RowCopy]:
     found = []
     whole, rest = divmod(n, branch.length)
     for start, segments, length in ((0, whole, branch.length), (whole * branch.length, 1, rest)):
-        by_rows: dict[int, dict[int, list[int]]] = {}
+        calls = defaultdict(lambda: defaultdict(list))  # rows of a segment: offset: heads
         for head, offset in zip(branch.heads, branch.offsets):
-            rows = -(-(length - offset) // branch.rate)
-            if segments and rows > 0:
-                by_rows.setdefault(rows, {}).setdefault(offset, []).append(head)
-        for rows, heads in by_rows.items():
-            found.append(RowCopy(start, segments, length, branch.rate, rows, tuple(sorted(heads.items()))))
+            calls[len(range(offset, length, branch.rate))][offset].append(head)
+        for rows, heads in calls.items():
+            if rows:
+                found.append(RowCopy(start, segments, length, branch.rate, rows, tuple(heads.items())))
     return found
 
 
@@ -475,9 +450,7 @@ def flex(point: Point, device) -> System:
     NotImplementedError if it cannot run.
     """
     only(point)
-    pattern = patterns.from_dict(point.pattern)
-    if not isinstance(pattern, patterns.BlockSparse):
-        raise Refused(f"flex computes block-sparse patterns, not {pattern}")
+    pattern = pattern_of(point, "block-sparse patterns", kind="block_sparse")
     if point.passes != "fwd":
         raise NotImplementedError("flex is measured forward alone: its backward is that of views")
     system = System(point, device, lambda q, k, v: torch_sparse.flex_forward(q, k, v, mask, point.head_dim**-0.5))
@@ -492,39 +465,38 @@ def flex(point: Point, device) -> System:
 ROUNDING = 1e-4  # of the largest logit: a block that was left out may be better by this much, as means are rounded
 
 
-class TopBlocks(System):
+def adaptive(point: Point, device) -> System:
     """Each block of queries chooses its blocks by content, then attends to them; options ``block_size``, ``top_k``.
 
     The point's pattern is dense, as any block may be chosen. The check compares with the oracle on the chosen blocks,
     and these with the best blocks in float64. Raises Refused for a batch: the oracle has one choice per head.
     """
+    chosen, causal = Adaptive(**only(point, "block_size", "top_k")), point.causal
+    if point.batch != 1 or point.pattern["kind"] != "dense":
+        raise Refused("adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks")
+    how = {"causal": causal, "return_lse": True}
+    system = System(point, device, lambda q, k, v: adaptive_attention(q, k, v, chosen, **how))
+    pairs = point.heads * chosen.pairs(point.seq_len, causal)
+    flops = PASSES[point.passes] * point.head_dim * pairs
+    system.cost = replace(system.cost, pairs=pairs, distinct_pairs=pairs, flops=flops, folded_flops=flops)
 
-    def __init__(self, point: Point, device):
-        self.chosen = Adaptive(**only(point, "block_size", "top_k"))
-        if point.batch != 1 or point.pattern["kind"] != "dense":
-            raise Refused("adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks")
-        causal = point.causal
-        super().__init__(point, device, lambda q, k, v: adaptive_attention(q, k, v, self.chosen, causal=causal,
-                                                                           return_lse=True))  # fmt: skip
-        pairs = point.heads * self.chosen.pairs(point.seq_len, causal)
-        flops = PASSES[point.passes] * point.head_dim * pairs
-        self.cost = replace(self.cost, pairs=pairs, distinct_pairs=pairs, flops=flops, folded_flops=flops)
-
-    def check(self, inputs, output, starts=(None,)):
-        (q, k), size, causal = (t.detach() for t in inputs[:2]), self.chosen.block_size, self.point.causal
-        picks = best_blocks(q, k, self.chosen, causal=causal)[0]  # (h, blocks, top_k)
-        table = torch.zeros(*picks.shape[:2], picks.shape[1], dtype=torch.bool, device=q.device).scatter_(
-            -1, picks, True
-        )
-        table = table.tril() if causal else table  # (h, blocks, blocks)
+    def check(inputs, output):
+        (q, k), size = (t.detach() for t in inputs[:2]), chosen.block_size
+        picks = best_blocks(q, k, chosen, causal=causal)[0]  # (h, blocks, top_k)
+        table = torch.zeros(*picks.shape[:2], picks.shape[1], dtype=torch.bool, device=q.device)  # (h, blocks, blocks)
+        table.scatter_(-1, picks, True)
+        table = table.tril() if causal else table
 
         def multiplicity(queries, keys, *, head: int, **_) -> Tensor:
             return table[head][queries // size][:, keys // size].long()
 
-        self.pattern = SimpleNamespace(multiplicity=multiplicity, reach=lambda first, last, n: (0, n))
-        errors, tolerance = super().check(inputs, output, starts)
-        right = are_best(table, q, k, self.chosen, causal)
-        return errors if right else dict.fromkeys(errors, float("inf")), tolerance
+        system.pattern = SimpleNamespace(multiplicity=multiplicity, reach=lambda first, last, n: (0, n))
+        errors, tolerance = System.check(system, inputs, output)
+        right = are_best(table, q, k, chosen, causal)
+        return errors if right else dict.fromkeys(errors, math.inf), tolerance
+
+    system.check = check
+    return system
 
 
 def are_best(table: Tensor, q: Tensor, k: Tensor, chosen: Adaptive, causal: bool) -> bool:
@@ -534,18 +506,15 @@ def are_best(table: Tensor, q: Tensor, k: Tensor, chosen: Adaptive, causal: bool
     """
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     mean_q, mean_k = (torch.stack([x.double().mean(1)[0] for x in t.split(chosen.block_size, 1)], 1) for t in (q, k))
-    allowed = torch.ones_like(table)
-    if causal:  # the query is the mean of the block before; the block itself is always chosen, and not by its logit
+    if causal:  # the query is the mean of the block before
         mean_q = torch.cat([torch.zeros_like(mean_q[:, :1]), mean_q[:, :-1]], 1)
-        allowed, itself = allowed.tril(-1), torch.eye(table.shape[1], dtype=torch.bool, device=table.device)
-        if not table[:, itself].all():
-            return False
-        table = table & ~itself
     z = q.shape[3] ** -0.5 * mean_q @ mean_k.mT  # (h, blocks, blocks)
-    count = chosen.top_k - causal
-    best, taken = (z.masked_fill(~mask, -torch.inf).topk(count).values for mask in (allowed, table & allowed))
-    as_many = (table.sum(-1) == allowed.sum(-1).clamp(max=count)).all()
-    return bool(as_many) and torch.allclose(taken, best, rtol=0.0, atol=ROUNDING * float(z.abs().max()))
+    rounding = ROUNDING * float(z.abs().max())
+    if causal:  # the block itself is always chosen, and not by its logit; then those before it
+        z = torch.where(torch.ones_like(table).tril(), z, -torch.inf)
+        z.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    best, taken = (each.topk(chosen.top_k).values for each in (z, z.masked_fill(~table, -torch.inf)))
+    return torch.allclose(taken, best, rtol=0.0, atol=rounding)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -562,20 +531,17 @@ BLOCK_SPARSE = ("BlockSparseRingDilatedAttention", "BlockSparseOptimized", "Bloc
 
 def published(point: Point, device) -> System:
     """A published module, by its own constructor and forward; options go to the constructor."""
-    name, pattern, options = point.system, patterns.from_dict(point.pattern), dict(point.options)
+    name, options = point.system, dict(point.options)
     if name in BLOCK_SPARSE:
-        if not isinstance(pattern, patterns.BlockSparse):
-            raise Refused(f"{name} computes block-sparse patterns, not {pattern}")
-        options["pattern"] = pattern
+        options["pattern"] = pattern_of(point, "block-sparse patterns", kind="block_sparse")
     else:
-        dilated = isinstance(pattern, patterns.Dilated)
-        if not dilated or (pattern.mixing, pattern.offsets) != ("head_groups", "branch"):
-            raise Refused(f"{name} computes head groups with offsets by branch, not {pattern}")
-        options["segment_lengths"] = list(pattern.segment_lengths)
-        options["dilation_rates"] = list(pattern.dilation_rates)
-    group = group_of(point, options.pop("simulated", None))
-    if group is not None:
-        options |= {"group": group} if point.world_size > 1 else {"ring_size": group.ranks}
+        fields = {"kind": "dilated", "mixing": "head_groups", "offsets": "branch"}
+        pattern = pattern_of(point, "head groups with offsets by branch", **fields)
+        options |= {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
+    if "simulated" in options:
+        options["ring_size"] = options.pop("simulated")
+    if point.world_size > 1:
+        options["group"] = dist.group.WORLD
     with refusing():
         module = getattr(compat, name)(device=device, dtype=getattr(torch, point.dtype), **options)
     system = System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
@@ -592,13 +558,13 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "ringlab": ringlab,
     "dense_sdpa": dense_sdpa,
     "copying": copying,
-    "contiguous_segments": ContiguousSegments,
-    "sgemm": Sgemm,
-    "plan_build": "ringlab.measure.cache_systems:PlanBuild",
-    "cache_workload": "ringlab.measure.cache_systems:CacheWorkload",
-    "pool_workload": "ringlab.measure.cache_systems:PoolWorkload",
+    "contiguous_segments": contiguous_segments,
+    "sgemm": sgemm,
+    "plan_build": "ringlab.measure.cache_systems:plan_build",
+    "cache_workload": "ringlab.measure.cache_systems:cache_workload",
+    "pool_workload": "ringlab.measure.cache_systems:pool_workload",
     "flex": flex,
-    "adaptive": TopBlocks,
+    "adaptive": adaptive,
     "dilated_attention_pytorch": "ringlab.measure.peers:dilated_attention_pytorch",
     "torchscale_dilated": "ringlab.measure.peers:torchscale_dilated",
     "ring_attention_pytorch": "ringlab.measure.peers:ring_attention_pytorch",
@@ -614,13 +580,12 @@ def build(point: Point, device) -> System | Sharded:
     >>> build(Point("dense_sdpa", patterns.Dense(), seq_len=8), "cpu").cost.pairs
     512
     """
-    entry = SYSTEMS.get(point.system, point.system)
-    if isinstance(entry, str):
-        module, found, name = entry.partition(":")
-        if not found:
-            raise Refused(f"unknown system {entry!r}; known: {', '.join(SYSTEMS)}, or module:function")
+    builder = SYSTEMS.get(point.system, point.system)
+    if isinstance(builder, str):
+        if ":" not in builder:
+            raise Refused(f"unknown system {builder!r}; known: {', '.join(SYSTEMS)}, or module:function")
+        builder = resolve_name(builder)
     if point.world_size > 1 and point.system in SYSTEMS and point.system not in SEVERAL_RANKS:
         raise Refused(f"{point.system} runs on one device, not on {point.world_size} ranks")
-    builder = getattr(importlib.import_module(module), name) if isinstance(entry, str) else entry
     system = builder(point.first, device)
     return system if point.world_size == 1 else Sharded(system)
