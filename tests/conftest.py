@@ -7,7 +7,10 @@ import pytest
 
 # A fixture of many seconds serves the whole file.
 COMPILED_ONCE = "test_blocks.py::test_flex"
-MEASURED_ONCE = ("test_predicted.py", "test_ranks.py", "test_report.py", "test_runs.py", "test_triton.py")
+MEASURED_ONCE = (
+    "test_documents.py", "test_landscape.py", "test_predicted.py", "test_ranks.py", "test_report.py", "test_runs.py",
+    "test_triton.py",
+)  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,53 +1,40 @@
-"""List every suite's groups of points by digest: ``python tests/golden.py [--points] > tests/golden_points.txt``.
+"""List the groups of points of every suite: ``python tests/golden.py [--points] > tests/golden_points.txt``.
 
-A row that is stored counts as done only while its point and its group keep these digests: they must not change. A line
-for each group: profile, device, suite, digest of the group, number of points, sha256 of what ``--points`` adds,
-name. That is a line for each point: its id, its composition and its label. ``--check`` prints the lines that
-differ from the stored ones instead, and exits with 1 if there are any.
+A stored row counts only while the digests of its point and of its group stay as they are. Each line is one group:
+profile, device, suite, digest of the group, number of points, sha256 of the lines of its points, name. ``--points``
+adds these lines: id, composition and label of each point. ``--check`` prints the difference from the stored file
+instead, and exits with 1 if there is one.
 """
 
 import difflib
 import hashlib
 import importlib.metadata
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+from ringlab import hardware
+from ringlab.measure.suites import SUITES
+
 PROFILES = "cpu", "gtx1080", "v100", "h200", "generic"
-
-
-def groups():
-    """(profile, device, suite, group) of every suite: what is asked of the library is asked here."""
-    from ringlab import hardware
-    from ringlab.measure.suites import SUITES
-
-    for name in PROFILES:
-        profile = hardware.get_profile(name)
-        for suite, made in SUITES.items():
-            ways = (profile.kind, {"device": profile.kind}), ("rehearsal", {"device": "cpu", "rehearsal": True})
-            yield from ((name, way, suite, group) for way, how in ways for group in made(profile, **how))
-
-
-def packages(there: bool):
-    """Packages of others are all there, at version 1.0, or none is: some points depend on it."""
-
-    def distribution(name: str):
-        if there:
-            return SimpleNamespace(version="1.0", read_text=lambda file: None)
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    return mock.patch.object(importlib.metadata, "distribution", distribution)
+# Some points depend on which optional packages are installed: list them with none and with all.
+NONE = {"side_effect": importlib.metadata.PackageNotFoundError}
+ALL = {"return_value": SimpleNamespace(version="1.0", read_text=lambda file: None)}
 
 
 def lines(points: bool = False) -> list[str]:
+    """One line for each group that differs from the others, with ``points`` also one for each of its points."""
     found = {}
-    for there in (False, True):
-        with packages(there):
-            for *about, group in groups():
+    for packages, name, (suite, make) in product((NONE, ALL), PROFILES, SUITES.items()):
+        profile = hardware.get_profile(name)
+        options = {profile.kind: {"device": profile.kind}, "rehearsal": {"device": "cpu", "rehearsal": True}}
+        with mock.patch.object(importlib.metadata, "distribution", **packages):
+            for device, group in ((device, group) for device, how in options.items() for group in make(profile, **how)):
                 each = [f"  {p.id} {group.composition(p)} {p.label()}" for p in group.points]
                 sha = hashlib.sha256("".join(each).encode()).hexdigest()[:16]
-                found[" ".join(map(str, (*about, group.id, len(each), sha, group.name)))] = each if points else []
+                found[f"{name} {device} {suite} {group.id} {len(each)} {sha} {group.name}"] = each if points else []
     return [f"{x}\n" for line, more in found.items() for x in (line, *more)]
 
 

@@ -1,250 +1,165 @@
 """Compare two copies of the library bit by bit: ``python tests/same_bits.py BASE_LIB NEW_LIB [--only TEXT]``.
 
-Both make the same calls, in processes with one thread, by names that the package publishes. A call draws its inputs
-from its name. Its results are known by their sha256, or by the type of the exception; nothing is stored. Prints the
-calls that differ or that one copy alone could make, and exits with 1 if there are any.
+Each copy makes the same few hundred calls: the cases of ``tests/helpers/matrix.py`` by every path, dtype and scheme,
+long sequences, the published modules, and a gloo group of three processes. A result is compared by its sha256, an
+exception by its type. Prints the results that differ and exits with 1 if there are any. ``--only`` makes the calls
+whose names contain a text.
 """
 
 import argparse
 import hashlib
-import json
-import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
-from datetime import timedelta
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+import torch._dynamo  # here, so that the processes need not
 import torch.distributed as dist
 
-ENV = {"OMP_NUM_THREADS": "1", "MKL_CBWR": os.environ.get("MKL_CBWR", "AUTO"), "PYTHONHASHSEED": "0",
-       "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-SIMULATED = "simulated 1", "simulated 2", "simulated 3", "simulated 4"
-RANKS = {2: ("gloo 2", "mesh 2"), 3: ("gloo 3",), 0: (None, "", *SIMULATED)}  # by the processes of a group
-MIXINGS, OFFSETS = ("lse", "head_groups"), ("head", "block", "branch", "kv_head")
-DTYPES = "float32", "float64", "bfloat16", "float16"
-MEMORY = "contiguous", "heads first", "packed", "every other"
-ODD, FOUR = "[24, 60], [5, 7]", "[16, 32, 64, 128], [1, 2, 4, 8]"
-LADDERS = ODD, FOUR, "[32, 64], [1, 2]", "[48], [3]", "[40, 4096], [1, 16]", "[8, 8, 50], [4, 2, 3]"
-THREE = "Dense()", f"Dilated({FOUR})", "local_global(1, 2, block_size=16)"
-WIDE = "BlockSparse([Window(2), Global(4)], 128)"
-BLOCKS = ("bigbird(1, 1, 2, block_size=16)", "sliding_window(1, block_size=16)", THREE[2],
-          "from_mask((torch.arange(64).view(8, 8) % 5 < 2) & (torch.arange(8) != 2)[:, None], block_size=16)",
-          "hierarchical([(1, 1), (3, 6)], block_size=16)", "sliding_window(1, block_size=16).with_density(0.4, 256)",
-          "sliding_window(1, block_size=16) | BlockSparse([Random(2)], 16)",
-          *(f"BlockSparse([{parts}], 16)" for parts in (
-              "Window(2, 0)", "Window(0, 1)", "Window(1), Coarse(4, 100)", "Window(0), Strided(3)", "Strided(2, 2)",
-              "Segment(4), Segment(8, 2)", "Random(3, 5)", "Window(0), Global(1, True, False)", "Window(2), Global(4)",
-              "Global(2, False, True)", "Global(1), Window(99)", "Window(0), Random(1)")))  # fmt: skip
-SWITCHES = ("gather=True", "gather=True, pool=True, cache=False", "gather=True, tile=16", "cache=False", "pool=True",
-            "tile=17, pool=True", "tile=worn", "results=False", "merge='eager'", "merge='fused'")  # fmt: skip
-MODULES = ("DilatedAttention", "ImprovedDilatedAttention", *(f"RingDilatedAttention{name}" for name in (
-    "V2 V2Collective V2Robust V2Flash Production Hybrid SDPA Correct HilbertGPUOptimized").split()))  # fmt: skip
-ringlab = None  # imported by the processes of the two copies; the one that compares them needs none
+RANKS = 3  # processes of each copy: they are the gloo group, and share the calls that need no group
+MODULES = (
+    "DilatedAttention([32, 64], [1, 2], use_pattern_cache=False, use_gradient_checkpointing=True)",
+    "ImprovedDilatedAttention([24, 60], [5, 7], enable_memory_pool=True, memory_pool_threshold_mb=0)",
+    *(f"RingDilatedAttention{name}([16, 32, 64, 128], [1, 2, 4, 8], {how})" for name, how in product(
+        ("V2", "V2Collective", "V2Robust", "V2Flash", "Production", "Hybrid", "SDPA", "Correct"),
+        ("ring_size=3, use_flash_attention=False", "group=group"))),
+    "RingDilatedAttentionHilbertGPUOptimized([48], [3], ring_size=3)",
+    "BlockSparseRingDilatedAttention([32], [2], block_size=8, group=group)",
+    "BlockSparseOptimized(density=0.3, block_size=16, group=group)",
+    "BlockSparseTorchSparse(pattern=blocks.bigbird(1, 1, 2, block_size=16))",
+    "AdaptiveBlockSparse(16, block_size=16, top_k=2, group=group)",
+    "nn.MultiheadAttention(96, 6, Dense(), num_kv_heads=2, group=group)",
+    "nn.MultiheadAttention(96, 6, Dilated([24, 60], [5, 7], 'head_groups'), bias=False, config='auto', group=group)",
+    "nn.MultiheadAttention(96, 6, blocks.local_global(1, 2, block_size=16), use_gradient_checkpointing=True)",
+)  # fmt: skip
 
 
-def made(text: str, group=None):
-    """The pattern, switches or module that a text describes, by the library's names and some of ours."""
-    names = {name: getattr(owner, name) for owner in (ringlab.blocks, ringlab) for name in dir(owner)}
-    names |= {"torch": torch, "group": group, "worn": ringlab.Ladder((24, 8))}
-    names["worn"].level = 1  # memory has run out once
-    return eval(text, names)
+def calls(rank: int) -> dict:
+    """For each call by name: whether all ranks make it together, and a function that gives its results by name."""
+    import matrix
+    from matrix import Case, Dense, Dilated, Execution, presets
 
+    found, rng, some = {}, random.Random(0), random.Random(1).choice
+    dtypes, no_yes = (matrix.F32, matrix.F64, matrix.BF16, matrix.F16), (False, True)
+    heads = [{"heads": 4, "kv_heads": 2}, {"heads": 6, "kv_heads": 6}, {"heads": 6, "kv_heads": 3}]
 
-def place(ranks: str, layout: str, n: int):
-    """(the group or None, the layout, what takes a tensor's part here); ranks as "", "simulated 2" or "gloo 2"."""
-    if not ranks:
-        return None, layout, lambda t, dim=1: t
-    kind, p = ranks.split()[0], int(ranks.split()[1])
-    sizes = {"hilbert": (7, n // 7, p), "uneven": ([n - 7 * (p - 1)] + [7] * (p - 1),)}.get(layout, (n, p))
-    found = getattr(ringlab.ring, layout)(*sizes)
-    if kind == "simulated":
-        return ringlab.Simulated(p), found if layout in ("hilbert", "uneven") else layout, lambda t, dim=1: t
-    group = dist.init_device_mesh("cpu", (p,)) if kind == "mesh" else dist.group.WORLD
-    return group, found, lambda t, dim=1: found.shard(t, dist.get_rank(), dim)
+    def add(case: Case, group: bool = False):
+        found[f"{len(found)} {'gloo ' * group}{case}"] = group, partial(run_case, case, rank if group else None)
 
-
-def drawn(generator, *shape: int, dtype: str = "float32", memory: str = "contiguous"):
-    """A random tensor, rounded from float64, as it lies in memory of that kind."""
-    t = torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
-    t = t[..., ::2] if memory == "every other" else t[..., : shape[-1]]
-    if memory == "heads first":
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    return t.contiguous() if memory == "contiguous" else t
-
-
-def results(call, leaves: dict, dout, dlse=None, cotangents: str = "both") -> dict:
-    """What a call returns, its gradients, and what it returns once more, without gradients and with a cached plan."""
-    for t in leaves.values():
-        t.requires_grad_(cotangents != "none")
-    out, lse = call(*leaves.values())
-    found, pairs = {"out": out, "lse": lse}, [(out, dout)] if cotangents in ("both", "out") else []
-    if dlse is not None and cotangents in ("both", "lse"):
-        pairs.append((lse, dlse.masked_fill(lse == -torch.inf, 0).to(lse.dtype)))
-    if pairs:
-        grads = torch.autograd.grad([t for t, _ in pairs], [*leaves.values()], [g for _, g in pairs])
-        found |= {f"d{name}": grad for name, grad in zip(leaves, grads)}
-    with torch.no_grad():
-        found |= dict(zip(("out again", "lse again"), call(*leaves.values())))
-    return {name: t for name, t in found.items() if t is not None}
-
-
-def attend(draw, over, n=96, heads=(4, 2), d=16, batch=1, dtype="float32", memory="contiguous", cotangents="both",
-           ranks="", layout="contiguous", scheme="auto", execution="", z="", **how):  # fmt: skip
-    """A call of attention, of adaptive_attention or of a module: of that which ``over`` describes."""
-    group, layout, mine = place(ranks, layout, n)
-    pattern, whole = made(over, group), [(batch, n, heads[0] * d)] * 2
-    shapes = whole if over.startswith("nn.") else [(batch, n, h, d) for h in (*heads, heads[1], heads[0])]
-    *inputs, dout = (mine(draw(*shape, dtype=dtype, memory=memory)) for shape in shapes)
-    leaves = dict(zip("qkv", inputs))
-    if isinstance(pattern, torch.nn.Module):
-        how = {} if over.startswith("nn.") else {"is_causal": how["causal"]}
-        with torch.no_grad():
-            weights = {name: w.copy_(draw(*w.shape) / 4) for name, w in pattern.named_parameters()}
-        return results(lambda *t: (pattern(*t[: len(leaves)], **how), None), leaves | weights, dout)
-    if z:
-        count = -(-n // pattern.block_size)
-        leaves["z"] = place(ranks, "contiguous", count)[2](draw(batch, heads[0], count, count, dtype=z), 2)
-    dlse, how = mine(draw(batch, heads[0], n, dtype="float64"), 2), how | {"group": group, "return_lse": True}
-    call = ringlab.adaptive_attention
-    if "Adaptive" not in over:
-        call = partial(ringlab.attention, layout=layout, scheme=scheme, execution=made(f"Execution({execution})"))
-    return results(lambda q, k, v, *z: call(q, k, v, pattern, *z, **how), leaves, dout, dlse, cotangents)
-
-
-def cases() -> dict[str, dict]:
-    """The arguments of all calls by their names."""
-    found, some, no_yes = {}, random.Random(0).choice, (False, True)
-
-    def add(over, **how):
-        found[" ".join([over, *(f"{name}={value}" for name, value in how.items())])] = {"over": over, **how}
-
-    def mixed(dtypes=DTYPES, **fixed):
-        heads = some([(4, 4), (4, 2), (6, 2), (8, 2), (5, 1)])
-        return {"dtype": some(dtypes), "heads": heads, "batch": some([1, 2]), "causal": some(no_yes)} | fixed
-
-    # One device.
-    for over in map("Dilated({0[0]}, {0[1]!r}, {0[2]!r})".format, product(LADDERS, MIXINGS, OFFSETS)):
-        add(over, n=some([64, 97, 131, 200]), memory=some(MEMORY), cotangents=some(["both", "out", "lse"]), **mixed())
-    for over, dtype, causal, heads in product(THREE, DTYPES, no_yes, ((4, 4), (4, 2))):
-        add(over, dtype=dtype, causal=causal, heads=heads)
-    for over, n in product((*THREE[:2], f"Dilated({ODD})", "bigbird(1, 1, 2, block_size=1)"), (1, 2, 3, 7, 33)):
-        add(over, n=n, **mixed())
-    for over, (name, value) in product((*THREE, f"Dilated({ODD}, 'head_groups')", f"Dilated({LADDERS[4]})"), (
-        *product(["memory"], MEMORY), *product(["scale"], (-0.3, 0.0, 2.5)), *product(["execution"], SWITCHES),
-        *product(["backend"], ("eager", "sdpa", ("sdpa", "eager"), "triton")))):  # fmt: skip
-        add(over, **{name: value}, **mixed(DTYPES[::2]), cotangents=some(["both", "out"]))
-    for over, way, causal in product(BLOCKS, ("views", "batched", "rows", "bsr"), no_yes):
-        add(over, n=128 if "mask" in over else some([160, 150, 131]), execution=f"blocks={way!r}",
-            **mixed(DTYPES[: 2 if way == "bsr" else 4], causal=causal))  # fmt: skip
-    # Long enough for pieces, tiles of halves, strips, joined nodes, and memory that is lent.
-    for over, (dtype, causal) in product((
-        THREE[1], f"Dilated({ODD})", WIDE, "bigbird(1, 1, 2)", "BlockSparse([Window(1), Coarse(4, 100)], 64)",
-        "BlockSparse([Random(3)], 128)", "BlockSparse([Global(2, False)], 300)", "local_global(0, 1, block_size=512)",
-        "from_mask((torch.arange(18)[:, None] % 9 == 3).expand(18, 18))"), product(DTYPES[::2], no_yes)):  # fmt: skip
-        add(over, n=some([2300, 2304]), d=32, heads=some([(4, 4), (5, 1)]), dtype=dtype, causal=causal)
-    for how in ("", "gather=True, pool=True"):
-        add(THREE[1], n=8192, heads=(8, 8), d=64, cotangents="none", execution=how)
-    add("Dilated([512, 4096], [1, 8])", n=4096, heads=(1, 1), d=64, batch=16, dtype="bfloat16", execution="pool=True")
-    add(WIDE, n=640, scale=3e38, causal=True)  # infinite scores
-    # Ranks: every scheme over every layout, with few of the calls that are refused.
-    schemes, long = ("plan", "ring", "all_gather", "ulysses", "auto"), "Dilated([512, 4096], [1, 8])"
-    layouts, few = ("contiguous", "zigzag", "uneven", "hilbert", "striped"), ("", "simulated 3", "gloo 2")
-    for ranks, scheme, layout in product((*SIMULATED, "gloo 2", "gloo 3"), schemes, layouts):
-        dilated = f"Dilated({some(LADDERS)}, {some(['lse', 'head_groups'])!r})"
-        for over in ("Dense()", dilated, some(BLOCKS[:3] + BLOCKS[6:])):
-            fits = scheme in ("ulysses", "auto") or layout != "striped" and (over == dilated or scheme == "plan")
-            if ranks == "simulated 2" or over == "Dense()" or fits and some(no_yes):
-                way = mixed(cotangents=some(["both", "out"]), **{"causal": False} if layout == "hilbert" else {})
-                add(over, ranks=ranks, scheme=scheme, layout=layout, n=some([91, 98]), memory=some(MEMORY[::2]), **way)
-    for ranks, scheme, over in product(("simulated 3", *RANKS[2]), ("plan", "ulysses"), (THREE[1], BLOCKS[0])):
-        for how in ("cache=False", "pool=True", "tile=16", "tile=worn", "merge='fused'", "blocks='batched'"):
-            add(over, ranks=ranks, scheme=scheme, execution=how, scale=some([None, -0.5, 0.0]), **mixed())
-    for scheme, over in (*product(schemes, [long]), ("ring", "Dense()"), ("plan", WIDE), ("ulysses", WIDE)):
-        add(over, ranks="simulated 2", scheme=scheme, n=2304, d=32, heads=(8, 4), causal=some(no_yes))
-    # Blocks chosen by content; modules.
-    for dtype, causal, z, top_k in product(DTYPES, no_yes, ("", "float32", "float64"), (1, 3)):
-        way = mixed([dtype], causal=causal, n=some([96, 131]), memory=some(MEMORY), scale=some([None, -0.4, 1e-4]))
-        add(f"Adaptive(16, {top_k})", z=z, backend=some(["auto", "eager"]), cotangents=some(["both", "out"]), **way)
-    add("Adaptive(64, 3)", n=2048, d=32, z="float32", heads=(8, 2), causal=True)
-    for ranks, z, causal in product(("", "simulated 2", "simulated 3", "gloo 2", "gloo 3"), ("", "float32"), no_yes):
-        add("Adaptive(16, 2)", ranks=ranks, z=z, **mixed(causal=causal))
-        add("AdaptiveBlockSparse(16, block_size=16, top_k=2, group=group)", ranks=ranks, **mixed(causal=causal))
-    for system, how in product(MODULES, (
-        "use_pattern_cache=False, enable_memory_pool=True, memory_pool_threshold_mb=0, use_gradient_checkpointing=True",
-        "use_flash_attention=False", "dtype=torch.bfloat16, config='auto'", "ring_size=3", "group=group")):  # fmt: skip
-        add(f"{system}({some(LADDERS)}, {how})", ranks="gloo 2" if "group" in how else "", **mixed(DTYPES[::2]))
-    given = "density=0.3, block_size=16", f"{FOUR}, block_size=8", f"pattern={BLOCKS[0]}"
-    for name, how, ranks in product(("RingDilatedAttention", "Optimized", "TorchSparse"), given, few):
-        add(f"BlockSparse{name}({how}, group=group)", n=some([192, 160]), ranks=ranks, **mixed(DTYPES[:2]))
-    given = "num_kv_heads=2", "bias=False, causal=True, use_gradient_checkpointing=True, execution=Execution(tile=16)"
-    for over, how, ranks in product((*THREE, f"Dilated({ODD}, 'head_groups')"), (*given, "config='auto'"), few):
-        add(f"nn.MultiheadAttention(64, 4, {over}, {how}, group=group)", ranks=ranks, batch=2)
+    for pattern in matrix.PATTERNS:
+        for case in matrix.paths(Case(pattern, 101, some(dtypes), some(no_yes), **some(heads))):
+            add(case)
+    for pattern, dtype in product((Dense(), matrix.LADDER, matrix.BLOCK_SPARSE[0]), dtypes):
+        add(Case(pattern, 131, dtype, batch=2))
+    for _ in range(100):
+        add(matrix.any_case(rng))
+    for dtype, causal, weighted in product(dtypes, no_yes, no_yes):
+        case = Case(matrix.Adaptive(8, 3), 96, dtype, causal, weighted=weighted, scale=some([None, -0.4, 1e-4]))
+        add(case)
+        add(replace(case, layout=matrix.contiguous(96, 3)), group=some(no_yes))
+    for scheme, layout in product((*matrix.SCHEMES, "auto"), matrix.layouts(101, RANKS)):
+        for group, pattern in ((True, some(matrix.PATTERNS)), (True, Dense()), (False, some(matrix.PATTERNS))):
+            causal = layout.grid is None and some(no_yes)
+            case = Case(pattern, 101, some(dtypes), causal, layout=layout, scheme=scheme, **some(heads[1:]))
+            if matrix.fits(pattern, layout, causal, scheme):
+                add(replace(case, execution=Execution(cache=some(no_yes), tile=some([None, 16]))), group)
+    # Long enough for row blocks, tiles of half precision, strips of wide calls, and memory that is lent.
+    long = Dilated([128, 512, 4096], [1, 2, 8])
+    wide = [presets.local_global(2, 4), presets.hierarchical([(1, 1), (4, 100)], block_size=64),
+            presets.local_global(0, 1, block_size=512), presets.bigbird(1, 1, 2, block_size=300)]  # fmt: skip
+    for pattern, dtype, causal in product((long, *wide), (matrix.F32, matrix.BF16), no_yes):
+        add(Case(pattern, 2300, dtype, causal, d=32, heads=4, kv_heads=some([1, 4])))
+    for pattern, scheme in ((long, "plan"), (long, "ring"), (Dense(), "all_gather"), (wide[0], "plan")):
+        add(Case(pattern, 2304, matrix.F32, True, d=32, layout=matrix.zigzag(2304, 2), scheme=scheme))
+    for gather in no_yes:
+        add(Case(long, 8192, matrix.F32, heads=8, d=64, execution=Execution(gather=gather, pool=gather)))
+    add(Case(wide[0], 640, scale=3e38, causal=True))  # infinite scores
+    for text, dtype in product(MODULES, ("float32", "bfloat16")):
+        group = "group=group" in text
+        found[f"{len(found)} {text} {dtype}"] = group, partial(run_module, text, dtype, rank if group else None)
     return found
 
 
-def make(calls: dict, rank: int, ranks: int, folder: str) -> None:
-    """Make the calls of one process, of one rank of so many or of none, and write down the sha256 of each result."""
-    if ranks:
-        dist.init_process_group("gloo", f"file://{folder}/store{ranks}", timedelta(seconds=60), ranks, rank)
-    found = {}
-    for name, how in calls.items():
-        generator = torch.Generator().manual_seed(random.Random(name).getrandbits(32))
-        try:
-            found[name] = {}
-            for part, t in attend(partial(drawn, generator), **how).items():
-                data = f"{t.dtype} {t.shape}".encode() + bytes(t.detach().flatten().view(torch.uint8).numpy())
-                found[name][f"{part} of rank {rank}"] = hashlib.sha256(data).hexdigest()
-        except Exception as error:  # noqa: BLE001  whatever one copy raises, the other must raise
-            found[name] = {f"exception of rank {rank}": type(error).__name__, "message": str(error).partition("\n")[0]}
-    Path(folder, f"{ranks}.{rank}.json").write_text(json.dumps(found))
+def run_case(case, rank: int | None) -> dict[str, torch.Tensor]:
+    """Results and gradients of a case; of a rank's shards unless ``rank`` is None."""
+    import matrix
+
+    inputs, dout, dlse = matrix.drawn(case)
+    if rank is None:
+        return case.run(inputs, dout, dlse)
+    shard = partial(case.layout.shard, rank=rank)
+    inputs, z = [shard(t) for t in inputs[:3]], inputs[3:]
+    if z:
+        z = [matrix.contiguous(z[0].shape[2], RANKS).shard(z[0], rank, 2)]
+    return case.run([*inputs, *z], shard(dout), shard(dlse, dim=2), dist.group.WORLD)
 
 
-def side(lib: str, folder: str, only: str) -> int:
-    """Make the calls of one copy of the library, in a process for each rank and one for the rest."""
-    global ringlab
+def run_module(text: str, dtype: str, rank: int | None) -> dict[str, torch.Tensor]:
+    """Output of the module that the text makes, and the gradients of its inputs and weights."""
     import ringlab
 
-    assert Path(ringlab.__file__).is_relative_to(Path(lib).resolve()), f"ringlab came from {ringlab.__file__}"
+    module = eval(text, vars(ringlab) | {"group": None if rank is None else dist.group.WORLD})
+    generator = torch.Generator().manual_seed(0)
+    weights = [w.detach().copy_(torch.randn(w.shape, generator=generator) / 4) for w in module.parameters()]
+    shapes = [(1, 192, 96)] if text.startswith("nn.") else [(1, 192, h, 16) for h in (6, 3, 3)]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    if rank is not None:
+        inputs = [ringlab.ring.contiguous(192, RANKS).shard(t, rank) for t in inputs]
+    module, inputs = module.to(getattr(torch, dtype)), [t.to(getattr(torch, dtype)).requires_grad_() for t in inputs]
+    out = module(*inputs)
+    grads = torch.autograd.grad(out.float().square().sum(), [*inputs, *module.parameters()])
+    assert len(grads) == len(inputs) + len(weights)
+    return {"out": out, **{f"gradient {i}": grad for i, grad in enumerate(grads)}}
+
+
+def make(lib: str, rank: int, folder: str, only: str) -> dict[tuple[str, str], str]:
+    """The calls of one process: (call, result) to a sha256, or to the type of an exception."""
+    sys.path[:0] = lib, str(Path(__file__).parent / "helpers")
+    import ringlab
+
+    assert Path(ringlab.__file__).is_relative_to(lib), f"ringlab came from {ringlab.__file__}"
     torch.set_num_threads(1)
-    x = torch.ones(1, requires_grad=True)  # its checkpoint lets torch import what the processes then share
-    torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
-    calls, jobs = {name: how for name, how in cases().items() if only in name}, []
-    for ranks, kinds in RANKS.items():
-        mine = {name: how for name, how in calls.items() if how.get("ranks") in kinds}
-        for rank in range(max(ranks, 1) if mine else 0):
-            jobs.append(multiprocessing.get_context("fork").Process(target=make, args=(mine, rank, ranks, folder)))
-            jobs[-1].start()
-    return int(any([job.join() or job.exitcode for job in jobs]))
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
+    found = {}
+    for i, (name, (group, call)) in enumerate(calls(rank).items()):
+        if only not in name or not group and i % RANKS != rank:
+            continue
+        try:
+            for part, t in call().items():
+                data = f"{t.dtype} {t.shape}".encode() + bytes(t.detach().flatten().view(torch.uint8).numpy())
+                found[name, f"{part} of rank {rank}"] = hashlib.sha256(data).hexdigest()
+        except Exception as error:  # noqa: BLE001  both copies must raise the same
+            found[name, f"exception of rank {rank}"] = type(error).__name__
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(usage=__doc__.split("``")[1])
     parser.add_argument("libs", nargs=2)
     parser.add_argument("--only", default="")
-    given, started, found, differ = parser.parse_args(), [], ({}, {}), 0
-    with tempfile.TemporaryDirectory() as folder:
-        for i, lib in enumerate(map(os.path.abspath, given.libs)):
-            Path(folder, str(i)).mkdir()
-            command = [sys.executable, __file__, "--side", lib, f"{folder}/{i}", given.only]
-            started.append(subprocess.Popen(command, env=os.environ | ENV | {"PYTHONPATH": lib}))
-        died = sum(bool(process.wait()) for process in started)
-        for path in Path(folder).glob("?/*.json"):
-            for name, parts in json.loads(path.read_text()).items():
-                found[int(path.parent.name)].setdefault(name, {}).update(parts)
-    for name in found[0] | found[1]:
-        one, other = (each.get(name, {"exception": "never made"}) for each in found)
-        if parts := sorted(k for k in one.keys() | other.keys() if k != "message" and one.get(k) != other.get(k)):
-            differ += 1
-            print(name, ", ".join(parts), one.get("message", ""), other.get("message", ""), sep="\n    ")
-    print(f"{len(found[0] | found[1])} calls, {differ} differ" + f"; {died} copies died" * bool(died))
-    return int(bool(differ or died or not found[0]))
+    given = parser.parse_args()
+    os.environ |= {"MKL_CBWR": "AUTO", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    copies = []
+    for lib in map(os.path.realpath, given.libs):
+        with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, get_context("fork")) as pool:
+            jobs = [pool.submit(make, lib, rank, folder, given.only) for rank in range(RANKS)]
+            copies.append({key: value for job in jobs for key, value in job.result().items()})
+    base, new = copies
+    differ = [key for key in base | new if base.get(key) != new.get(key)]
+    for key in differ:
+        print(*key, base.get(key), new.get(key), sep="\n    ")
+    print(f"{len({call for call, _ in base | new})} calls, {len({call for call, _ in differ})} differ")
+    return int(bool(differ or not base))
 
 
 if __name__ == "__main__":
-    sys.exit(side(*sys.argv[2:]) if sys.argv[1:2] == ["--side"] else main())
+    sys.exit(main())

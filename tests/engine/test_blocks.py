@@ -6,40 +6,22 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ringlab
 import torch
 from helpers import STAINED
-from matrix import BF16, BLOCK, BLOCK_SPARSE, F32, TILED_WAYS, WAYS, Case, all_wrong, drawn, judged
-from ringlab import (
-    BlockSparseOptimized,
-    BlockSparseRingDilatedAttention,
-    BlockSparseTorchSparse,
-    Execution,
-    attention,
-    block_patterns,
-    kernels,
-    patterns,
-    reference,
-)
-from ringlab.block_patterns import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
+from matrix import BF16, BLOCK, F16, F32, F64, TILED_WAYS, WAYS, Case, all_wrong, drawn, judged
+from matrix import BLOCK_SPARSE as PATTERNS
+from ringlab import Execution, attention, blocks, kernels, patterns, reference
+from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
 from ringlab.cost import count_pairs
 from ringlab.measure import Point, systems
 from torch.utils._python_dispatch import TorchDispatchMode
-
-PATTERNS = BLOCK_SPARSE
 
 
 def tensors(pattern, n, dtype=F32, batch=1, heads=2, kv_heads=2):
     """q, k, v."""
     return drawn(Case(pattern, n, dtype, batch=batch, heads=heads, kv_heads=kv_heads))[0]
-
-
-def brute(pattern, n, causal):
-    x = torch.arange(n)
-    m = pattern.multiplicity(x, x, n=n, head=0, heads=1)
-    return m.tril() if causal else m
 
 
 class Products(TorchDispatchMode):
@@ -81,14 +63,14 @@ def test_each_pair_is_computed_once(pattern, way, causal):
 
 
 def test_a_window_is_few_calls_whatever_its_length():
-    pattern = block_patterns.local_global(2, 4, block_size=BLOCK)
+    pattern = blocks.local_global(2, 4, block_size=BLOCK)
     assert computed(pattern, 512, "views").calls <= 40 and computed(pattern, 2048, "views").calls <= 60
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_see_themselves_alone_send_nothing_to_scores(way):
     """Their gradient of q and k is 0: what sums in another order would leave roundings of it."""
-    case = Case(block_patterns.sliding_window(0, block_size=1), 97, F32, batch=3, lse_cotangent=False)
+    case = Case(blocks.sliding_window(0, block_size=1), 97, F32, batch=3, lse_cotangent=False)
     case = replace(case, execution=Execution(blocks=way))
     inputs, dout, dlse, *_ = judged(case)
     found = case.run(inputs, dout, dlse)
@@ -100,8 +82,8 @@ def test_rows_that_see_themselves_alone_send_nothing_to_scores(way):
 def test_long_sequences_are_cut_into_nodes_and_strips(shape, causal):
     """Lengths at which global rows are cut, blocks share queries or keys, and wide causal calls are cut in strips."""
     batch, heads, n = shape
-    wide = block_patterns.local_global(1, 2, block_size=64)
-    for pattern, dtype in product((wide, PATTERNS[-2]), (F32, torch.float64)):
+    wide = blocks.local_global(1, 2, block_size=64)
+    for pattern, dtype in product((wide, PATTERNS[-2]), (F32, F64)):
         case = Case(pattern, n, dtype, causal, batch, heads, 2, execution=Execution(blocks="views", results=STAINED))
         assert not all_wrong([case])
 
@@ -110,7 +92,7 @@ def test_long_sequences_are_cut_into_nodes_and_strips(shape, causal):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
     """Its scores overflow: an additive mask alone would make NaN of infinite ones that it hides."""
-    window = block_patterns.sliding_window(1, block_size=64)
+    window = blocks.sliding_window(1, block_size=64)
     q, k, v = (t.requires_grad_() for t in tensors(window, 256, dtype))
     dout = torch.ones(1, 160, 2, 16, dtype=dtype)
     spoiled = k.detach().clone()
@@ -128,21 +110,15 @@ def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 def test_counts_are_brute_force(causal):
     for pattern in PATTERNS:
-        pairs = int(brute(pattern, 101, causal).sum())
+        x = torch.arange(101)
+        shown = pattern.multiplicity(x, x, n=101, head=0, heads=1)
+        pairs = int((shown.tril() if causal else shown).sum())
         assert pattern.pairs(101, causal) == pairs and pattern.density(101, causal) == pairs / 101**2
         assert count_pairs(pattern, 101, 4, 2, causal) == (4 * pairs, 4 * pairs)
-        shown = brute(pattern, 101, False)
         for first, last in ((0, 0), (40, 55), (96, 100)):
             start, stop = pattern.reach(first, last, 101)
             assert not shown[first : last + 1, :start].any() and not shown[first : last + 1, stop:].any()
         assert patterns.from_dict(pattern.to_dict()) == pattern and "\n" not in str(pattern)
-
-
-def test_bsr_refuses_half_precision_in_one_line():
-    for dtype in (BF16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        with pytest.raises(NotImplementedError, match=f"^blocks='bsr' takes float32, float64, not {name}$"):
-            attention(*tensors(PATTERNS[0], 64, dtype), PATTERNS[0], execution=Execution(blocks="bsr"))
 
 
 def by_flex(pattern, causal=False):
@@ -177,15 +153,25 @@ def test_flex_is_compiled_whoever_looks_on(flex, recwarn):
     assert not [w for w in recwarn if "flex_attention" in str(w.message)]
 
 
-def test_flex_refuses_in_one_line(monkeypatch):
-    wide, how = replace(PATTERNS[0], block_size=16), {"execution": Execution(blocks="flex")}
-    with pytest.raises(NotImplementedError, match="^blocks='flex' takes float32, float16, bfloat16, not float64$"):
-        attention(*tensors(wide, 64, torch.float64), wide, **how)
-    with pytest.raises(NotImplementedError, match="^blocks='flex' needs a block size that is a multiple of 16"):
-        attention(*tensors(PATTERNS[0], 64), PATTERNS[0], **how)
+@pytest.mark.parametrize(
+    "way, dtype, why",
+    [
+        ("bsr", BF16, "blocks='bsr' takes float32, float64, not bfloat16$"),
+        ("bsr", F16, "blocks='bsr' takes float32, float64, not float16$"),
+        ("flex", F64, "blocks='flex' takes float32, float16, bfloat16, not float64$"),
+        ("flex", F32, "blocks='flex' needs a block size that is a multiple of 16"),
+    ],
+)
+def test_ways_that_cannot_run_say_why(way, dtype, why):
+    with pytest.raises(NotImplementedError, match=f"^{why}"):
+        attention(*tensors(PATTERNS[0], 64, dtype), PATTERNS[0], execution=Execution(blocks=way))
+
+
+def test_flex_without_a_compiler_says_so(monkeypatch):
+    wide = replace(PATTERNS[0], block_size=16)
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(NotImplementedError, match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is"):
-        attention(*tensors(wide, 64), wide, **how)
+        attention(*tensors(wide, 64), wide, execution=Execution(blocks="flex"))
     with pytest.raises(NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"):
         systems.build(Point("flex", wide, seq_len=64), "cpu")
 
@@ -215,18 +201,18 @@ def test_bsr_multiplies_by_torch_sparse_and_forms_seen_blocks_alone():
 
 
 def test_bsr_prints_no_warning():
-    code = (
-        "import torch, ringlab; from ringlab.block_patterns import sliding_window as window\n"
-        "q = torch.ones(1, 20, 2, 8, requires_grad=True); way = ringlab.Execution(blocks='bsr')\n"
-        "ringlab.attention(q, q, q, window(1, block_size=8), execution=way).sum().backward()"
-    )
+    code = """
+import torch, ringlab
+q, pattern = torch.ones(1, 20, 2, 8, requires_grad=True), ringlab.blocks.sliding_window(1, block_size=8)
+ringlab.attention(q, q, q, pattern, execution=ringlab.Execution(blocks="bsr")).sum().backward()
+"""
     env = {"PYTHONPATH": str(Path(ringlab.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_density_is_solved_for():
-    pattern = block_patterns.local_global(1, 4)
+    pattern = blocks.local_global(1, 4)
     for causal, target in ((False, 0.1), (True, 0.1), (False, 0.5), (False, 1.0)):
         found = pattern.with_density(target, 16384, causal)
         step = abs(found.density(16384, causal) - target)
@@ -241,104 +227,58 @@ def test_density_is_solved_for():
     assert BlockSparse([Window(2**40, 0), Strided(2**33, 2**33)], 16).blocks(64).equal(torch.ones(4, 4).bool().tril())
 
 
-ODD = [  # parts as no to_dict writes them
-    (5, r"parts must be a list of parts, as \[Window\(1\)\], got 5"),
-    ([7], "unknown part of a block-sparse pattern: 7; known: window, strided"),
-    ([Window(1)], r"unknown part of a block-sparse pattern: Window\(before=1"),
-    ([{"part": ["window"]}], r"unknown part of a block-sparse pattern: {'part': \['window'\]}"),
-    ([{"part": "window"}], "no part of .*: {'part': 'window'}: .* missing 1 required positional argument: 'before'"),
-    ([{"part": "window", "before": 1, "size": 2}], "no part of .*: .* got an unexpected keyword argument 'size'"),
-    ([{"part": "window", "before": 1, 5: 2}], "no part of .*: keywords must be strings"),
-    ([{"part": "window", "before": "1"}], "Window before must be an integer of at least 0 .*, got '1'"),
-    ([{"part": "global", "count": 1, "rows": "yes"}], r"rows, columns or both must be True, .*, got \('yes', True\)"),
-    ([{"part": "given", "rows": [[1]]}], "rows must be hexadecimal bit sets"),
-    ([{"part": "x" * 3000}], r"unknown part of a block-sparse pattern: {'part': 'x{87}\.\.\.; known: window"),
-]
+def parts(*given):
+    """From parts that ``to_dict`` would not write."""
+    return lambda: BlockSparse.from_dict({"parts": list(given), "block_size": 8})
+
+
+WINDOW = {"part": "window", "before": 1}
+MASK = torch.ones(7, 7, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
     "make, why",
     [
-        (lambda: BlockSparse([Window(1)], 0), "block_size must be a positive integer up to 2..40, got 0"),
         (lambda: BlockSparse([], 8), "needs at least one part"),
-        (lambda: BlockSparse([type("Near", (Window,), {})(1)], 8), r"one of Window.*, no subclass, got Near\(before"),
-        (lambda: block_patterns.sliding_window(None),
-         "Window before must be an integer of at least 0 up to 2..40, got None"),
-        (lambda: BlockSparse([Global(True)], 8), "Global count must be a positive integer .*, got True"),
-        (lambda: Global(1, [True], True), r"both must be True, the other False, got \(\[True\], True\)"),
-        (lambda: Global(1, torch.ones(90, 90)), r"the other False, got \(tensor\(\[\[1., .*\.\.\.$"),
-        (lambda: block_patterns.hierarchical(list(range(2000))), r"^levels must be .*, got \[0, 1, 2, .{87}\.\.\.$"),
-        (lambda: BlockSparse([[1]], 8), r"a part must be one of Window.*, got \[1\]"),
-        (lambda: block_patterns.hierarchical([(1,)]),
-         r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]"),
-        (lambda: block_patterns.hierarchical(3), r"levels must be a list of \(stride, reach\)"),
-        (lambda: block_patterns.from_mask(torch.ones(0, 0, dtype=torch.bool)), "of at least one block"),
         (lambda: BlockSparse(Window(1), 8), r"parts must be a list of parts, as \[Window\(1\)\], got Window"),
+        (lambda: BlockSparse([type("Near", (Window,), {})(1)], 8), r"one of Window.*, no subclass, got Near\(before"),
         (lambda: Global(1, False, False), "rows, columns or both must be True"),
         (lambda: Given(("ff", "1")), "rows must be hexadecimal bit sets, one for each block"),
-        (lambda: block_patterns.sliding_window(1).density(64.5),
-         "length must be a positive integer up to 2..40, got 64.5"),
-        (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "must have one window, or none and one"),
-        (lambda: patterns.show(patterns.Dense(), 64, width=0), "width must be a positive integer up to"),
-        (lambda: BlockSparse([Window(-1)], 8), "Window before must be an integer of at least 0 up to 2..40, got -1"),
-        (lambda: BlockSparse([Coarse(-1, 1)], 8), "Coarse stride must be a positive integer up to 2..40, got -1"),
-        (lambda: BlockSparse([Window(1)], 64).blocks(63), "block_size 64 exceeds the sequence length 63"),
+        (lambda: blocks.hierarchical([(1,)]), r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]"),
+        (lambda: blocks.from_mask(torch.ones(0, 0, dtype=torch.bool)), "of at least one block"),
+        (lambda: blocks.from_mask(MASK, block_size=8).blocks(64), "the mask given is of 7 blocks, n = 64 has 8"),
+        (lambda: blocks.from_mask(MASK[:, :6]), r"got Tensor of torch.bool, shape \(7, 6\), torch.strided on cpu"),
+        (lambda: blocks.from_mask(MASK.to_sparse()), r"got Tensor of .*, shape \(7, 7\), torch.sparse_coo on cpu"),
+        (lambda: blocks.from_mask(MASK.to("meta")), r"neither nested, sparse nor meta, got .*, torch.strided on meta"),
+        (lambda: blocks.from_mask(torch.nested.nested_tensor([MASK[0]], layout=torch.jagged)), "got NestedTensor$"),
+        (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
+        (lambda: blocks.sliding_window(1, block_size=64).blocks(63), "block_size 64 exceeds the sequence length 63"),
         (lambda: BlockSparse([Global(9)], 8).blocks(64), "9 global blocks exceed the 8 of n = 64"),
-        (lambda: block_patterns.from_mask(torch.ones(7, 7, dtype=torch.bool), block_size=8).blocks(64),
-         "the mask given is of 7 blocks, n = 64 has 8"),
-        (lambda: block_patterns.from_mask(torch.ones(7, 8, dtype=torch.bool)),
-         r"got Tensor of torch.bool, shape \(7, 8\), torch.strided on cpu"),
-        (lambda: block_patterns.from_mask(torch.ones(7, 7, dtype=torch.bool).to_sparse()),
-         r"got Tensor of torch.bool, shape \(7, 7\), torch.sparse_coo on cpu"),
-        (lambda: block_patterns.from_mask(torch.ones(7, 7, dtype=torch.bool, device="meta")),
-         r"neither nested, sparse nor meta, got Tensor of torch.bool, shape \(7, 7\), torch.strided on meta"),
-        (lambda: block_patterns.from_mask(torch.nested.nested_tensor([torch.ones(2) > 0], layout=torch.jagged)),
-         "neither nested, sparse nor meta, got NestedTensor$"),
-        (lambda: block_patterns.from_mask([[True]]), "got list"),
-        (lambda: block_patterns.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
+        (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "must have one window, or none and one"),
         (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "must have one window, or none and one"),
-        (lambda: block_patterns.sliding_window(1) | block_patterns.sliding_window(1, block_size=64),
-         "one block size, got 128 and 64"),
-        (lambda: Execution(blocks="fast"), "unknown blocks 'fast'; known: auto, views"),
-        (lambda: Execution(blocks=np.ones((2, 2))), r"unknown blocks array\(\[\[1., 1.\], \[1., 1.\]\]\); known: auto"),
-        (lambda: Execution(merge={}), "unknown merge {}; known: auto, eager, fused"),
-        (lambda: patterns.from_dict({"kind": "block_sparse", "parts": [{"part": "ring"}], "block_size": 8}),
-         "unknown part of a block-sparse pattern"),
-        *((lambda x=x: patterns.from_dict({"kind": "block_sparse", "parts": x}), why) for x, why in ODD),
-        (lambda: patterns.from_dict([3]), "a pattern is restored from a dict, got list"),
-        (lambda: patterns.from_dict({"kind": ["dense"]}), r"unknown pattern kind \['dense'\]; known: dense"),
+        (lambda: blocks.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
+        (lambda: BlockSparse.from_dict({"parts": [], "size": 8}), r"parts and block_size alone, got {'parts': \[\]"),
         (lambda: patterns.from_dict({"kind": "dense", 3: 4, "size": 5}), "'dense': keywords must be strings"),
+        (parts(7), "unknown part of a block-sparse pattern: 7; known: window, strided"),
+        (parts({"part": ["window"]}), r"unknown part of a block-sparse pattern: {'part': \['window'\]}"),
+        (parts({"part": "x" * 3000}), r"unknown part of a block-sparse pattern: {'part': 'x{87}\.\.\.; known: window"),
+        (parts({"part": "window"}), "no part of .*: {'part': 'window'}: .* missing 1 required positional .*: 'before'"),
+        (parts(WINDOW | {"size": 2}), "no part of .*: .* got an unexpected keyword argument 'size'"),
+        (parts(WINDOW | {5: 2}), "no part of .*: keywords must be strings"),
+        (parts({"part": "given", "rows": [[1]]}), "rows must be hexadecimal bit sets"),
     ],
-)  # fmt: skip
-def test_bad_input_is_one_line(make, why):
+)
+def test_wrong_values_are_one_line(make, why):
     with pytest.raises(ValueError, match=why) as failure:
         make()
     assert "\n" not in str(failure.value)
 
 
-def test_mistakes_of_the_originals_are_seen():
-    """A softmax per block summed, a causal mask of blocks alone, a stale pattern."""
-    pattern, (q, k, v) = PATTERNS[0], tensors(PATTERNS[0], 64, torch.float64)
-    want, _ = reference.attention(q, k, v, pattern)
-    seen, parts = pattern.blocks(64), 0
-    for i, j in seen.nonzero().tolist():
-        rows, cols = slice(i * BLOCK, i * BLOCK + BLOCK), slice(j * BLOCK, j * BLOCK + BLOCK)
-        part = torch.zeros_like(q)
-        part[:, rows] = reference.attention(q[:, rows], k[:, cols], v[:, cols], patterns.Dense())[0]
-        parts = parts + part
-    assert reference.error(parts, want, 1.0) > 1.0
-    causal, _ = reference.attention(q, k, v, pattern, causal=True)
-    by_block = BlockSparse([Given(block_patterns.from_mask(seen.tril()).parts[0].rows)], BLOCK)
-    assert reference.error(reference.attention(q, k, v, by_block)[0], causal, 1.0) > 0.1
-    assert reference.error(attention(q, k, v, PATTERNS[2]), want, 1.0) > 0.1
-
-
-SYSTEMS = (BlockSparseRingDilatedAttention, BlockSparseOptimized, BlockSparseTorchSparse)
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system", [ringlab.BlockSparseRingDilatedAttention, ringlab.BlockSparseOptimized, ringlab.BlockSparseTorchSparse]
+)
 def test_published_systems_compute_one_function(system):
-    q, k, v = tensors(PATTERNS[0], 101, torch.float64)
+    q, k, v = tensors(PATTERNS[0], 101, F64)
     dilated = BlockSparse([Segment(4), Segment(8, 2)], BLOCK)
     for causal in (False, True):
         by_lengths = system([32, 64], [1, 2], block_size=BLOCK)(q, k, v, is_causal=causal)
@@ -357,19 +297,15 @@ def test_published_systems_compute_one_function(system):
     [
         ({}, "takes segment_lengths and dilation_rates, or density, or pattern: one of them"),
         ({"density": 0.1, "pattern": PATTERNS[0]}, "one of them"),
-        ({"density": 0}, r"density must be in \(0, 1\], got 0"),
         ({"segment_lengths": [32], "dilation_rates": [1, 2]}, "differ in length: 1 and 2"),
         ({"segment_lengths": [100], "dilation_rates": [1], "block_size": 64}, "100 is no multiple of the block size"),
         ({"pattern": patterns.Dense()}, "pattern must be a BlockSparse"),
-        ({"density": 0.1, "block_size": 0}, "block_size must be a positive integer up to 2..40, got 0"),
     ],
 )
 def test_published_systems_refuse_in_one_line(arguments, why):
     with pytest.raises(ValueError, match=why) as failure:
-        BlockSparseOptimized(**arguments)
+        ringlab.BlockSparseOptimized(**arguments)
     assert "\n" not in str(failure.value)
-    with pytest.raises(TypeError, match="cannot honour 'sparsity_ratio': it changed nothing in the original"):
-        BlockSparseOptimized(density=0.1, sparsity_ratio=0.9)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -383,5 +319,5 @@ def test_plans_show_just_the_patterns_pairs(causal):
 def test_patterns_are_drawn():
     assert patterns.show(patterns.Dilated([2, 4], [1, 2]), 4) == "███ \n██  \n█ ██\n  ██"
     assert patterns.show(patterns.Dense(), 3, causal=True) == "█  \n██ \n███"
-    lines = patterns.show(block_patterns.local_global(1, 1), 1 << 14, width=32).split("\n")
+    lines = patterns.show(blocks.local_global(1, 1), 1 << 14, width=32).split("\n")
     assert [len(line) for line in lines] == [32] * 32 and lines[20][20] in "▒▓█" and lines[20][5] == " "

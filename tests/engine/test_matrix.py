@@ -3,27 +3,10 @@
 import random
 from dataclasses import replace
 
+import matrix
 import pytest
-import torch
-from matrix import (
-    BF16,
-    BLOCK_SPARSE,
-    DILATED,
-    F16,
-    F32,
-    F64,
-    LADDER,
-    PATTERNS,
-    Case,
-    all_wrong,
-    any_case,
-    fits,
-    judged,
-    layouts,
-    paths,
-    wrong,
-)  # fmt: skip
-from ringlab import Adaptive, BlockSparse, Dense, Execution, blocks, kernels
+from matrix import BF16, BLOCK_SPARSE, DILATED, F16, F32, F64, LADDER, PATTERNS, Case, all_wrong, paths
+from ringlab import Adaptive, BlockSparse, Dense, Execution, blocks
 from ringlab.ring import SCHEMES, contiguous
 
 ADAPTIVE = Adaptive(8, 3)
@@ -32,15 +15,15 @@ BOTH = pytest.mark.parametrize("causal", [False, True])
 
 
 @BOTH
-@pytest.mark.parametrize("dtype, shape", [(F64, SHAPES[0]), (F32, SHAPES[1])], ids=["float64", "float32"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_every_path(pattern, dtype, shape, causal):
-    """In exact dtypes; the last block and segment are short."""
-    assert not all_wrong(paths(Case(pattern, dtype=dtype, causal=causal, **shape)))
+def test_every_path(pattern, causal):
+    """In float64, causal also in float32; the last block and segment are short."""
+    assert not all_wrong(paths(Case(pattern, dtype=F64, causal=causal, **SHAPES[causal])))
+    assert not causal or not all_wrong(paths(Case(pattern, dtype=F32, causal=causal, **SHAPES[0])))
 
 
 @pytest.mark.parametrize("dtype, causal", [(BF16, False), (BF16, True), (F16, True)], ids=str)
-@pytest.mark.parametrize("pattern", [Dense(), *DILATED[:3], *BLOCK_SPARSE[:2], BLOCK_SPARSE[9]], ids=str)
+@pytest.mark.parametrize("pattern", [Dense(), *DILATED[:2], BLOCK_SPARSE[0], BLOCK_SPARSE[9]], ids=str)
 def test_every_path_in_half_precision(pattern, dtype, causal):
     """At most twice the error of one dense call."""
     if isinstance(pattern, BlockSparse):  # the last block is of 5 rows
@@ -50,7 +33,7 @@ def test_every_path_in_half_precision(pattern, dtype, causal):
 
 @pytest.mark.parametrize("pattern", [Dense(), *DILATED, blocks.local_global(1, 1, block_size=1)], ids=str)
 def test_every_length(pattern):
-    cases = [Case(pattern, n, causal=n % 2 > 0, d=8) for n in (*range(1, 42), 64, 127, 300, 301)]
+    cases = [Case(pattern, n, causal=n % 2 > 0, d=8) for n in (*range(1, 21), 30, 36, 37, 40, 41, 64, 127, 300)]
     assert not all_wrong(replace(case, execution=Execution(gather=case.n % 3 == 0)) for case in cases)
 
 
@@ -72,13 +55,13 @@ def test_blocks_chosen_by_content(dtype, weighted, causal):
 def test_ranks(ranks, scheme, causal):
     """Every pattern in turn over every layout, in float64, and every third case in float32."""
     cases = []
-    for layout in [*layouts(101, ranks), *layouts(59, ranks)]:
-        for pattern in [p for p in PATTERNS if fits(p, layout, causal, scheme)]:
+    for layout in [*matrix.layouts(101, ranks), *matrix.layouts(59, ranks)]:
+        for pattern in [p for p in PATTERNS if matrix.fits(p, layout, causal, scheme)]:
             heads, kv_heads = [(4, 2), (6, 2), (5, 1), (4, 4)][len(cases) % 4]
             more = {"batch": 1 + len(cases) % 2, "lse_cotangent": len(cases) % 5 > 0}
             cases.append(Case(pattern, layout.n, F64 if len(cases) % 3 else F32, causal, heads=heads, kv_heads=kv_heads,
                               d=8, layout=layout, scheme=scheme, **more))  # fmt: skip
-    assert not all_wrong(cases[:: 1 + len(cases) // 11])
+    assert not all_wrong(cases[:: 1 + len(cases) // 7])
 
 
 @BOTH
@@ -88,7 +71,7 @@ def test_ranks_of_blocks_chosen_by_content(ranks, weighted, causal):
     n = 16 * ranks if ranks > 1 else 37
     for dtype in (F64, F32, BF16):
         case = Case(ADAPTIVE, n * (4 if dtype == BF16 else 2), dtype, causal, batch=2, weighted=weighted)
-        assert not wrong(replace(case, layout=contiguous(case.n, ranks))), dtype
+        assert not matrix.wrong(replace(case, layout=contiguous(case.n, ranks))), dtype
 
 
 @pytest.mark.parametrize("pattern", [Dense(), LADDER, blocks.local_global(1, 1, block_size=32)], ids=str)
@@ -96,29 +79,16 @@ def test_ranks_of_blocks_chosen_by_content(ranks, weighted, causal):
 def test_ranks_in_half_precision(scheme, pattern):
     cases = [Case(pattern, 256, dtype, causal, layout=contiguous(256, 4), scheme=scheme)
              for dtype, causal in ((BF16, True), (F16, False))]  # fmt: skip
-    assert not all_wrong(c for c in cases if fits(pattern, c.layout, c.causal, scheme))
+    assert not all_wrong(c for c in cases if matrix.fits(pattern, c.layout, c.causal, scheme))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_cases(seed):
     """Every axis at random, with scales of either sign and zero."""
     rng, few = random.Random(seed), 0
-    for _ in range(24):
-        case = any_case(rng)
-        if case.dtype in (BF16, F16) and int((judged(case)[3]["dq"] != 0).any(-1).sum()) < 64:
+    for _ in range(20):
+        case = matrix.any_case(rng)
+        if case.dtype in (BF16, F16) and int((matrix.judged(case)[3]["dq"] != 0).any(-1).sum()) < 64:
             case, few = replace(case, dtype=F32), few + 1  # twice a typical rounding needs a sample of rows
-        assert not (missed := wrong(case)), (case, missed)
+        assert not (missed := matrix.wrong(case)), (case, missed)
     assert few <= 8
-
-
-@pytest.mark.parametrize("name", kernels.KERNELS)
-def test_every_kernel_of_this_device(name):
-    """Where a GPU is, its kernels; here on a CPU `test_every_path` has run them already."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    cases = [Case(p, 229, dtype, causal, device="cuda", d=32) for p in (Dense(), *DILATED, *BLOCK_SPARSE[:2])
-             for dtype in (F32, BF16, F16) for causal in (False, True)]  # fmt: skip
-    cases = [how for case in cases for how in paths(case) if how.backend == name]
-    if not cases:
-        pytest.skip(f"{name} does not run on this GPU")
-    assert not all_wrong(cases)

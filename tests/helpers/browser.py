@@ -1,6 +1,6 @@
 """JupyterLab and a headless Chromium for the tests: a server on a free port, and a page driven through DevTools."""
 
-import base64
+import contextlib
 import json
 import os
 import shutil
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,23 @@ LIB = Path(__file__).resolve().parents[2] / "lib"
 TOKEN = "a-token-of-the-tests"
 
 
-@contextmanager
+def browser() -> list[str]:
+    """The command of a Chromium; the test is skipped where there is none, or nothing to drive it with."""
+    pytest.importorskip("websocket", reason="driving a browser needs websocket-client")
+    try:
+        return pdf.chromium()
+    except places.UsageError as error:
+        pytest.skip(str(error))
+
+
+@contextlib.contextmanager
 def ended(command, **more):
     """A process in a group of its own, which ends with the block."""
     process = subprocess.Popen(command, start_new_session=True, **more)
     try:
         yield process
     finally:
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(10)
@@ -44,7 +52,7 @@ def until(found, seconds: float, what: str):
     return value
 
 
-@contextmanager
+@contextlib.contextmanager
 def jupyterlab(folder: Path, notebook: Path, startup: str):
     """JupyterLab over a copy of a notebook in ``folder``, with settings of its own; yields the notebook's address.
 
@@ -96,23 +104,17 @@ class Page:
     def until(self, expression: str, seconds: float = 60):
         return until(lambda: self.js(expression), seconds, f"{expression} in the page")
 
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
+@contextlib.contextmanager
+def chromium(browser: list[str], folder: Path, url: str):
+    """A headless Chromium that shows an address."""
+    import websocket
 
-@contextmanager
-def chromium(folder: Path, url: str, size: str = "1280,2400"):
-    """A headless Chromium that shows an address; the test is skipped where there is none."""
-    websocket = pytest.importorskip("websocket", reason="driving a browser needs websocket-client")
-    try:
-        browser = pdf.chromium()
-    except places.UsageError as error:
-        pytest.skip(str(error))
     profile = folder / "chromium"
     command = [
         *browser, "--headless=new", "--disable-gpu", "--remote-debugging-port=0", "--remote-allow-origins=*",
         "--no-first-run", "--disable-background-networking", "--disable-extensions", f"--user-data-dir={profile}",
-        f"--window-size={size}", *(["--no-sandbox"] if os.geteuid() == 0 else []), url,
+        "--window-size=1280,2400", *(["--no-sandbox"] if os.geteuid() == 0 else []), url,
     ]  # fmt: skip
     with ended(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         port = profile / "DevToolsActivePort"
@@ -124,11 +126,5 @@ def chromium(folder: Path, url: str, size: str = "1280,2400"):
                 pages = [p for p in json.load(answer) if p["type"] == "page"]
             return pages and pages[0]["webSocketDebuggerUrl"]
 
-        socket = websocket.create_connection(until(page, 30, "page"), timeout=60)
-        try:
-            yield (shown := Page(socket))
-        except BaseException:
-            shown.screenshot(folder / "failed.png")
-            raise
-        finally:
-            socket.close()
+        with contextlib.closing(websocket.create_connection(until(page, 30, "page"), timeout=60)) as socket:
+            yield Page(socket)

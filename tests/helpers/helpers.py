@@ -13,6 +13,9 @@ class Stained(MemoryPool):
     def __init__(self):
         super().__init__(threshold_bytes=0)
 
+    def __repr__(self) -> str:
+        return "STAINED"
+
     def lend(self, *args, **kwargs):
         return super().lend(*args, **kwargs).fill_(torch.nan)
 

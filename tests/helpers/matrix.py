@@ -6,27 +6,18 @@ import functools
 import random
 from dataclasses import dataclass, replace
 
+import ringlab
 import torch
 from helpers import NAMES, STAINED, errors
-from ringlab import (
-    Adaptive,
-    BlockSparse,
-    Dense,
-    Dilated,
-    Execution,
-    Simulated,
-    adaptive_attention,
-    attention,
-    kernels,
-    reference,
-)
+from ringlab import Adaptive, BlockSparse, Dense, Dilated, Execution, Simulated, attention, kernels, reference
 from ringlab import blocks as presets
-from ringlab.block_patterns import Coarse, Global, Random, Segment, Strided, Window
+from ringlab.blocks import Coarse, Global, Random, Segment, Strided, Window
 from ringlab.patterns import MIXINGS, OFFSETS
-from ringlab.ring import Layout, contiguous, hilbert, striped, uneven, zigzag
+from ringlab.ring import SCHEMES, Layout, contiguous, hilbert, striped, uneven, zigzag
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 HALF = (BF16, F16)
+MEMORY = ("contiguous", "heads first", "packed", "every other")  # how q, k, v and the cotangent of out are strided
 BLOCK = 8
 LADDER = Dilated([12, 36], [1, 2])
 DILATED = [
@@ -74,8 +65,7 @@ class Case:
     scale: float | None = None
     weighted: bool = False  # an adaptive pattern whose logits are given
     lse_cotangent: bool = True
-    transposed: bool = False  # (b, h, n, d) memory
-    device: str = "cpu"
+    memory: str = "contiguous"  # one of MEMORY
     seed: int = 0
     execution: Execution = Execution()
     backend: str = "auto"
@@ -83,12 +73,12 @@ class Case:
     scheme: str = "auto"
 
     def call(self, q, k, v, z=None, group=None):
-        """out, lse; ``group`` None: the simulated one."""
+        """out, lse. ``group``: instead of the simulated one; the tensors are then shards."""
         how = {"causal": self.causal, "scale": self.scale, "backend": self.backend, "return_lse": True}
         if self.layout is not None:
-            how["group"] = Simulated(self.layout.ranks) if group is None else group
+            how["group"] = group or Simulated(self.layout.ranks)
         if isinstance(self.pattern, Adaptive):
-            return adaptive_attention(q, k, v, self.pattern, z, **how)
+            return ringlab.adaptive_attention(q, k, v, self.pattern, z, **how)
         if self.layout is not None:
             how |= {"scheme": self.scheme, "layout": self.layout}
         return attention(q, k, v, self.pattern, execution=self.execution, **how)
@@ -116,68 +106,61 @@ def drawn(case: Case):
         return torch.randn(shape, generator=generator, dtype=F64)
 
     def rows(heads):
-        if case.transposed:
-            return draw(case.batch, heads, case.n, case.d).to(case.device, case.dtype).transpose(1, 2)
-        return draw(case.batch, case.n, heads, case.d).to(case.device, case.dtype)
+        t = draw(case.batch, case.n, heads, case.d).to(case.dtype)
+        if case.memory == "heads first":
+            return t.transpose(1, 2).contiguous().transpose(1, 2)
+        if case.memory == "packed":
+            return torch.cat([t, t], 3)[..., : case.d]
+        return t.repeat_interleave(2, 3)[..., ::2] if case.memory == "every other" else t
 
     inputs, dout = [rows(h) for h in (case.heads, case.kv_heads, case.kv_heads)], rows(case.heads)
     accumulated = F32 if case.dtype in HALF else case.dtype
-    dlse = draw(case.batch, case.heads, case.n).to(case.device, accumulated)
+    dlse = draw(case.batch, case.heads, case.n).to(accumulated)
     if case.weighted:
         count = case.pattern.count(case.n)
-        inputs.append(draw(case.batch, case.heads, count, count).to(case.device, accumulated))
+        inputs.append(draw(case.batch, case.heads, count, count).to(accumulated))
     return inputs, dout, dlse
 
 
 @functools.lru_cache(maxsize=64)
 def _judged(case: Case):
-    """Inputs, what the reference gives, and the error that each result may have."""
+    """Inputs, cotangents, what the reference gives, and the error that each result may have."""
     inputs, dout, dlse = drawn(case)
-    q, k, v = inputs[:3]
-    order = None
-    exact = [t.double() for t in inputs]
-    if case.layout is not None and case.layout.grid is not None:  # the sequence in the order of the curve
+    order = torch.arange(case.n)
+    if case.layout is not None:  # a Hilbert layout: the pattern runs along the curve
         order = torch.cat([case.layout.positions(r) for r in range(case.layout.ranks)])
-        exact, dlse_, dout_ = [t[:, order] for t in exact], dlse[:, :, order], dout[:, order]
-    else:
-        dlse_, dout_ = dlse, dout
-    exact = [t.requires_grad_() for t in exact]
+    exact = [*(t[:, order] for t in inputs[:3]), *inputs[3:]]
+    exact = [t.double().requires_grad_() for t in exact]
     if isinstance(case.pattern, Adaptive):
         out, lse = adaptive_reference(case, *exact)
+        fewest = presets.sliding_window(0, block_size=case.pattern.block_size) if case.weighted else None
     else:
         out, lse = reference.attention(*exact, case.pattern, causal=case.causal, scale=case.scale)
-    want = differentiated(out, lse, exact, dout_, dlse_ if case.lse_cotangent else None)
-    if order is not None:
-        back = order.argsort()
-        want = {name: t[:, :, back] if name == "lse" else t[:, back] for name, t in want.items()}
-    fewest = presets.sliding_window(0, block_size=case.pattern.block_size) if case.weighted else case.pattern
-    fewest = None if isinstance(fewest, Adaptive) else fewest
-    bounds = reference.tolerance(q, k, v, dout, pattern=fewest, causal=case.causal, scale=case.scale)
-    if case.weighted:
-        bounds["dz"] = max(bounds["dq"], bounds["dk"])
+        fewest = case.pattern
+    want = differentiated(out, lse, exact, dout[:, order], dlse[:, :, order] if case.lse_cotangent else None)
+    back = order.argsort()
+    want = {name: t if name == "dz" else t[:, :, back] if name == "lse" else t[:, back] for name, t in want.items()}
+    bounds = reference.tolerance(*inputs[:3], dout, pattern=fewest, causal=case.causal, scale=case.scale)
+    bounds["dz"] = max(bounds["dq"], bounds["dk"])
     return inputs, dout, dlse, want, bounds
 
 
 def judged(case: Case):
-    """As ``_judged``, which does not depend on how the case is run."""
+    """As ``_judged``, once for all the ways to run a case: only a Hilbert layout changes what is right."""
     layout = case.layout if case.layout is not None and case.layout.grid is not None else None
     return _judged(replace(case, execution=Execution(), backend="auto", scheme="auto", layout=layout))
 
 
-def compared(case: Case, found: dict) -> dict[str, tuple[float, float]]:
-    """(error, bound) of each result that misses its bound."""
-    (q, k, *_), dout, _, want, bounds = judged(case)
-    apart = errors(found, want, q, k, dout, case.scale)
-    missed = {name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]}
-    if found["out"].dtype != case.dtype or found["dk"].shape != k.shape or found["dk"].dtype != case.dtype:
-        missed["dtype or shape"] = (found["out"].dtype, found["dk"].shape)
-    return missed
-
-
 def wrong(case: Case) -> dict[str, tuple[float, float]]:
     """Run a case: (error, bound) of each result that misses its bound, {} where all is right."""
-    inputs, dout, dlse, *_ = judged(case)
-    return compared(case, case.run(inputs, dout, dlse))
+    inputs, dout, dlse, want, bounds = judged(case)
+    (q, k, *_), found = inputs, case.run(inputs, dout, dlse)
+    apart = errors(found, want, q, k, dout, case.scale)
+    missed = {name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]}
+    dtypes = {name: dlse.dtype if name in ("lse", "dz") else case.dtype for name in found}
+    if found["dk"].shape != k.shape or {name: t.dtype for name, t in found.items()} != dtypes:
+        missed["dtype or shape"] = {name: (t.dtype, t.shape) for name, t in found.items()}
+    return missed
 
 
 def all_wrong(cases) -> dict[str, dict]:
@@ -191,7 +174,7 @@ def all_wrong(cases) -> dict[str, dict]:
 
 def paths(case: Case) -> list[Case]:
     """The case by every path of its pattern on one device that serves its dtype."""
-    names = [name for name, runs, _, _ in kernels.table(case.device, case.dtype, case.d, causal=case.causal) if runs]
+    names = [name for name, runs, _, _ in kernels.table("cpu", case.dtype, case.d, causal=case.causal) if runs]
     how = [replace(case, backend=name) for name in names]
     if isinstance(case.pattern, Adaptive):
         return how
@@ -233,14 +216,12 @@ def layouts(n: int, ranks: int) -> list[Layout]:
 
 
 def any_layout(rng: random.Random, ranks: int, n: int) -> Layout:
-    kind = rng.choice(["contiguous", "zigzag", "striped", "uneven", "hilbert"])
-    if kind == "uneven":
+    kind = rng.choice([contiguous, zigzag, striped, uneven, hilbert])
+    if kind is uneven:
         sizes = [rng.randint(0, 20) for _ in range(ranks)]
         sizes[rng.randrange(ranks)] += 1
         return uneven(sizes)
-    if kind == "hilbert":
-        return hilbert(rng.randint(1, 8), rng.randint(1, 8), ranks)
-    return {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}[kind](n, ranks)
+    return hilbert(rng.randint(1, 8), rng.randint(1, 8), ranks) if kind is hilbert else kind(n, ranks)
 
 
 def any_dilated(rng: random.Random, longest: int = 80) -> Dilated:
@@ -251,24 +232,22 @@ def any_dilated(rng: random.Random, longest: int = 80) -> Dilated:
 
 def any_case(rng: random.Random) -> Case:
     """Every axis at random, as far as they go together."""
-    n = rng.choice([rng.randint(1, 80), rng.randint(100, 300), rng.choice([97, 131, 257])])
-    kinds = any_dilated(rng, rng.choice([80, 400])), Dense(), rng.choice(BLOCK_SPARSE[:-1])
+    some = rng.choice
+    kinds = any_dilated(rng, some([80, 400])), Dense(), replace(some(BLOCK_SPARSE[:-1]), block_size=some([2, 5, 8]))
     pattern = rng.choices(kinds, [7, 1, 2])[0]
-    if isinstance(pattern, BlockSparse):
-        pattern, n = replace(pattern, block_size=rng.choice([2, 5, 8])), max(n, 40)
+    execution = Execution(gather=some([False, False, True]), cache=some([False, True]), pool=some([False, True]),
+                          tile=some([None] * 4 + [16, 33, 100]), results=some([True, STAINED]))  # fmt: skip
     kv_heads = rng.randint(1, 4)
     case = Case(
-        pattern, n, rng.choice((F64, F32, F32, BF16, F16)), rng.random() < 0.5, rng.choice([1, 1, 2, 3]),
-        kv_heads * rng.choice([1, 1, 2, 3]), kv_heads, rng.choice([8, 16, 32]),
-        rng.choice([None] * 6 + [0.3] * 4 + [-0.2] * 4 + [0.0]), lse_cotangent=rng.random() < 0.5,
-        transposed=rng.random() < 0.2, seed=rng.randrange(1000), backend=rng.choice(["auto", "eager"]),
-        execution=Execution(rng.random() < 0.3, rng.random() < 0.5, rng.random() < 0.5,
-                            tile=rng.choice([None] * 4 + [16, 33, 100]), results=rng.choice([True, STAINED])),
+        pattern, n=max(some([rng.randint(1, 80), rng.randint(100, 200)]), 40 * isinstance(pattern, BlockSparse)),
+        dtype=some([F64, F32, F32, BF16, F16]), causal=some([False, True]), batch=some([1, 1, 2, 3]),
+        heads=kv_heads * some([1, 1, 2, 3]), kv_heads=kv_heads, d=some([8, 16, 32]),
+        scale=some([None, None, 0.3, -0.2, 0.0]), lse_cotangent=some([False, True]), memory=some(MEMORY),
+        seed=rng.randrange(1000), execution=execution, backend=some(["auto", "eager"]),
     )  # fmt: skip
-    if rng.random() < 0.5:
+    if some([False, True]):
         return case
-    layout = any_layout(rng, rng.choice([1, 2, 3, 4]), rng.randint(40, 80))
-    scheme = rng.choice(["plan", "ring", "all_gather", "ulysses", "auto"])
+    layout, scheme = any_layout(rng, some([1, 2, 3, 4]), rng.randint(40, 80)), some([*SCHEMES, "auto"])
     heads = case.heads * (layout.ranks if scheme in ("ulysses", "auto") else 1)
     case = replace(case, n=layout.n, layout=layout, scheme=scheme, heads=heads)
     return case if fits(pattern, layout, case.causal, scheme) else replace(case, pattern=Dense(), causal=False)

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import random
 import textwrap
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -23,44 +23,47 @@ from traitlets.config import Config
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "optimization_results.ipynb"
 CPU = hardware.Machine(cpu_model="a CPU", cores=2, ram_bytes=16 * 2**30, torch="2.13.0+cpu")
-
-
-def seconds_of(point: Point) -> float:
-    """A plausible time, so that pages made from it look like real ones."""
-    if point.system == "sgemm":
-        return 2 * point.seq_len**3 / 1.2e11
-    work = cost_of(point).flops / 1.0e11
-    s = dict(point.options)
-    slow = 1.6 if s.get("gather") else 1.0
-    slow *= 2.4 if s.get("backend") == "eager" else 1.0
-    slow *= 1.1 if point.system == "copying" else 1.0
-    return work * slow * (1.3 if point.dtype == "float16" else 1.0) + 2e-4
+GOOD = dict(system="ringlab", pattern=patterns.Dilated([4, 8], [1, 2]), seq_len=64, heads=2, head_dim=8)
 
 
 def made_up(point: Point, group: Group, rehearsal: bool, rounds: int = 10, **changes) -> Result:
-    """An ok Result with samples; kernels that need a GPU are refused as the real ones are."""
+    """An ok Result with plausible samples; kernels that need a GPU are refused as the real ones are."""
     where = {"device": "cpu", "device_name": "a CPU", "device_memory_bytes": 16 * 2**30, "commit": "0" * 40}
     where |= {"dirty": False, "torch": "2.13.0+cpu", "machine": "made up", "interleaved": group.interleave}
     base = {"point": point, "group": group.name, "rehearsal": rehearsal, "provenance": where}
     base |= {"composition": group.composition(point), "run": hashlib.sha256(group.name.encode()).hexdigest()[:12]}
-    backend = dict(point.options).get("backend", "auto")
+    options = dict(point.options)
+    backend = options.get("backend", "auto")
     if backend not in ("auto", "eager", "cpu_flash"):
         return Result(**base, status="unsupported", reason=f"backend {backend!r} cannot run on cpu: needs CUDA")
+    if point.system == "sgemm":
+        t, floor, cost = 2 * point.seq_len**3 / 1.2e11, 12 * point.seq_len**2, {}
+    else:
+        work = cost_of(point)
+        slow = (1.6 if options.get("gather") else 1.0) * (2.4 if backend == "eager" else 1.0)
+        slow *= (1.1 if point.system == "copying" else 1.0) * (1.3 if point.dtype == "float16" else 1.0)
+        t, floor, cost = slow * work.flops / 1.0e11 + 2e-4, work.floor_bytes, {"flops": work.flops}
     noise = random.Random(point.id)
-    t = seconds_of(point)
     taken = tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds)) if group.timed else ()
-    found = stats.summary(taken) if taken else None
-    floor = 12 * point.seq_len**2 if point.system == "sgemm" else cost_of(point).floor_bytes
     names = ["out", "lse"] + (["dq", "dk", "dv"] if point.passes != "fwd" else [])
     fields = {
         "status": "ok", "seconds": taken, "errors": dict.fromkeys(names, 4e-7), "tolerance": dict.fromkeys(names, 5e-6),
         "memory": {"floor_bytes": floor, "tracked_peak_bytes": int(1.12 * floor), "high_water_bytes": 2 * floor},
-        "cost": {} if point.system == "sgemm" else {"flops": cost_of(point).flops},
-        "bound_seconds": 0.6 * t, "share": 0.81 if point.system == "ringlab" else None,
+        "cost": cost, "bound_seconds": 0.6 * t, "share": 0.81 if point.system == "ringlab" else None,
     }  # fmt: skip
-    if found:
+    if taken:
+        found = stats.summary(taken)
         fields |= {"median": found.median, "q1": found.q1, "q3": found.q3, "ci": found.ci}
     return Result(**{**base, **fields, **changes})
+
+
+def longer(r: Result, factor: float, **changes) -> Result:
+    """The row with all of its times ``factor`` times as long; one without times as it is."""
+    if not r.seconds:
+        return r
+    scaled = {k: getattr(r, k) * factor for k in ("median", "q1", "q3")}
+    seconds, ci = (tuple(x * factor for x in getattr(r, k)) for k in ("seconds", "ci"))
+    return replace(r, seconds=seconds, ci=ci, **scaled, **changes)
 
 
 def write_rows(folder: Path, results) -> None:
@@ -112,6 +115,8 @@ class Shown:
         assert alt.strip() and caption.strip()
         self.texts += [caption, alt]
         self._keep(data)
+        if fig is not None:
+            figures.plt.close(fig)
 
 
 def run_in_this_process(source, target, parameters, **_):
@@ -130,9 +135,6 @@ def run_in_this_process(source, target, parameters, **_):
     InteractiveShell.clear_instance()
     atexit.unregister(shell.atexit_operations)  # a quarter of a second each
     return nb
-
-
-GOOD = dict(system="ringlab", pattern=patterns.Dilated([4, 8], [1, 2]), seq_len=64, heads=2, head_dim=8)
 
 
 def two_points(profile=None, device="cpu", rehearsal=False):
@@ -156,52 +158,3 @@ def notebook(path: Path, *cells: str) -> Path:
         cell.id = f"cell-{i}"
     nbformat.write(nb, path)
     return path
-
-
-# `python -m ringlab report` on rows that are there already, with another notebook: a process for each reports/ folder,
-# forked after the imports, which take longer than all else. Prints their exit codes.
-COMMAND = """
-import functools, json, os, signal, sys
-from pathlib import Path
-from ringlab import cli, measure
-from ringlab.measure import provenance
-from ringlab.report import driver
-measure.run = lambda *a, **k: []
-provenance.code_hash = lambda *_: "this code"
-page, *folders = sys.argv[1:]
-driver.run = functools.partial(driver.run, notebooks=[Path(page)], suite=lambda *a, **k: [])
-signal.signal(signal.SIGINT, signal.default_int_handler)
-children = []
-for reports in folders:
-    children.append(os.fork())
-    if not children[-1]:
-        sys.exit(cli.main(["report", "--profile", "cpu", "--reports", reports]))
-print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
-"""
-
-
-class Page(HTMLParser):
-    """Tags and attributes of a page, and the table rows with their text."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags, self.rows, self.titles, self.inside = [], [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self.inside.append(tag)
-        if tag == "tr":
-            self.rows.append("")
-        if tag in ("h1", "h2", "h3", "title"):
-            self.titles.append("")
-
-    def handle_endtag(self, tag):
-        if tag in self.inside:
-            self.inside = self.inside[: len(self.inside) - 1 - self.inside[::-1].index(tag)]
-
-    def handle_data(self, data):
-        if "tbody" in self.inside and self.rows:
-            self.rows[-1] += data
-        if {"h1", "h2", "h3", "title"} & set(self.inside):
-            self.titles[-1] += data

@@ -9,15 +9,14 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from reporting import made_up, whole_suite, write_rows
+from reporting import made_up, write_rows
 from ringlab import cli
 from ringlab.measure import Group, Point, ratio, stats
 from ringlab.patterns import Dilated
 from ringlab.report import compare_chance
-from ringlab.report.compare import compare
-from ringlab.report.compare_sides import read_side
 from started import make
 
 PATTERN = Dilated([64, 128], [1, 2])
@@ -37,12 +36,6 @@ def rows(scale=1.0, noise=0.01, seed=0, group=GROUP, rounds=10, about=None, **ch
         r = replace(r, bound_seconds=None, provenance={**r.provenance, "threads": 2, "method": "m", **(about or {})})
         found.append(replace(r, **changes))
     return found
-
-
-@pytest.fixture(autouse=True)
-def fewer_resamples(monkeypatch):
-    """Intervals a little coarser, and in a tenth of the time."""
-    monkeypatch.setattr(stats, "RESAMPLES", 200)
 
 
 @pytest.fixture
@@ -86,11 +79,28 @@ def test_identical_rows_differ_in_nothing(side, call):
     assert code == 0 and "check passed: of 8 rows none is significantly slower than b by more than 10 %" in out
 
 
-def test_another_run_of_the_same_differs_in_nothing(side, call):
-    side("a", rows(noise=0.04)), side("b", rows(noise=0.04, seed=2))
-    code, out, _ = call("compare", "a", "b")
-    assert code == 0 and "not significant in 8." in out
-    assert call("check", "b", "--against", "a", "--tolerance", "0")[0] == 0
+# One call in three groups, a fifth apart: a row that is a fifth slower says nothing of the code.
+UNEVEN = [(f"other {i}", f) for i, f in enumerate((1.0, 1.2, 0.8))]
+
+
+@pytest.mark.parametrize("noise, factor, more, said", [
+    (0.04, 1.0, [], ""),
+    (0.25, 1.2, [], ""),  # medians lie about 20 % apart, and so do the samples of one run
+    (0.01, 1.2, UNEVEN, "One call differed by 21 % from group to group in base: in the intervals."),
+    (0.01, 1.2, ["twins"], "The same work differed by up to 1.30 within a run; no smaller factor counts."),
+], ids=["alike", "noisy", "uneven pace", "A/A control"])  # fmt: skip
+def test_a_difference_that_the_noise_explains_is_none(side, call, noise, factor, more, said):
+    base = rows(noise=noise)
+    if more == ["twins"]:
+        pair = Group("twins", (GROUP.points[0], GROUP.points[0].but(options={"twin": 1})))
+        base += rows(lambda p: 1.3 if dict(p.options) else 1.0, noise=0.001, group=pair)
+    else:
+        base += [r for name, pace in more for r in rows(pace, group=replace(GROUP, name=name))]
+    side("base", base), side("now", rows(factor, noise=noise, seed=2))
+    code, out, _ = call("check", "base", "--against", "now")
+    assert code == 0 and "not significant in 8." in out and said in out
+    if noise == 0.25:
+        assert float(re.search(r"only from a factor of (\S+) on", out)[1]) > 1.3
 
 
 def test_rows_that_are_slower_are_named_and_fail(side, call):
@@ -124,43 +134,11 @@ def test_a_small_difference_is_one_and_within_the_tolerance_no_failure(side, cal
     assert call("check", "base", "--against", "now", "--tolerance", "0.03")[0] == 1
 
 
-def test_a_large_difference_of_noisy_rows_is_none(side, call):
-    """Their medians lie about 20 % apart, and so do the samples of one run."""
-    side("base", rows(noise=0.25)), side("now", rows(1.2, noise=0.25, seed=2))
-    code, out, _ = call("check", "base", "--against", "now")
-    assert code == 0 and "not significant in 8." in out
-    assert float(re.search(r"only from a factor of (\S+) on", out)[1]) > 1.3
-
-
-def test_the_same_work_differing_within_a_run_widens_every_row(side, call):
-    point = GROUP.points[0]
-    pair = Group("twins", (point, point.but(options={"twin": 1})))
-    twins = rows(lambda p: 1.3 if dict(p.options) else 1.0, noise=0.001, group=pair)
-    side("base", rows() + twins), side("now", rows(1.2, seed=2))
-    code, out, _ = call("check", "base", "--against", "now")
-    assert code == 0 and "The same work differed by up to 1.30 within a run; no smaller factor counts." in out
-
-
-def test_an_uneven_pace_of_either_machine_widens_every_interval(side, call):
-    """One call in three groups, a fifth apart: a row that is a fifth slower says nothing of the code."""
-    uneven = [r for i, f in enumerate((1.0, 1.2, 0.8)) for r in rows(f, group=replace(GROUP, name=f"other {i}"))]
-    side("base", rows() + uneven), side("now", rows(1.2, seed=2))
-    code, out, _ = call("check", "base", "--against", "now")
-    assert code == 0 and "not significant in 8." in out
-    assert "One call differed by 21 % from group to group in base: in the intervals." in out
-
-
 def test_rows_that_are_not_quoted_enter_no_mean(side, call):
-    bad = [
-        dict(status="suspect", reason="too fast"),
-        dict(unstable=True),
-        dict(errors={}),
-        dict(bound_seconds=1e3),
-        dict(ranks={"oversubscribed": True, "threads": 1}),
-    ]
+    bad = [{"status": "suspect", "reason": "too fast"}, {"unstable": True}, {"errors": {}}, {"bound_seconds": 1e3},
+           {"ranks": {"oversubscribed": True, "threads": 1}}]  # fmt: skip
     now = [replace(r, **bad[i]) if i < len(bad) else r for i, r in enumerate(rows(9.0, seed=2))]
-    base = rows()
-    side("base", base), side("now", now)
+    side("base", rows()), side("now", now)
     code, out, _ = call("compare", "now", "base")
     assert code == 0 and "5 rows whose times are in no mean" in out and "over 3 points: 9." in out
     reasons = ("suspect: too fast", "unstable: its", "suspect: no correctness check", "is below its bound")
@@ -177,22 +155,22 @@ def test_a_row_that_fails_now_fails_the_check_unless_a_disturbed_machine_explain
 
 
 def test_bytes_that_grow_by_more_than_a_hundredth_fail(side, call):
-    def with_bytes(peak, sent, seed):
-        return [
-            replace(r, memory={**r.memory, "tracked_peak_bytes": peak}, ranks={"bytes_sent": [sent, sent]})
-            for r in rows(seed=seed, group=Group("one", GROUP.points[-1:]), unstable=bool(seed))
-        ]
+    def with_bytes(peak_mib, sent, seed):
+        held = {
+            "memory": {"floor_bytes": 1, "tracked_peak_bytes": peak_mib << 20},
+            "ranks": {"bytes_sent": [sent, sent]},
+        }
+        return rows(seed=seed, group=Group("one", GROUP.points[-1:]), unstable=bool(seed), **held)
 
-    side("base", with_bytes(100 << 20, 4096, 0))
-    for peak, sent, said in (
-        (101 << 20, 4096, None),
-        (102 << 20, 4096, "higher peak of memory, 100 MiB to 102 MiB (+2,097,152 bytes)"),
-        (99 << 20, 4200, "more bytes sent, 8 KiB to 8.20 KiB (+208 bytes)"),
+    side("base", with_bytes(100, 4096, 0))
+    for peak_mib, sent, code, said in (
+        (101, 4096, 2, "no time of now may be compared with base: now: unstable"),
+        (102, 4096, 1, "higher peak of memory, 100 MiB to 102 MiB (+2,097,152 bytes)"),
+        (99, 4200, 1, "more bytes sent, 8 KiB to 8.20 KiB (+208 bytes)"),
     ):
-        side("now", with_bytes(peak, sent, 1))  # unstable times say nothing against their bytes
-        code, out, err = call("check", "base", "--against", "now")
-        assert code == (1 if said else 2)
-        assert (said or "no time of now may be compared with base: now: unstable") in out + err
+        side("now", with_bytes(peak_mib, sent, 1))  # unstable times say nothing against their bytes
+        found = call("check", "base", "--against", "now")
+        assert found[0] == code and said in found[1] + found[2]
 
 
 def test_rows_of_which_none_can_be_compared_do_not_pass(side, call):
@@ -209,20 +187,21 @@ def test_missing_points_are_said(side, call):
     assert "Only in b, 1: ringlab, dilated [64, 128] / [1, 2], n=64 bfloat16 fwd." in out
 
 
-def test_unlike_runs_are_refused_in_one_line(side, call, tmp_path):
-    side("a", rows())
-    side("b", rows(seed=2, group=Group("lengths", tuple(p.but(dtype="bfloat16") for p in GROUP.points))))
-    refused(call("compare", "a", "b"), "a and b have no point in common")
-    side("b", rows(seed=2, rehearsal=True))
-    refused(call("compare", "a", "b"), "b is a rehearsal and a is not")
-    refused(call("check", "a", "--against", "b"), "b is a rehearsal and a is not")
-    side("b", rows(seed=2, ranks={"oversubscribed": True, "threads": 1}))
-    refused(call("compare", "b", "a"), "oversubscribed in b (8 of 8 points)")
-    side("b", rows(seed=2, about={"threads": 8}))
-    refused(call("compare", "a", "b"), "2 and 8 threads a rank on the same device (8 of 8 points)")
-    refused(call("check", "a", "--against", "b"), "2 threads a rank")
-    side("b", rows(seed=2, about={"threads": 8, "device": "cuda", "device_name": "a GPU"}))
-    assert call("compare", "a", "b")[0] == 0, "another device has threads of its own"
+@pytest.mark.parametrize("other, said", [
+    ({"group": Group("lengths", tuple(p.but(batch=2) for p in GROUP.points))}, "a and b have no point in common"),
+    ({"rehearsal": True}, "b is a rehearsal and a is not"),
+    ({"ranks": {"oversubscribed": True, "threads": 1}}, "oversubscribed in b (8 of 8 points)"),
+    ({"about": {"threads": 8}}, "2 and 8 threads a rank on the same device (8 of 8 points)"),
+])  # fmt: skip
+def test_unlike_runs_are_refused_in_one_line(side, call, other, said):
+    side("a", rows()), side("b", rows(seed=2, **other))
+    refused(call("compare", "a", "b"), said)
+    assert call("check", "a", "--against", "b")[0] == 2
+
+
+def test_another_device_has_threads_of_its_own_and_another_schema_is_refused(side, call, tmp_path):
+    side("a", rows()), side("b", rows(seed=2, about={"threads": 8, "device": "cuda", "device_name": "a GPU"}))
+    assert call("compare", "a", "b")[0] == 0
     file = tmp_path / "a" / "data" / "samples.jsonl"
     file.write_text(file.read_text().replace('"schema": 1', '"schema": 2'))
     refused(call("compare", "a", "b"), "a: rows of schema 2, this version of ringlab reads schema 1")
@@ -240,12 +219,9 @@ def test_a_check_wants_all_but_the_engine_alike(side, call, field):
 
 def test_missing_and_damaged_data_is_one_line(side, call, tmp_path):
     side("a", rows())
-    refused(
-        call("compare", "a", "h200"), "no rows of 'h200'; name a profile with rows (a), a folder with samples.jsonl"
-    )
-    refused(call("compare", "a", str(tmp_path)), "no rows of")
-    refused(call("compare", "a", ""), "no rows of ''")
-    refused(call("compare", "a", "HEAD:a"), "no rows of 'HEAD:a': not a git repository")
+    for name, said in (("h200", "; name a profile with rows (a), a folder with samples.jsonl"), ("", ""),
+                       (str(tmp_path), ""), ("HEAD:a", ": not a git repository")):  # fmt: skip
+        refused(call("compare", "a", name), f"no rows of '{name}'{said}")
     file = tmp_path / "bad.jsonl"
     for damage in (b"", b"\x00\xff\n", b"[1]\n{}\n", b'{"schema": 1, "kind": "result", "point": "x"}\n'):
         file.write_bytes(damage)
@@ -294,23 +270,8 @@ def test_a_run_beside_an_earlier_commit_of_itself(side, call, tmp_path):
     refused(call("check", "HEAD:gpu", "--against", "cpu"), "'gpu/data/samples.jsonl' does not exist in 'HEAD'")
 
 
-def test_a_run_beside_itself_and_beside_a_rehearsal(tmp_path, capsys):
-    for name in ("cpu", "gtx1080-rehearsal"):
-        write_rows(tmp_path / name / "data", whole_suite("cpu", rehearsal=name != "cpu"))
-    assert cli.main(["compare", "cpu", "gtx1080-rehearsal", "--reports", str(tmp_path)]) == 2
-    assert "gtx1080-rehearsal is a rehearsal and cpu is not" in capsys.readouterr().err
-    found = compare(*(read_side("cpu", tmp_path) for _ in range(2)))
-    assert len(found.timed) > 50 and found.mean.ci == (1.0, 1.0) and not any(p.longer or p.shorter for p in found.pairs)
-    assert all(pair.growth("peak") in (None, 1.0) for pair in found.pairs)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # how often nothing is called a difference, and how often a difference is seen
-
-
-class Row:
-    def __init__(self, run: str, seconds):
-        self.run, self.composition, self.seconds, self.rounds = run, "", seconds, range(len(seconds))
 
 
 NOISE = {
@@ -320,30 +281,31 @@ NOISE = {
 }
 
 
-def families(kind: str, samples: int, count: int, size: int, factor: float = 1.0):
-    """(differences by the 95 % interval alone, by all rows together) of each family of rows."""
+def differences(rng, kind: str, samples: int, size: int, factor: float = 1.0) -> tuple[int, int]:
+    """How many of ``size`` rows differ by their own 95 % interval alone, and by all of them together."""
+
+    def row(run: str, factor: float):
+        seconds = [factor * NOISE[kind](rng) for _ in range(samples)]
+        return SimpleNamespace(run=run, composition="", seconds=seconds, rounds=range(samples))
+
+    pairs = [(row("a", factor), row("b", 1.0)) for _ in range(size)]
+    ratios = [ratio(a, b) for a, b in pairs]
+    found = compare_chance.holm([compare_chance.chance(a, b, r) for (a, b), r in zip(pairs, ratios)])
+    return sum(r.longer or r.shorter for r in ratios), sum(p <= compare_chance.FALSE_ALARMS for p in found)
+
+
+@pytest.mark.parametrize("kind, samples, count, size", [
+    ("normal", 5, 60, 60), ("two speeds", 9, 40, 30),
+])  # fmt: skip
+def test_of_many_unchanged_rows_none_is_called_different(kind, samples, count, size):
     rng = random.Random(7)
-    for _ in range(count):
-        pairs = [[Row(run, [NOISE[kind](rng) for _ in range(samples)]) for run in "ab"] for _ in range(size)]
-        for a, _ in pairs:
-            a.seconds = [s * factor for s in a.seconds]
-        ratios = [ratio(a, b) for a, b in pairs]
-        found = compare_chance.holm([compare_chance.chance(a, b, r) for (a, b), r in zip(pairs, ratios)])
-        yield sum(r.longer or r.shorter for r in ratios), sum(p <= compare_chance.FALSE_ALARMS for p in found)
-
-
-@pytest.mark.parametrize(
-    "kind, samples, count, size", [("normal", 5, 60, 60), ("normal", 9, 40, 30), ("two speeds", 9, 40, 30)]
-)
-def test_of_many_unchanged_rows_none_is_called_different(monkeypatch, kind, samples, count, size):
-    monkeypatch.setattr(stats, "RESAMPLES", 100)
-    alone, together = zip(*families(kind, samples, count, size))
+    alone, together = zip(*(differences(rng, kind, samples, size) for _ in range(count)))
     assert sum(alone) / count > 0.8, "of so many rows some lie outside their own interval"
     assert sum(x > 0 for x in together) / count <= compare_chance.FALSE_ALARMS
 
 
 def test_of_sixty_slower_rows_each_is():
-    assert [together for _, together in families("skewed", 10, 1, 60, factor=1.3)] == [60]
+    assert differences(random.Random(7), "skewed", 10, 60, factor=1.3)[1] == 60
 
 
 def test_the_exact_distribution_of_ranks_is_that_of_all_orders():
@@ -366,8 +328,6 @@ def test_make_passes_both_on_and_wants_them():
         done = make(target, "NOENV=1", given)
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
         assert f"usage: make {target} " in done.stderr
-    listed = make("help", "NOENV=1").stdout
-    assert re.search(r"^  compare  ", listed, re.M) and re.search(r"^  check  ", listed, re.M)
 
 
 @pytest.mark.parametrize("given", ["-1", "x", "nan", "inf"])

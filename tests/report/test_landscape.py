@@ -6,23 +6,22 @@ import json
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
-from reporting import Shown, made_up
-from ringlab import attention, cost, hardware, patterns
+from made_up_suites import slower, study_of
+from reporting import Shown, longer, made_up
+from ringlab import cost, hardware, patterns
 from ringlab.measure import Group, Point, peers, suites
 from ringlab.measure.points import Result
-from ringlab.measure.systems import SYSTEMS, build
+from ringlab.measure.systems import build
 from ringlab.measure.workers import Worker
-from ringlab.report import driver, study
+from ringlab.report import study
 from ringlab.report.landscape import document, field
 
 NAME = "landscape"
 ENTRIES = {e.name: e for e in field.FIELD}
 SPEEDS = {"BigBird": 2.2, "Local and global": 1.3, "LongNet": 2.0, "FlexAttention": 1.6}  # times by its pairs
-PROFILES = [("cpu", "cpu", False), ("gtx1080", "cuda", False), ("h200", "cuda", False), ("gtx1080", "cpu", True)]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # packages of others: small stand-ins under their names, whose attention is this library's or a wrong one
@@ -71,17 +70,17 @@ ABSENT = "dilated-attention-pytorch", "torchscale", "ring-attention-pytorch"
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """install(system, wrong=..., detached=...): a stand-in package, with the metadata that pip writes."""
+    """install(system, ...): a stand-in package, or another ``source``, with the metadata that pip writes."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
-    def install(system: str, version: str = "9.1", commit: str = "", wrong: float = 1.0, detached: str = "pass"):
-        name, source = FILES[system]
+    def install(system: str, version="9.1", commit="", wrong=1.0, detached="pass", source=""):
+        name, template = FILES[system]
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in [path.parent, *path.parent.parents][: name.count("/")]:
             (folder / "__init__.py").touch()
-        path.write_text(source.format(wrong=wrong, detached=detached))
+        path.write_text(source or template.format(wrong=wrong, detached=detached))
         (path.parent / "multihead_attention.py").write_text("flash_attn_func = None\n")
         known = tmp_path / f"{peers.PEERS[system][0].replace('-', '_')}-{version}.dist-info"
         known.mkdir()
@@ -96,15 +95,16 @@ def site(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def prepared(system: str, options=(), **more) -> dict:
-    """What a worker answers that is asked to build, run and check the peer's point."""
-    point = Point(system, small(system), seq_len=64, heads=4, head_dim=8, options=options, **more)
-    return {"status": "ok"} | Worker({"point": point.to_dict(), "device": "cpu"}).answer("prepare", tolerance={})
-
-
 def small(system: str):
     kept = {"torchscale_dilated": {"offsets": "block"}}.get(system, {"mixing": "head_groups", "offsets": "branch"})
     return patterns.Dense() if system.startswith("ring") else patterns.Dilated([16, 64], [1, 4], **kept)
+
+
+def prepared(system: str, **more) -> dict:
+    """What a worker answers that is asked to build, run and check the peer's point."""
+    shape = {"pattern": small(system), "seq_len": 64, "heads": 4, "head_dim": 8}
+    settings = {"point": Point(system, **shape | more).to_dict(), "device": "cpu"}
+    return {"status": "ok"} | Worker(settings).answer("prepare", tolerance={})
 
 
 @pytest.mark.parametrize("system", peers.PEERS)
@@ -112,89 +112,63 @@ def test_a_package_that_computes_what_it_says_is_ok(site, system):
     site(system)
     assert peers.installed(system) == "9.1"
     for more in ({}, {"passes": "fwd+bwd"}, {"passes": "fwd+bwd", "causal": True}):
-        found = prepared(system, {"version": "9.1"}, **more)
+        found = prepared(system, options={"version": "9.1"}, **more)
         assert found["status"] == "ok" and found["errors"].keys() >= {"out"}, found.get("reason")
+    if system == "torchscale_dilated":
+        component = importlib.import_module("torchscale.component.multihead_attention")
+        assert component.flash_attn_func is None, "the kernel that stands in is gone afterwards"
 
 
-@pytest.mark.parametrize("system", ["dilated_attention_pytorch", "ring_attention_pytorch"])
-def test_a_package_that_computes_another_function_is_incorrect(site, system):
-    site(system, wrong=1.001)
-    found = prepared(system)
-    assert found["status"] == "incorrect" and re.match("out is off by 1.0e-03, allowed 5.0e-06", found["reason"])
+OFF, BROKEN = "out is off by 1.0e-03, allowed 5.0e-06", "import no_such_thing\n"
 
 
-def test_a_package_with_wrong_gradients_is_right_forward_and_incorrect_backward(site):
-    site("torchscale_dilated", detached="out = out + 0.1 * (q - q.detach())")
-    assert prepared("torchscale_dilated")["status"] == "ok"
-    found = prepared("torchscale_dilated", passes="fwd+bwd")
-    assert found["status"] == "incorrect" and found["reason"].startswith("dq is off by")
-
-
-@pytest.mark.parametrize("system", peers.PEERS)
-def test_an_absent_package_is_unsupported_and_says_how_to_install_it(system):
-    if peers.installed(system):
+@pytest.mark.parametrize("system, package, point, status, said", [
+    *((system, None, {}, "unsupported", f"not installed: {how}") for system, (_, how) in peers.PEERS.items()),
+    ("torchscale_dilated", {"version": "0.3.0", "commit": "1a2b3c4d5e6f"}, {"options": {"version": "0.2.0"}},
+     "unsupported", "torchscale 0.2.0 was asked for, 0.3.0+1a2b3c4 is installed"),
+    ("dilated_attention_pytorch", {"source": BROKEN}, {}, "unsupported",
+     "cannot be imported: No module named 'no_such_thing'"),
+    ("torchscale_dilated", {}, {"pattern": patterns.Dense()}, "unsupported",
+     "computes dilated lse with offsets by block, not dense"),
+    ("torchscale_dilated", {}, {"kv_heads": 2}, "unsupported", "as many K/V heads as heads, got 2 and 4"),
+    ("ring_attention_pytorch", {}, {"pattern": small("torchscale_dilated")}, "unsupported",
+     "computes dense attention, not dilated"),
+    ("dilated_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
+    ("ring_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
+    ("torchscale_dilated", {"detached": "out = out + 0.1 * (q - q.detach())"}, {"passes": "fwd+bwd"}, "incorrect",
+     "dq is off by"),
+])  # fmt: skip
+def test_an_absent_another_or_a_wrong_package_is_told_apart(site, system, package, point, status, said):
+    if package is not None:
+        site(system, **package)
+    elif peers.installed(system):
         pytest.skip(f"{system} is installed here")
-    found = prepared(system)
-    assert found["status"] == "unsupported" and found["reason"] == f"not installed: {peers.PEERS[system][1]}"
+    found = prepared(system, **point)
+    assert found["status"] == status and said in found["reason"]
+    assert "passes" not in point or prepared(system)["status"] == "ok", "right forward"
 
 
-def test_another_version_a_broken_package_and_another_function_are_refused_in_one_line(site):
-    site("torchscale_dilated", version="0.3.0", commit="1a2b3c4d5e6f")
-    assert peers.installed("torchscale_dilated") == "0.3.0+1a2b3c4"
-    assert "torchscale 0.2.0 was asked for, 0.3.0+1a2b3c4 is installed" in prepared(
-        "torchscale_dilated", {"version": "0.2.0"})["reason"]  # fmt: skip
-    with pytest.raises(ValueError, match="computes dilated lse with offsets by block, not dense"):
-        build(Point("torchscale_dilated", patterns.Dense(), seq_len=64), "cpu")
-    with pytest.raises(ValueError, match="as many K/V heads as heads, got 2 and 4"):
-        build(Point("torchscale_dilated", small("torchscale_dilated"), seq_len=64, heads=4, kv_heads=2), "cpu")
+def test_a_package_runs_on_one_device():
     with pytest.raises(ValueError, match="one device, not on 2 ranks"):
         build(Point("torchscale_dilated", small("torchscale_dilated"), seq_len=64, world_size=2), "cpu")
-    site("ring_attention_pytorch")
-    with pytest.raises(ValueError, match="computes dense attention, not dilated"):
-        build(Point("ring_attention_pytorch", small("torchscale_dilated"), seq_len=64), "cpu")
-    site("dilated_attention_pytorch")
-    Path(sys.path[0], FILES["dilated_attention_pytorch"][0]).write_text("import no_such_thing\n")
-    found = prepared("dilated_attention_pytorch")
-    assert found["status"] == "unsupported" and "cannot be imported: No module named 'no_such_thing'" in found["reason"]
 
 
-def test_the_kernel_that_stands_in_is_gone_afterwards_and_right():
-    q, k, v = torch.randn(3, 1, 96, 2, 16, dtype=torch.float64)
-    for causal in (False, True):
-        out, lse = peers._flash(q, k, v, causal)
-        want = attention(q, k, v, patterns.Dense(), causal=causal, return_lse=True)
-        assert (out - want[0]).abs().max() < 1e-12 and (lse - want[1]).abs().max() < 1e-12
-    module = type(sys)("module")
-    module.kernel = None
-    with pytest.raises(KeyError), peers._replaced(module, "kernel", 1, "cpu"):
-        assert module.kernel == 1
-        raise KeyError
-    assert module.kernel is None
-    with peers._replaced(module, "kernel", 1, "cuda"):
-        assert module.kernel is None, "a GPU runs the package's own"
+def test_a_gpu_runs_the_packages_own_kernel():
+    module = SimpleNamespace(kernel="own")
+    with peers._replaced(module, "kernel", "ours", "cuda"):
+        assert module.kernel == "own"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the suite
 
 
-@pytest.mark.parametrize("name, device, rehearsal", PROFILES)
-def test_the_suite_holds_the_field_at_a_like_number_of_keys(name, device, rehearsal):
-    timed, checked = suites.SUITES[NAME](hardware.get_profile(name), device=device, rehearsal=rehearsal)
-    assert (timed.name, timed.interleave, timed.timed, checked.timed) == (NAME, True, True, False)
-    others = {g.name for s in suites.SUITES if s != NAME for g in suites.SUITES[s](
-        hardware.get_profile(name), device=device, rehearsal=rehearsal)}  # fmt: skip
-    assert not others & {timed.name, checked.name}, "rows are told apart by their groups' names"
-    ns = sorted({p.seq_len for p in timed.points})
-    assert ns == ([1024, 4096] if rehearsal else [1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536])
-    assert {p.system for p in timed.points} == {"dense_sdpa", "ringlab", *peers.PEERS, *([] if rehearsal else ["flex"])}
-    assert all(p.system in SYSTEMS and Point.from_dict(p.to_dict()) == p for p in (*timed.points, *checked.points))
-    for p in timed.points:
-        if p.system in ("ringlab", "flex"):
-            keys = field.density(p) * p.seq_len
-            assert 270 <= keys <= 460, f"{p.label()}: {keys} keys a query"
-    assert {(p.passes, p.causal, p.seq_len) for p in checked.points} == {("fwd+bwd", False, ns[0])}
-    assert {p.system for p in checked.points} == {"dense_sdpa", "ringlab"} and len(checked.points) == 5
+@pytest.mark.parametrize("name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")])
+def test_the_suite_holds_the_field_at_a_like_number_of_keys(name, device):
+    points = [p for g in suites.SUITES[NAME](hardware.get_profile(name), device=device) for p in g.points]
+    assert {p.system for p in points} == {"dense_sdpa", "ringlab", "flex", *peers.PEERS}
+    for p in points:
+        assert p.system not in ("ringlab", "flex") or 270 <= field.density(p) * p.seq_len <= 460, p.label()
 
 
 def test_an_installed_package_is_measured_with_its_version_beside_this_library(site):
@@ -209,7 +183,6 @@ def test_an_installed_package_is_measured_with_its_version_beside_this_library(s
     there, after = points()
     assert absent.options == () and {p.options for p in there} == {(("version", "0.3.0"),)}
     assert {(p.passes, p.causal) for p in there} == {("fwd", False), ("fwd+bwd", False), ("fwd+bwd", True)}
-    assert sorted({p.seq_len for p in there}) == [1024, 4096, 8192] and len(there) == 5
     assert all(p.but(system="ringlab", options={}) in after.points for p in there if p.passes == "fwd")
     assert before.id != after.id, "a group in which others take turns is measured anew"
 
@@ -218,91 +191,74 @@ def test_an_installed_package_is_measured_with_its_version_beside_this_library(s
 # the page
 
 
-def whole(point: Point, group: Group, rehearsal: bool) -> Result:
+def row_of(point: Point, group: Group) -> Result:
     """A made-up row; a package without a version is refused as the builder refuses it."""
     if point.system in peers.PEERS and not point.options:
         refusal = f"not installed: {peers.PEERS[point.system][1]}"
-        return replace(made_up(point, group, rehearsal, rounds=1), status="unsupported", reason=refusal,
-                       median=None, ci=None, seconds=(), rounds=(), errors={})  # fmt: skip
-    row = made_up(point.but(system="ringlab", options={}), group, rehearsal)
-    name = next((e.name for e in field.FIELD if e.system == point.system and
-                 e.pattern(point.seq_len).to_dict() == point.pattern), "")  # fmt: skip
-    slow = SPEEDS.get(name, 1.0)
-    if row.seconds:
-        row = replace(row, seconds=tuple(x * slow for x in row.seconds), ci=tuple(x * slow for x in row.ci),
-                      **{k: getattr(row, k) * slow for k in ("median", "q1", "q3")})  # fmt: skip
-    return replace(row, point=point)
+        return replace(made_up(point, group, False, rounds=1), status="unsupported", reason=refusal, **LOST)
+    row = made_up(point.but(system="ringlab", options={}), group, False)
+    name = next((n for n, e in ENTRIES.items() if is_point_of(e, point)), "")
+    return replace(longer(row, SPEEDS.get(name, 1.0)), point=point)
 
 
-def installed_points(names=("torchscale_dilated", "ring_attention_pytorch")) -> list[tuple[Point, Group]]:
-    """The suite as it is where these packages are installed, whatever is installed here."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "installed", lambda system: "9.1" if system in names else None)
-        for group in suites.SUITES[NAME](hardware.get_profile("cpu"), device="cpu"):
-            found += [(p, group) for p in group.points]
-    return found
+LOST = {"median": None, "ci": None, "seconds": (), "rounds": (), "errors": {}}
+
+
+def is_point_of(entry, point: Point) -> bool:
+    return point.system == entry.system and point.pattern == entry.pattern(point.seq_len).to_dict()
 
 
 @functools.cache
-def made(names: tuple[str, ...], rehearsal: bool = False) -> tuple[Result, ...]:
-    return tuple(whole(p, g, rehearsal) for p, g in installed_points(names))
+def made(*names: str) -> tuple[Result, ...]:
+    """Rows of the suite as it is where these packages are installed, whatever is installed here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "installed", lambda system: "9.1" if system in names else None)
+        groups = suites.SUITES[NAME](hardware.get_profile("cpu"), device="cpu")
+    return tuple(row_of(p, g) for g in groups for p in g.points)
 
 
-def page(change=lambda r: r, names=(), rehearsal: bool = False) -> study.Study:
-    folder = Path("gtx1080-rehearsal/data" if rehearsal else "cpu/data")
-    profile = hardware.get_profile("gtx1080" if rehearsal else "cpu")
-    return study.Study(profile, [change(r) for r in made(names, rehearsal)], folder, suite=NAME)
+@functools.cache
+def page(change=None, *names: str) -> study.Study:
+    rows = made(*names)
+    return study_of(map(change, rows) if change else rows, suite=NAME)
 
 
-def shown(change=lambda r: r, **which) -> Shown:
-    return Shown(document, page(change, **which), SHOWN)
+@functools.cache
+def shown(change=None, *names: str) -> Shown:
+    return Shown(document, page(change, *names), SHOWN)
 
 
 def of(name: str):
     """Whether a row is one of a system of the page."""
-    e = ENTRIES[name]
-    return lambda r: r.point.system == e.system and r.point.pattern == e.pattern(r.point.seq_len).to_dict()
-
-
-def slower(name: str, factor: float):
-    def change(r):
-        if not of(name)(r) or not r.seconds:
-            return r
-        fields = {k: getattr(r, k) * factor for k in ("median", "q1", "q3")}
-        return replace(r, seconds=tuple(x * factor for x in r.seconds), ci=tuple(x * factor for x in r.ci),
-                       bound_seconds=None, **fields)  # fmt: skip
-
-    return change
+    return lambda r: is_point_of(ENTRIES[name], r.point)
 
 
 def as_fast():
     """Local and global blocks take as long as the window at the longest length, but for a thousandth."""
     window, other = (ENTRIES[name].at(page(), 8192).median for name in ("Sliding window", "Local and global"))
-    return slower("Local and global", 1.001 * window / other)
+    return slower(1.001 * window / other, of("Local and global"))
 
 
 def wrong(name: str, passes: str = "fwd"):
     what = "out" if passes == "fwd" else "dq"
+    said = {"status": "incorrect", "reason": f"{what} is off by 1.3e+00, allowed 5.0e-06"}
 
     def change(r):
         if not of(name)(r) or r.point.passes != passes:
             return r
-        said = f"{what} is off by 1.3e+00, allowed 5.0e-06"
-        return replace(r, status="incorrect", reason=said, errors=r.errors | {what: 1.3}, median=None, seconds=(),
-                       rounds=(), ci=None)  # fmt: skip
+        return replace(r, **LOST | said | {"errors": r.errors | {what: 1.3}})
 
     return change
 
 
-def order(change=lambda r: r, n: int = 8192, **which) -> list[tuple[int, str]]:
-    return [(rank, e.name) for rank, e, _ in field.standing(page(change, **which), n)]
+def order(change=None, *names: str, n: int = 8192) -> list[tuple[int, str]]:
+    return [(rank, e.name) for rank, e, _ in field.standing(page(change, *names), n)]
 
 
 def test_the_ranking_follows_the_rows():
     names = ["Sliding window", "Local and global", "LongNet", "FlexAttention", "BigBird"]
     assert order() == list(enumerate(names, 1))
-    assert order(slower("Sliding window", 10))[-1] == (5, "Sliding window")
+    assert order(slower(10, of("Sliding window")))[-1] == (5, "Sliding window")
     assert order(n=4096)[-1] == (5, "Dense SDPA") and "Dense SDPA" not in dict(map(reversed, order()))
     tied = order(as_fast())
     assert tied[:3] == [(1, "Sliding window"), (1, "Local and global"), (3, "LongNet")], "not told apart: one rank"
@@ -312,7 +268,7 @@ def test_the_answer_follows_the_rows():
     first = document.answer(page()).lines
     assert len(first) == 5 and first[0].startswith("**Fastest at 8,192 tokens**: Sliding window, **")
     assert first[0].endswith("it computes 3.9 % of the pairs, another function than dense SDPA.")
-    other = document.answer(page(slower("Sliding window", 10))).lines
+    other = document.answer(page(slower(10, of("Sliding window")))).lines
     assert "Fastest at 8,192 tokens**: Local and global" in other[0]
     tied = document.answer(page(as_fast())).lines[0]
     assert "not told apart from Local and global" in tied
@@ -338,11 +294,11 @@ def table(found: Shown, caption: str):
 
 
 def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
-    peer = dict(names=("torchscale_dilated",))
-    assert "torchscale" in dict(map(reversed, order(**peer)))
+    peer = "torchscale_dilated"
+    assert "torchscale" in dict(map(reversed, order(None, peer)))
     change = wrong("torchscale", "fwd+bwd")
-    assert "torchscale" not in dict(map(reversed, order(change, **peer)))
-    found = shown(change, **peer)
+    assert "torchscale" not in dict(map(reversed, order(change, peer)))
+    found = shown(change, peer)
     why = next(r for r in table(found, "Without a rank").rows if r[0] == "torchscale")[2]
     assert why.startswith("output right, gradients wrong: dq is off by 1.3e+00")
     assert "by its source it takes no gradient" in why
@@ -360,9 +316,9 @@ def test_absent_packages_are_listed_with_their_install_lines():
     assert [(r[0], r[1].text) for r in found.rows] == [(name, "absent") for name in ABSENT]
     assert [r[2] for r in found.rows] == [f"not installed: {how}" for _, how in peers.PEERS.values()]
     assert f"absent: {', '.join(ABSENT)}" in document.answer(page()).lines[2]
-    there = page(names=("ring_attention_pytorch",))
+    there = page(None, "ring_attention_pytorch")
     assert field.verdict(there, ENTRIES["ring-attention-pytorch"]).word == "right"
-    assert [name for _, name in order(names=("ring_attention_pytorch",), n=4096)].count("ring-attention-pytorch") == 1
+    assert [name for _, name in order(None, "ring_attention_pytorch", n=4096)].count("ring-attention-pytorch") == 1
     refused = page(lambda r: replace(r, reason="torch is too new") if of("torchscale")(r) else r)
     assert field.verdict(refused, ENTRIES["torchscale"]) == field.Verdict("refused", "torch is too new")
 
@@ -389,15 +345,7 @@ def test_memory_that_is_not_seen_inside_is_not_drawn():
 
 
 def test_a_rehearsal_is_stamped_and_a_page_without_rows_stands():
-    assert "rehearsal" in shown(rehearsal=True).text.lower()
-    empty = study.Study(hardware.get_profile("cpu"), [], Path("cpu/data"), suite=NAME)
-    found = Shown(document, empty, SHOWN)
+    rehearsed = study_of([replace(r, rehearsal=True) for r in made()], "gtx1080", True, NAME)
+    assert "rehearsal" in Shown(document, rehearsed, SHOWN).text.lower()
+    found = Shown(document, study_of([], suite=NAME), SHOWN)
     assert "none, no system that passed its checks was timed" in found.text and not found.labels
-
-
-def test_the_notebook_is_short_and_calls_the_library_alone():
-    assert driver.REPORTS[NAME] == ("landscape.document", NAME)
-    cells = json.loads((Path(__file__).parents[2] / "notebooks" / f"{NAME}.ipynb").read_text())["cells"]
-    source = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    assert max(text.count("\n") for text in source) <= 3 and len(cells) < 40
-    assert {name for text in source for name in re.findall(r"document\.(\w+)\(", text)} == set(document.__all__)

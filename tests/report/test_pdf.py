@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -76,36 +75,37 @@ def test_which_reports_are_printed(tmp_path):
     assert pdf.pages("gtx1080-rehearsal", reports, CPU) == [rehearsed], "or the one that is named"
 
 
-def said(capsys, *argv):
-    code = cli.main(argv)
-    out, err = capsys.readouterr()
-    assert err.count("\n") == (code != 0) and "Traceback" not in err
-    return code, out, err
-
-
-def test_the_command_prints_paths(tmp_path, capsys, browser, monkeypatch):
-    browser(PRINTS)
+@pytest.fixture
+def said(tmp_path, capsys, monkeypatch):
+    """(exit code, stdout, stderr) of the command for a profile's reports."""
     monkeypatch.chdir(tmp_path)
-    report(tmp_path, "cpu", "one")
-    assert said(capsys, "pdf", "--profile", "cpu", "--reports", str(tmp_path))[:2] == (0, "cpu/one.pdf\n")
+
+    def run(profile: str = "cpu"):
+        code = cli.main(["pdf", "--profile", profile, "--reports", str(tmp_path)])
+        out, err = capsys.readouterr()
+        assert err.count("\n") == (code != 0) and "Traceback" not in err
+        return code, out, err
+
+    return run
 
 
-def test_no_report_yet_says_what_writes_one(tmp_path, capsys, browser):
+def test_the_command_prints_paths_or_says_what_writes_a_report(tmp_path, said, browser):
     browser(PRINTS)
-    code, _, err = said(capsys, "pdf", "--profile", "h100", "--reports", str(tmp_path))
-    assert code == 2 and "write it first: make report GPU=h100" in err
-    code, _, err = said(capsys, "pdf", "--profile", "h1000", "--reports", str(tmp_path))
-    assert code == 2 and "did you mean 'h100'" in err
+    report(tmp_path, "cpu", "one")
+    assert said() == (0, "cpu/one.pdf\n", "")
+    for profile, why in (("h100", "write it first: make report GPU=h100"), ("h1000", "did you mean 'h100'")):
+        code, _, err = said(profile)
+        assert code == 2 and why in err
 
 
-def test_no_browser_says_what_to_install(tmp_path, capsys, monkeypatch):
+def test_no_browser_says_what_to_install(tmp_path, said, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CHROMIUM", raising=False)
     report(tmp_path, "cpu", "one")
-    code, _, err = said(capsys, "pdf", "--profile", "cpu", "--reports", str(tmp_path))
+    code, _, err = said()
     assert code == 2 and "none is here; install one (" in err and "CHROMIUM=" in err
     monkeypatch.setenv("CHROMIUM", "/nowhere/chrome")
-    code, _, err = said(capsys, "pdf", "--profile", "cpu", "--reports", str(tmp_path))
+    code, _, err = said()
     assert code == 2 and "CHROMIUM=/nowhere/chrome is no program" in err
 
 
@@ -120,19 +120,15 @@ def test_a_browser_is_found_or_named_with_options_and_spaces(tmp_path, browser, 
     assert pdf.chromium() == [str(spaced)]
 
 
-@pytest.mark.parametrize(
-    "does, why",
-    [
-        (FAILS, r"exit code 3; No usable sandbox!"),
-        ("exit 0", "it wrote no whole PDF"),
-        ("printf '%%PDF-1.4 half' >\"$out\"", "it wrote no whole PDF"),
-    ],
-)
-def test_a_failing_browser_is_one_line_and_keeps_the_earlier_pdf(tmp_path, capsys, browser, does, why):
+@pytest.mark.parametrize("does, why", [
+    (FAILS, "exit code 3; No usable sandbox!"), ("exit 0", "it wrote no whole PDF"),
+    ("printf '%%PDF-1.4 half' >\"$out\"", "it wrote no whole PDF"),
+])  # fmt: skip
+def test_a_failing_browser_is_one_line_and_keeps_the_earlier_pdf(tmp_path, said, browser, does, why):
     browser(does)
     (page,) = report(tmp_path, "cpu", "one")
     page.with_suffix(".pdf").write_text("earlier")
-    code, out, err = said(capsys, "pdf", "--profile", "cpu", "--reports", str(tmp_path))
+    code, out, err = said()
     assert code == 1 and out == "" and re.search(f"chromium could not print .*one.html: {why}", err)
     assert page.with_suffix(".pdf").read_text() == "earlier"
 
@@ -140,10 +136,8 @@ def test_a_failing_browser_is_one_line_and_keeps_the_earlier_pdf(tmp_path, capsy
 def test_a_browser_that_hangs_is_stopped_with_its_children(tmp_path, browser):
     browser(f"sleep 60 & echo $! >'{tmp_path}/child'; wait")
     (page,) = report(tmp_path, "cpu", "one")
-    started = time.monotonic()
     with pytest.raises(ReportError, match="did not end within 1 s"):
         pdf.print_page(page, pdf.chromium(), timeout_s=1)
-    assert time.monotonic() - started < 20
     assert gone([int((tmp_path / "child").read_text())], 5.0)
 
 

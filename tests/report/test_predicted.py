@@ -22,42 +22,22 @@ def known():
     return predicted.predict(rows)
 
 
-def wrong(known) -> list[str]:
-    """The rows whose prediction is not what is promised of it."""
-    found = []
+def test_every_peak_within_5_percent_and_never_below_bytes_exact_and_no_time_below_its_bound(known):
     for x in known:
         ratio, label = x.estimate.peak_bytes / x.row.memory["tracked_peak_bytes"], x.row.point.label()
-        fits = ratio <= 1 if x.estimate.at_least else 1 <= ratio <= 1.05
-        found += [] if fits else [f"{label}: peak {ratio:.3f}"]
-        found += [f"{label}: {x.time:.2f} of its bound"] if x.time is not None and x.time < 1 else []
-        if p := x.row.point.world_size - 1:
-            sent = [sum(b for (a, _), b in x.estimate.sent.items() if a == rank) for rank in range(p + 1)]
-            found += [] if sent == x.row.ranks["bytes_sent"] else [f"{label}: sends {sent}"]
-    return found
-
-
-def test_every_peak_within_5_percent_and_never_below_bytes_exact_and_no_time_below_its_bound(known):
-    assert wrong(known) == []
+        assert ratio <= 1 if x.estimate.at_least else 1 <= ratio <= 1.05, label
+        assert x.time is None or x.time >= 1, label
+        assert not x.row.bound_seconds or x.estimate.bound_s <= x.row.bound_seconds * (1 + 1e-9), label
+        if (ranks := x.row.point.world_size) > 1:
+            sent = [sum(b for (a, _), b in x.estimate.sent.items() if a == rank) for rank in range(ranks)]
+            assert sent == x.row.ranks["bytes_sent"], label
     exact = [x for x in known if not x.estimate.at_least]
     assert {x.row.point.world_size for x in exact} >= {1, 2, 4}
     assert {x.row.point.system for x in known if x.estimate.at_least} <= {"flex", "BlockSparseTorchSparse", "adaptive"}
     assert sum(x.time is not None for x in known) > 20
 
 
-def test_altered_rows_are_noticed(known):
-    x = min((x for x in known if x.row.point.world_size > 1 and x.time), key=lambda x: x.peak or 2)
-    peak = x.row.memory["tracked_peak_bytes"]
-    for changes in ({"memory": {"tracked_peak_bytes": int(1.01 * peak)}},
-                    {"memory": {"tracked_peak_bytes": int(0.9 * peak)}},
-                    {"ranks": x.row.ranks | {"bytes_sent": [8] * x.row.point.world_size}},
-                    {"median": x.estimate.bound_s * 0.9}):  # fmt: skip
-        assert len(wrong([replace(x, row=replace(x.row, **changes))])) == 1, changes
-
-
 def test_rates_come_from_the_rows_own_bounds(known):
-    for x in known:
-        if x.row.bound_seconds:
-            assert x.estimate.bound_s <= x.row.bound_seconds * (1 + 1e-9), x.row.point.label()
     binding = [x.row for x in known if x.row.bound_seconds and x.row.point.dtype == "float32"]
     slower = predicted.rates_of([replace(r, bound_seconds=2 * r.bound_seconds) for r in binding])
     assert slower.flops_per_s == pytest.approx(predicted.rates_of(binding).flops_per_s / 2)

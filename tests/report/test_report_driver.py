@@ -1,8 +1,8 @@
 """The driver: what is current stays, what fails is named, and no page is ever half-written."""
 
 import errno
-import functools
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from reporting import COMMAND, CPU, NOTEBOOK, notebook, run_in_this_process, two_points, write_two_rows
+from reporting import CPU, NOTEBOOK, notebook, run_in_this_process, two_points, write_two_rows
 from ringlab import cli, measure
 from ringlab.measure import provenance, timing
 from ringlab.report import driver, execute, index, pages, places, render
+from started import gone
 
 FIGURE = """
 from ringlab.report import figures, tables
@@ -60,10 +61,8 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
     monkeypatch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
     monkeypatch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
     reports = tmp_path / "my {reports}"
-    ask = functools.partial(
-        driver.run, "cpu", reports=reports, notebooks=[NOTEBOOK], suite=two_points, machine=CPU, cell_timeout_s=120
-    )
-    written = ask()
+    how = {"notebooks": [NOTEBOOK], "suite": two_points, "machine": CPU, "cell_timeout_s": 120}
+    written = driver.run("cpu", reports=reports, **how)
     assert [p.name for p in written[:2]] == ["optimization_results.html", "optimization_results.md"]
     assert [p.name for p in written[2:]] == ["index.html", "index.md"]
     found = measure.load(reports / "cpu" / "data")
@@ -77,7 +76,7 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
 
     before = state(reports)
     monkeypatch.setattr(execute, "execute", lambda *a, **k: pytest.fail("ran the notebook again"))
-    assert ask() == written and state(reports) == before
+    assert driver.run("cpu", reports=reports, **how) == written and state(reports) == before
 
 
 def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
@@ -111,6 +110,8 @@ def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
         assert runs() == ["one"] and (place / "cpu" / name).read_bytes() != b"not ours"
     assert runs(force=True) == ["one", "two"]
     assert runs() == []
+    notebook(two, figure(1, "new"))
+    assert runs() == ["two"] and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"one.png", "new.png"}
 
 
 def test_comments_of_the_library_leave_pages_alone_and_code_does_not(tmp_path):
@@ -123,86 +124,61 @@ def test_comments_of_the_library_leave_pages_alone_and_code_does_not(tmp_path):
     assert provenance.code_hash([module], tmp_path) != first
 
 
-def test_a_figure_that_is_no_longer_shown_goes(place, tmp_path):
-    page = notebook(tmp_path / "page.ipynb", figure(1, "old"))
-    report(place, page)
-    assert (place / "cpu" / "figures" / "old.png").is_file()
-    report(place, notebook(page, figure(1, "new")))
-    assert [p.name for p in (place / "cpu" / "figures").iterdir()] == ["new.png"]
-
-
 class Killed(BaseException):
     """Stands for a signal: nothing in the driver may catch it and go on."""
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(place, tmp_path, monkeypatch):
-    failures = Killed(), OSError(errno.ENOSPC, "No space left on device")
     page = notebook(tmp_path / "page.ipynb", figure(1))
     report(place, page)
-    old, kept = state(place), shutil.copytree(place, tmp_path / "kept")
+    old = state(place)
     report(place, notebook(page, figure(2)))
     new = state(place)
     changed = {name for name in old if old[name] != new[name]} - {"cpu/data/manifest.json"}
     assert changed >= {"cpu/page.html", "cpu/page.md", "cpu/figures/one.png"}
-    replace, stops = os.replace, 0
-    for count in range(40):
-        failure, left = failures[count % 2], iter(range(count // 2))
+    replace, stops, stopped = os.replace, 0, tmp_path / "stopped"
+    while True:
+        failure, left = (Killed(), FULL)[stops % 2], iter(range(stops))
 
         def stopping(source, target, failure=failure, left=left):
             if next(left, None) is None:
                 raise failure
             return replace(source, target)
 
-        shutil.rmtree(place)
-        shutil.copytree(kept, place)
+        report(place, notebook(page, figure(1)))
         with monkeypatch.context() as patch:
             patch.setattr(render.os, "replace", stopping)
-            expected = places.ReportError if isinstance(failure, OSError) else type(failure)
             try:
-                report(place, page)
-            except expected as error:
-                stops += 1
-                assert not isinstance(failure, OSError) or "No space left" in str(error) and "\n" not in str(error)
-            else:
+                report(place, notebook(page, figure(2)))
                 break
+            except places.ReportError as error:
+                assert failure is FULL and str(error).endswith("No space left on device") and "\n" not in str(error)
+            except Killed:
+                pass
+        stops += 1
         (place / "cpu" / ".page.html.1.tmp").write_text("what a killed process leaves")
         now = state(place)
         assert all(now[name] in (old[name], new[name]) for name in changed)
         assert json.loads(now["cpu/data/manifest.json"])["complete"] is False or all(now[n] == old[n] for n in changed)
-        report(place, page)
-        assert {n: b for n, b in state(place).items() if n in changed} == {n: new[n] for n in changed}
-        assert index.read_manifest(place / "cpu")["complete"] is True and not list(place.rglob("*.tmp"))
-    assert stops >= 12
+        shutil.copytree(place, stopped)
+        for value, whole in ((2, new), (1, old)):  # gone on with, and undone: the page is then of neither version
+            shutil.rmtree(place)
+            shutil.copytree(stopped, place)
+            report(place, notebook(page, figure(value)))
+            assert {n: b for n, b in state(place).items() if n in changed} == {n: whole[n] for n in changed}
+            assert index.read_manifest(place / "cpu")["complete"] is True and not list(place.rglob("*.tmp"))
+        shutil.rmtree(stopped)
+    assert stops >= 6
 
 
-def test_undoing_a_change_after_a_kill_renders_again(place, tmp_path, monkeypatch):
-    """The page on disk is then of neither version that a digest stands for."""
-    page = notebook(tmp_path / "page.ipynb", figure(1))
-    report(place, page)
-    with monkeypatch.context() as patch:
-        written = render.write
-
-        def dies_after_html(path, data):
-            if path.name == "page.md":
-                raise Killed
-            return written(path, data)
-
-        patch.setattr(render, "write", dies_after_html)
-        with pytest.raises(Killed):
-            report(place, notebook(page, figure(2)))
-    assert "value 2" in (place / "cpu" / "page.html").read_text()
-    report(place, notebook(page, figure(1)))
-    assert "value 1" in (place / "cpu" / "page.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "cell, said",
-    [
-        ("raise ValueError('no luck')", "raised ValueError: no luck"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed its kernel"),
-        ("while True: pass", "did not end within 1 s"),
-    ],
-)
+@pytest.mark.parametrize("cell, said", [
+    ("raise ValueError('no luck')", "raised ValueError: no luck"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed its kernel"),
+    ("while True: pass", "did not end within 1 s"),
+])  # fmt: skip
 def test_failures_are_told_apart_and_rendered(tmp_path, monkeypatch, capfd, cell, said):
     write_two_rows(tmp_path)
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])
@@ -255,8 +231,6 @@ def test_parameters_and_notebooks_are_checked_before_anything_is_measured(tmp_pa
     with pytest.raises(places.UsageError, match="x.ipynb has no parameter profil; it has: profile, data") as error:
         report(tmp_path / "reports", source, parameters={"profil": "cpu"})
     assert error.value.exit_code == 2
-    with pytest.raises(places.UsageError, match="has no parameter profil; it has: profile, data"):
-        execute.execute(source, tmp_path / "out.ipynb", {"profil": "cpu"}, cwd=tmp_path)
     nb = execute.read(source)
     nb.cells[1].source = "profile ="
     nbformat.write(nb, source)
@@ -286,45 +260,75 @@ def test_recorded_rows_of_an_absent_gpu_are_shown_with_their_origin(place, tmp_p
     assert "## gtx1080\n" in (place / "index.md").read_text()
 
 
-def test_a_second_run_is_told_in_one_line(place, tmp_path):
+def hold(folder: Path, held) -> None:
+    with places.locked(folder):
+        held.set()
+        time.sleep(60)
+
+
+def test_a_second_run_is_told_in_one_line_and_a_lock_outlives_nobody(place, tmp_path):
     page = notebook(tmp_path / "page.ipynb", figure(1))
-    with places.locked(place / "cpu"):
-        with pytest.raises(places.ReportError, match=f"in use by process {os.getpid()} on .*; wait for it or stop it$"):
-            report(place, page)
-    report(place, page)
-
-
-def test_lock_outlives_nobody_and_the_index_waits_for_it(tmp_path):
-    code = "from ringlab.report.places import locked\nfrom pathlib import Path\n"
-    code += f"with locked(Path({str(tmp_path)!r})): print('held', flush=True); input()"
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "held\n"
-    with pytest.raises(places.ReportError, match=f"in use by process {other.pid} "), places.locked(tmp_path):
-        pass
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+    other = fork.Process(target=hold, args=(place / "cpu", held))
+    other.start()
+    assert held.wait(30)
+    with pytest.raises(places.ReportError, match=f"in use by process {other.pid} on .*; wait for it or stop it$"):
+        report(place, page)
     other.kill()
-    with places.locked(tmp_path, wait=True):
+    with places.locked(place / "cpu", wait=True):
         pass
-    other.communicate()
-    assert not list(tmp_path.iterdir())
+    other.join()
+    report(place, page)
+    assert not list(place.rglob("*.lock"))
 
 
-def test_stopped_while_a_notebook_runs(tmp_path, monkeypatch):
+# `python -m ringlab report` on rows that are there already, with another notebook: a process for each reports/ folder,
+# forked after the imports, which take longer than all else. Prints their exit codes.
+COMMAND = """
+import functools, json, os, signal, sys
+from pathlib import Path
+from ringlab import cli, measure
+from ringlab.measure import provenance
+from ringlab.report import driver
+measure.run = lambda *a, **k: []
+provenance.code_hash = lambda *_: "this code"
+page, *folders = sys.argv[1:]
+driver.run = functools.partial(driver.run, notebooks=[Path(page)], suite=lambda *a, **k: [])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+children = []
+for reports in folders:
+    children.append(os.fork())
+    if not children[-1]:
+        sys.exit(cli.main(["report", "--profile", "cpu", "--reports", reports]))
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+"""
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]  # its mounts end with the command
+DISKS = """
+for f in full read-only; do mkdir $f; mount -t tmpfs -o size=160k tmpfs $f; cp -r reports/cpu $f; done
+head -c 200k /dev/zero > full/fill 2>&- || true
+mount -o remount,ro read-only
+exec "$@"
+"""
+
+
+def test_stopped_while_a_notebook_runs_and_on_a_full_or_read_only_disk(place, tmp_path):
     """By Ctrl-C and by SIGKILL: one line, no orphan, earlier pages whole, and the next run completes."""
-    monkeypatch.setattr(measure, "run", lambda *a, **k: [])
-    monkeypatch.setattr(provenance, "code_hash", lambda *_: "this code")
     page = notebook(tmp_path / "page.ipynb", "'fine'")
     stops = {tmp_path / stop.name: stop for stop in (signal.SIGINT, signal.SIGKILL)}
-    with monkeypatch.context() as patch:
-        patch.setattr(execute, "execute", run_in_this_process)
-        for reports in stops:
-            write_two_rows(reports)
-            report(reports, page)
+    for reports in stops:
+        write_two_rows(reports)
+        report(reports, page)
     old = [(reports / "cpu" / "page.html").read_bytes() for reports in stops]
     notebook(page, "import os, time; print(os.getppid(), os.getpid(), file=open('started', 'w')); time.sleep(60)")
-    running = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, page, *stops], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    until, kernels = time.monotonic() + 60, []
+    command, disks = [sys.executable, "-c", COMMAND, page, *stops], []
+    mount = [*NAMESPACE, f"mount -t tmpfs tmpfs {tmp_path}"]
+    if shutil.which("unshare") and not subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
+        disks = [tmp_path / "full", tmp_path / "read-only"]
+        command = [*NAMESPACE, DISKS, "sh", *command, *disks]
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    until, kernels = time.monotonic() + 120, []
     for reports, stop in stops.items():
         while not ((reports / "started").exists() and (reports / "started").read_text().endswith("\n")):
             assert time.monotonic() < until and running.poll() is None
@@ -333,38 +337,17 @@ def test_stopped_while_a_notebook_runs(tmp_path, monkeypatch):
         os.kill(driver_id, stop)
         kernels.append(kernel)
     out, err = running.communicate(timeout=30)
-    assert json.loads(out) == [130, -signal.SIGKILL]
-    assert [x for x in err.splitlines() if x] == [f"ringlab: {cli.STOPPED}"]
+    assert json.loads(out) == [130, -signal.SIGKILL, *(1 for _ in disks)]
+    lines = sorted(x for x in err.splitlines() if x)
+    why = ["No space left on device", "Read-only file system"] if disks else []
+    assert [x.rpartition(": ")[2] for x in lines] == [*why, cli.STOPPED.rpartition(": ")[2]]
+    assert all(x.startswith(f"ringlab: cannot use {tmp_path}") for x in lines[:-1])
     assert [(reports / "cpu" / "page.html").read_bytes() for reports in stops] == old
-    assert not any(index.read_manifest(reports / "cpu")["complete"] for reports in stops)
-    monkeypatch.setattr(execute, "execute", run_in_this_process)
     for reports in stops:
+        assert index.read_manifest(reports / "cpu")["complete"] is False
         report(reports, notebook(page, "'done'"))
         assert index.read_manifest(reports / "cpu")["complete"] is True
-    while any(Path(f"/proc/{kernel}").exists() for kernel in kernels):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def test_a_real_full_or_read_only_disk_is_one_line(tmp_path):
-    """File systems of their own, in a mount namespace that ends with the command."""
-    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
-    if not shutil.which("unshare") or subprocess.run([*namespace, f"mount -t tmpfs tmpfs {tmp_path}"]).returncode:
-        pytest.skip("nobody may mount in a namespace here")
-    page = notebook(tmp_path / "page.ipynb", "1")
-    write_two_rows(tmp_path / "rows")
-    folders = [tmp_path / "full", tmp_path / "read-only"]
-    script = f"cd {tmp_path}; for f in full read-only; do mkdir $f; mount -t tmpfs -o size=160k tmpfs $f; "
-    script += "cp -r rows/cpu $f; done; head -c 200k /dev/zero > full/fill 2>&- || true; "
-    script += 'mount -o remount,ro read-only; exec "$@"'
-    done = subprocess.run(
-        [*namespace, script, "sh", sys.executable, "-c", COMMAND, str(page), *map(str, folders)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    lines = sorted(done.stderr.splitlines(), key=lambda line: "read-only" in line)
-    assert [line.rpartition(": ")[2] for line in lines] == ["No space left on device", "Read-only file system"]
-    assert all(line.startswith(f"ringlab: cannot use {tmp_path}") for line in lines)
-    assert json.loads(done.stdout) == [1, 1]
+    assert gone(kernels, 30)
 
 
 def test_a_file_in_place_of_the_folder_is_one_line(tmp_path):

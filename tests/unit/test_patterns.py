@@ -90,7 +90,7 @@ def test_plan_selects_each_row_once():
         for block in (heads, 2 * heads // kv_heads):
             for chunk in (range(n), range(0, 13), range(5, n), range(20, 22), range(9, n - 3)):
                 touched = torch.zeros(1, len(chunk), heads, 1)
-                plan = make_plan(pattern, n, heads, kv_heads, chunk).in_head_blocks(block)
+                plan = make_plan(pattern, n, heads, kv_heads, chunk, block)
                 for start, stop in plan.tiles():
                     for call in plan.calls:
                         for (view,) in views_of([(touched, (0, 0), call.q)], call.within(start, stop), call.heads):

@@ -26,11 +26,14 @@ def plan_for(
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     given = pattern, q.shape[1] if n is None else n, heads, kv_heads, chunk
-    return in_head_blocks(("plan", *given), lambda: make_plan(*given), q, kv_heads, backward, cached)
+    build, cut = (lambda: make_plan(*given)), (lambda plan, block: make_plan(*given, block))
+    return in_head_blocks(("plan", *given), build, q, kv_heads, backward, cached, cut)
 
 
-def make_plan(pattern: Pattern, n: int, heads: int, kv_heads: int, chunk: range | None = None) -> Plan:
-    """Plan ``pattern`` over ``n`` positions.
+def make_plan(
+    pattern: Pattern, n: int, heads: int, kv_heads: int, chunk: range | None = None, block: int | None = None
+) -> Plan:
+    """Plan ``pattern`` over ``n`` positions, with calls that stay inside blocks of ``block`` heads (default: all).
 
     ``chunk``: only these positions are there, as rows 0, 1, ...; of a segment that its ends cut, the part inside runs.
 
@@ -40,11 +43,14 @@ def make_plan(pattern: Pattern, n: int, heads: int, kv_heads: int, chunk: range 
     """
     branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: b.rate)  # a branch that writes all goes first
     first_branch = {h: b for b in reversed(branches) for h in b.heads}
-    chunk = range(n) if chunk is None else chunk
-    calls = tuple(c for b in branches for c in _branch_calls(b, chunk, heads // kv_heads, first_branch))
+    chunk, block, blocks = range(n) if chunk is None else chunk, block or heads, []
+    for start in range(0, heads, block):
+        inside = range(start, min(start + block, heads))
+        calls = tuple(c for b in branches for c in _branch_calls(b, chunk, heads // kv_heads, inside, first_branch))
+        blocks.append((inside, calls, calls))
     covered = all(h in first_branch and first_branch[h].rate == 1 for h in range(heads))
     return Plan(
-        ((range(heads), calls, calls),),
+        tuple(blocks),
         uncovered=() if covered else ((0, len(chunk)),),
         merges=sum(len(b.heads) for b in branches) > len(first_branch),
         same_rows=True,
@@ -53,13 +59,15 @@ def make_plan(pattern: Pattern, n: int, heads: int, kv_heads: int, chunk: range 
     )
 
 
-def _branch_calls(b: Branch, chunk: range, group: int, first_branch: dict[int, Branch]) -> Iterator[Call]:
+def _branch_calls(
+    b: Branch, chunk: range, group: int, inside: range, first_branch: dict[int, Branch]
+) -> Iterator[Call]:
     for start, count, length in _pieces(chunk, b.length):
         alike: dict[tuple, list] = {}  # heads that select equally many rows and agree on who writes first
         for head, offset in zip(b.heads, b.offsets):
             offset = (offset - start % b.length) % b.rate
             rows = -(-(length - offset) // b.rate)
-            if rows > 0:
+            if head in inside and rows > 0:
                 member = head, start - chunk.start + offset, head // group
                 alike.setdefault((rows, first_branch[head] is b), []).append(member)
         for (rows, first), members in alike.items():

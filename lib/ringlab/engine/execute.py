@@ -31,8 +31,8 @@ class View:
     """The rows of a tensor (b, n, heads, d) that one side of a call reads, for each node and head of the call.
 
     Row j of node i for head h is row ``first + i * node_step + j * step + h * shift`` of the tensor, in its head
-    ``head + h * head_step``. With ``index`` the rows are gathered instead: (nodes, rows) for all heads alike, (nodes,
-    1) for neighbouring rows from there on, or (nodes, rows, heads) for heads that are all rows of one head.
+    ``head + i * node_head + h * head_step``. With ``index`` the rows are gathered instead: (nodes, rows) for all heads
+    alike, (nodes, 1) for neighbouring rows from there on, or (nodes, rows, heads) for heads that are all rows of one.
     """
 
     rows: int
@@ -42,7 +42,13 @@ class View:
     head: int = 0
     head_step: int = 1
     shift: int = 0
+    node_head: int = 0
     index: Tensor | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether all nodes have the same rows."""
+        return not (self.node_step or self.node_head) and self.index is None
 
     @staticmethod
     def of(index: Tensor) -> View:
@@ -72,7 +78,7 @@ class Call:
 
     ``causal``: the causal mask applies if the attention is causal. The last query of a node then sees all its keys,
     each query before it one fewer. ``first``: no earlier call wrote these query rows, and no two nodes share them. A
-    ``q.node_step`` of 0 means that all nodes have the same queries; their results are merged.
+    Where all nodes have the same queries, their results are merged.
     """
 
     q: View
@@ -89,6 +95,8 @@ class Call:
 
     def within(self, start: int, stop: int) -> range:
         """The nodes whose queries lie in rows [start, stop), which must not cut a node."""
+        if not self.q.node_step:
+            return range(self.nodes if start <= self.q.first < stop else 0)
         begin = max(0, -((self.q.first - start) // self.q.node_step))
         end = min(self.nodes, -((self.q.first - stop) // self.q.node_step))
         return range(begin, max(begin, end))
@@ -97,6 +105,18 @@ class Call:
         """Views of all nodes of tensors, the ones in ``kv`` of key rows; one list if nodes fold with the batch."""
         entries = [(t, WHOLE, self.k if i in kv else self.q) for i, t in enumerate(tensors)]
         return list(views_of(entries, range(self.nodes), self.heads))
+
+    def by_heads(self) -> Iterator[Call]:
+        """The same without nodes that have other heads: a call for each of these."""
+        if not self.q.node_head:
+            yield self
+            return
+        for i in range(self.nodes):
+            q, k = (
+                replace(v, first=v.first + i * v.node_step, head=v.head + i * v.node_head, node_step=0, node_head=0)
+                for v in (self.q, self.k)
+            )
+            yield replace(self, q=q, k=k, nodes=1)
 
     def part(self, start: int, stop: int) -> Call | None:
         """The call for those of its query heads that are among heads start .. stop - 1; None if there are none."""
@@ -128,8 +148,8 @@ class Plan:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls of the backward."""
-        return [call for _, _, calls in self.blocks for call in calls]
+        """All calls of the backward, by sets of heads."""
+        return [one for _, _, calls in self.blocks for call in calls for one in call.by_heads()]
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Rows [start, stop) that cut no node except for those that the ends of ``rows`` cut, in order."""
@@ -159,7 +179,8 @@ class Plan:
         for heads, *passes in self.blocks:
             for start in range(heads.start, heads.stop, step):
                 some = range(start, min(start + step, heads.stop))
-                parts = [tuple(filter(None, (c.part(some.start, some.stop) for c in calls))) for calls in passes]
+                each = ((one for call in calls for one in call.by_heads()) for calls in passes)
+                parts = [tuple(filter(None, (c.part(some.start, some.stop) for c in calls))) for calls in each]
                 blocks.append((some, *parts))
         return replace(self, blocks=tuple(blocks))
 
@@ -194,7 +215,7 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     """
     # sigmoid(b - a) is exp(b - logaddexp(a, b)): 1 for a = -inf, 0 for b = -inf, nan only where neither saw a key.
     weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)  # (b, h, n)
-    torch.logaddexp(lse, other_lse, out=lse)
+    lse.copy_(torch.logaddexp(lse, other_lse))
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
@@ -254,7 +275,7 @@ def _call_forward(call: Call, nodes: range, q, k, v, lse, out, limit: int, alone
             if alone:
                 out_.copy_(o)
                 lse_.copy_(l)
-            elif len(some) > 1 and call.q.node_step == 0 and call.q.index is None:  # all nodes write the same rows
+            elif len(some) > 1 and call.q.shared:
                 for i in range(len(o)):
                     merge_(*(t[i : i + 1] for t in (out_, lse_, o, l)))
             else:
@@ -328,8 +349,8 @@ def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, 
             cut = [replace(call.k, first=call.k.first + at, rows=count) for at, count in slices]
             into = grads[:1] + [(t, origin, view) for t, origin, _ in grads[1:] for view in cut]
         several = len(some) > 1
-        q_axis = 0 if several and call.q.node_step == 0 and call.q.index is None else None
-        k_axis = 0 if several and call.k.node_step == 0 and call.k.index is None else 2 if call.shares_kv else None
+        q_axis = 0 if several and call.q.shared else None
+        k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
         for piece in views_of(reads + into, some, call.heads, head_bytes, limit):  # (b', m, h, d)
             dout_, q_, out_, lse_, k_, v_, dq_, *keys = piece
             dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale)
@@ -375,7 +396,7 @@ def _whole_call(plan: Plan, which: int, q, k, v, *more):
     if call.nodes == 1 and call.k.reads_all(k):
         return call, [q, k, v, *(t if t.dim() == 4 else t.transpose(1, 2) for t in more)]
     # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes fold into no larger batch.
-    if call.nodes > 1 and call.k.node_step == 0 and (b > 1 or not on_cpu):
+    if call.nodes > 1 and call.k.shared and (b > 1 or not on_cpu):
         rows, nodes = replace(rows, rows=n), range(1)
     entries = [(q, WHOLE, rows), (k, WHOLE, call.k), (v, WHOLE, call.k), *((t, WHOLE, rows) for t in more)]
     views = list(views_of(entries, nodes, heads))
@@ -394,9 +415,10 @@ def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int 
         return
     for t, (row, head), view in entries:
         s_b, s_n, s_h, *s_d = t.stride()
-        along = s_b if count == 1 else view.node_step * s_n
+        along = view.node_step * s_n + view.node_head * s_h
         apart |= batch > 1 and count > 1 and s_b != count * along
-        at = t.storage_offset() + (view.first + nodes.start * view.node_step - row) * s_n + (view.head - head) * s_h
+        at = t.storage_offset() + (view.first - row) * s_n + (view.head - head) * s_h + nodes.start * along
+        along = s_b if count == 1 else along
         laid.append((t, view.rows, at, s_b, along, view.step * s_n, view.head_step * s_h + view.shift * s_n, s_d))
     size = count if apart else batch * count
     step, head_step = size, heads
@@ -484,13 +506,16 @@ def head_block(q: Tensor, kv_heads: int, period: int) -> int:
     return min(heads, group * max(1, budget // (4 * b * period * d * group)))
 
 
-def in_head_blocks(key: tuple, build: Callable[[], Plan], q: Tensor, kv_heads: int, backward: bool, cached) -> Plan:
-    """The plan of a key, from the cache or built; in blocks of heads where results in q's dtype need accumulators."""
+def in_head_blocks(key: tuple, build: Callable[[], Plan], q, kv_heads: int, backward: bool, cached, cut=None) -> Plan:
+    """The plan of a key, from the cache or built; in blocks of heads where results in q's dtype need accumulators.
+
+    ``cut(plan, heads)`` makes these; ``Plan.in_head_blocks`` by default.
+    """
     plan = cached(key, build)
     if plan.narrow(q.dtype, q.shape[2] // kv_heads, backward):
         block = head_block(q, kv_heads, min(plan.period, q.shape[1]))
         if block < q.shape[2]:
-            return cached((*key, block), lambda: plan.in_head_blocks(block))
+            return cached((*key, block), lambda: (cut or Plan.in_head_blocks)(plan, block))
     return plan
 
 

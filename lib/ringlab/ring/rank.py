@@ -98,12 +98,11 @@ def _on_chunks(plan: RankPlan) -> list[Call]:
     found, row = [], 0
     for source, blocks in enumerate(plan.receive):
         calls = cross_rank_calls(plan.problem, plan.rank, source) if blocks else []
-        starts = [first for first, _ in plan.problem.layout.chunks(source)]
         for block in blocks:
             begin, h = block.view(plan.problem.layout, source).first, block.heads
             for call in calls:
                 k = call.k
-                if max(s for s in starts if s <= k.first) == begin:
+                if begin <= k.first < begin + block.count:
                     first = row + (k.first - begin) * h + k.head
                     keys = View(k.rows, first, k.step * h, head_step=0, shift=k.shift * h + k.head_step)
                     found.append(replace(call, k=keys))
@@ -117,10 +116,8 @@ def _received(plan: RankPlan) -> dict[int, Tensor]:
     row = 0
     for block in chain(*plan.receive):
         for i, (head, where) in enumerate(block.members()):
-            positions = torch.arange(where.start, where.stop, where.step)
-            found.setdefault(head, []).append(
-                torch.stack([positions, row + i + block.heads * torch.arange(len(where))])
-            )
+            positions, count = torch.arange(where.start, where.stop, where.step), torch.arange(block.count)
+            found.setdefault(head, []).append(torch.stack([positions, row + i + block.heads * count]))
         row += block.rows
     whole = {head: torch.cat(parts, 1) for head, parts in found.items()}
     return {head: both[:, both[0].argsort()] for head, both in whole.items()}
@@ -174,8 +171,8 @@ class Rank:
 
     def _calls(self, source: int | None) -> Plan:
         calls = received_calls(self.plan) if source is None else cross_rank_calls(self.problem, self.rank, source)
-        n, heads = self.problem.layout.size(self.rank), range(self.problem.heads)
-        return Plan(((heads, tuple(calls), tuple(calls)),), (), merges=True, same_rows=False, rows=range(n), period=n)
+        n, heads, calls = self.problem.layout.size(self.rank), range(self.problem.heads), tuple(calls)
+        return Plan(((heads, calls, calls),), (), merges=True, same_rows=False, rows=range(n), period=n)
 
     def heads_at_a_time(self, q: Tensor) -> int:
         """So few that the fp32 copy of a half-precision result stays within a quarter of it."""

@@ -1,0 +1,438 @@
+"""The pages about the five documents, from made-up rows: what they quote, what they refuse to quote, what they say."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from made_up_suites import PAGES, made, on_ranks, page, shown, slower, study_of, system, words
+from reporting import longer, made_up
+from ringlab import block_patterns, cache, cost, hardware, patterns
+from ringlab.measure import Group, Point, suites, timing
+from ringlab.measure.systems import SYSTEMS
+from ringlab.report import cells, driver, lengths, origins, reuse, rows, tables, trust
+from ringlab.report import optimization as single
+from ringlab.report.documents import DOCUMENTS
+from ringlab.report.ring import rows as ring_rows
+from ringlab.report.ring import scaling
+from ringlab.report.session import document as session
+from ringlab.report.session import rows as session_rows
+from ringlab.report.session import sparsity
+
+
+def text(cell) -> str:
+    return tables.cell(cell).text
+
+
+def table(found, caption: str):
+    """The table of a page whose caption has these words."""
+    return next(t for t in found.tables if caption in t.caption)
+
+
+LONG = ("tenth", "Extreme", "pattern cache where", "Scratch")  # a rehearsal leaves them out
+
+
+@pytest.mark.parametrize("number, profile, rehearsal", [
+    ("000", "h200", False), ("001", "cpu", False), ("002", "cpu", False),
+    ("002", "gtx1080", False), ("002", "gtx1080", True), ("003", "cpu", False), ("004", "cpu", False),
+])  # fmt: skip
+def test_every_table_is_filled_and_the_answer_is_short(number, profile, rehearsal):
+    found, about = shown(number, None, profile, rehearsal), page(number, None, profile, rehearsal)
+    for t in found.tables:
+        empty = not t.rows or text(t.rows[0][0]) == "not measured"
+        assert empty == (rehearsal and any(x in t.caption for x in LONG)), t.caption
+    assert found.drawn and 1 <= len(PAGES[number].answer(about).lines) <= 5
+    assert driver.headline(DOCUMENTS[number].report, about)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what may be quoted
+
+BAD = {
+    "incorrect": {"status": "incorrect", "reason": "out is off"},
+    "unchecked": {"errors": {}, "tolerance": {}},
+    "wrong": {"errors": {"out": 0.1}},
+    "without a bound": {"tolerance": {}},
+    "too fast": {"bound_seconds": 1.0},
+    "too small": {"memory": {"floor_bytes": 2**30, "tracked_peak_bytes": 123}},
+    "no time": {"median": 0.0},
+}
+FAST = 0.000797123  # seconds; 0.797 ms, 797 us
+LEAN = {"floor_bytes": 2**30, "tracked_peak_bytes": int(4.321 * 2**30), "high_water_bytes": int(5.432 * 2**30)}
+LEAN |= {"operator_calls": 98765, "view_calls": 0}
+SENT = [987654321]
+MARKS = ("0.797", "4.32", "5.43", "4,640", "98,765", "942 MiB")
+
+
+def spoiled(r, kind: str):
+    """The row with numbers that nothing else has, and a flaw for which none of them may be quoted."""
+    if r.status != "ok" or (not r.seconds and kind in ("too fast", "no time")):
+        return r
+    times = dict.fromkeys(("median", "q1", "q3"), FAST) | {"seconds": (FAST,) * 10, "ci": (FAST, FAST)}
+    sent = {"ranks": r.ranks | {"bytes_sent": SENT}} if r.ranks else {}
+    return replace(r, **{**(times if r.seconds else {}), "memory": LEAN, "share": 0.797, **sent, **BAD[kind]})
+
+
+def shows_no_marks(number: str, change):
+    """What the page shows but for its lists of reasons, which say how fast is too fast."""
+    found, about = shown(number, change, without=("failures", "limits")), page(number, change)
+    marked = [r for r in about.results if r.median == FAST or r.memory == LEAN]
+    assert len(marked) > 10 and all(map(trust.objection, marked)) and len(about.failed()) >= len(marked)
+    assert not [m for m in MARKS if m in found.text]
+    assert not [v for v in found.drawn if v in (FAST, FAST * 1e3) or 4.3 < v < 4.33]
+    return found
+
+
+BY_ARITHMETIC = {
+    "002": dict.fromkeys(["1161", "144mb", "262k", "baseline-oom"], "refuted") | {"hit-rate": "reproduced"}
+}
+
+
+@pytest.mark.parametrize("number, kinds", [
+    *(("000", [kind]) for kind in BAD), *((number, [*BAD][:4]) for number in PAGES if number != "000"),
+], ids=str)  # fmt: skip
+def test_no_bad_row_reaches_a_table_a_figure_a_headline_a_verdict_or_the_recommendation(number, kinds):
+    order = {id(r): i for i, r in enumerate(made(number))}
+
+    def change(r):
+        return spoiled(r, kinds[order[id(r)] % len(kinds)])
+
+    found = shows_no_marks(number, change)
+    assert {round(v, 2) for v in found.drawn} <= {1.12}  # peaks of points that are not timed
+    decided = {k: w for k, w in words(page(number, change), number).items() if w in ("reproduced", "refuted")}
+    assert decided == BY_ARITHMETIC.get(number, {})
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_bad_rows_among_good_ones_reach_nothing(first):
+    order = {id(r): i for i, r in enumerate(made("000"))}
+
+    def change(r):
+        i = order[id(r)]
+        return spoiled(r, [*BAD][i % 7]) if i % 2 == first else r
+
+    assert any("ms" in x for x in shows_no_marks("000", change).texts)
+
+
+def test_superlinear_rows_are_suspect_and_reach_no_page():
+    row = next(r for r in made("000") if rows.is_optimised(r))
+    honest, swift = on_ranks(row, 2, 2.15, scheme="ring"), on_ranks(row, 2, 2.25, scheme="ring")
+    assert [r.status for r in trust.judged([row, honest])] == ["ok", "ok"]
+    assert trust.judged([row, swift])[1].reason.startswith("superlinear: 2.25 times faster on 2 ranks")
+    assert trust.judged([swift])[0].status == "ok"  # nothing to compare with
+    slow = replace(row, median=row.median * 9)  # a faster row on one rank is the one that counts
+    assert trust.judged([slow, row, honest])[2].status == "ok"
+    assert trust.judged([replace(row, errors={}), swift])[1].status == "ok"
+
+    marked = replace(on_ranks(row, 2, row.median / FAST), memory=LEAN)
+    about = study_of([*made("000"), marked], suite="optimization")
+    assert trust.status(about.results[-1]) == "suspect"
+    failures = single.failures(about).markdown
+    assert "superlinear" in failures and "2 ranks" in failures
+    assert words(about, "000")["two-cards"] == "not testable on this profile"
+    for name in ("answer", "implementations", "memory", "lengths", "speed"):
+        assert not [m for m in MARKS if m in getattr(single, name)(about).markdown]
+
+
+@pytest.mark.parametrize("alone, each, faster, status", [
+    (1, 1, 2.3, "suspect"), (2, 1, 2.3, "suspect"), (1, 1, 2.1, "ok"), (1, 4, 2.3, "ok"),
+])  # fmt: skip
+def test_superlinear_is_told_from_one_rank_with_as_many_threads(alone, each, faster, status):
+    points = [Point("ringlab", patterns.Dense(), seq_len=64, world_size=p) for p in (1, 2)]
+    one, two = (made_up(p, Group("g", [p]), False, ranks={"threads": n}) for p, n in zip(points, (alone, each)))
+    two = replace(two, group="another", median=one.median / faster, bound_seconds=None)
+    assert trust.judged([one, two])[1].status == status, "in whichever group it stands"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# document 000: what is shown
+
+
+def test_every_table_of_times_has_memory_and_dense_attention_beside_it():
+    def of_times(column: str) -> bool:
+        return column.endswith(("(ms)", "(µs)")) and not column.startswith((">Lower bound", ">Published"))
+
+    timed = [t for t in shown("000").tables if any(map(of_times, t.columns))]
+    assert len(timed) >= 10
+    for t in timed:
+        assert any("eak memory" in c or "racked peak" in c for c in t.columns), t.caption
+        assert any("Dense SDPA" in x for x in [*t.columns, *(text(row[0]) for row in t.rows)]), t.caption
+
+
+def test_figures_name_things_as_the_tables_do():
+    found = shown("000")
+    names = {column.lstrip(">").removesuffix(" (ms)") for t in found.tables for column in t.columns}
+    for row in (row for t in found.tables for row in t.rows):
+        names |= {", ".join(map(text, row[:k])) for k in range(1, 6)}
+    assert len(found.labels) == 5 and {x for labels in found.labels for x in labels} <= names
+
+
+def test_passes_hold_forward_and_backward_causal_and_not():
+    shown_passes = single.passes(page("000")).rows
+    assert [row[0] for row in shown_passes] == [
+        "forward", "forward, causal", "forward and backward", "forward and backward, causal",
+    ]  # fmt: skip
+    for row in shown_passes:
+        assert "not measured" not in (text(row[3]), text(row[4]))
+        assert row[5] is not None and "process 2.00" in row[9].sub
+
+
+def test_the_ceiling_has_a_backward_and_the_engine_is_held_against_it():
+    about = page("000")
+    assert {row[2] for row in single.ceilings(about).rows} == {"fwd", "fwd, causal", "fwd+bwd"}
+    speed, against = single.speed(about), single.against(about)
+    backward = [row for row in against.rows if row[2] == "fwd+bwd"]
+    assert len(backward) == 2 and all(row[-1] is not None for row in backward)
+    assert [row[:3] for row in against.rows] == [row[:3] for row in speed.rows]
+    assert all(text(row[-2]) not in ("not measured", tables.DASH) for row in speed.rows)
+
+
+def test_what_a_pool_is_asked_for_is_counted():
+    point = Point("ringlab", patterns.Dilated([8, 32], [1, 2]), batch=16, seq_len=32, heads=1, dtype="bfloat16")
+    size = 16 * 32 * 64 * 4
+    assert reuse.lent(point, 0.0) == reuse.Lent(size, 1, 1, size)
+    assert reuse.lent(point, 1.0) == reuse.Lent(size, 0, 1, 0)
+    assert reuse.lent(point.but(dtype="float32"), 0.0) == reuse.Lent(0, 0, 0, 0)
+
+
+def test_cache_and_pool_are_said_from_the_rows():
+    about = page("000")
+    built = single.cache_table(about).rows
+    assert len(built) == 4 and {row[0] for row in built} == {"Plan of strided views", "Index tensors, gathered"}
+    pool = single.pool_table(about)
+    assert {"off", "from 4 MiB", "from 16 MiB", "from 64 MiB"} <= {row[1] for row in pool.rows}
+    lends = {(row[0], row[1]): row[3] for row in pool.rows}
+    assert lends["Strided, bf16, 16 × 4,096 tokens", "from 16 MiB"] == "1 of 1"
+    assert lends["Strided, bf16, 16 × 4,096 tokens", "from 64 MiB"] == "0 of 1"
+    assert lends["Strided, fp32, 8,192 tokens", "from 16 MiB"] == "0 of 0"
+    assert lends["Gathered, fp32, 8,192 tokens", "from 16 MiB"] == "2 of 4"
+    lines = single.cache_and_pool(about).lines
+    assert "building takes at most" in lines[0] and "of 4 calls in which it lends a buffer" in lines[1]
+
+
+def block(about) -> str:
+    """The Python block of the recommended configuration, as a page shows it."""
+    (found,) = re.findall(r"```python\n(.*?)```", single.recommended(about)._repr_mimebundle_()["text/markdown"], re.S)
+    return found
+
+
+@pytest.mark.parametrize("name, rehearsal", [("cpu", False), ("gtx1080", True)])
+def test_the_recommended_block_runs(name, rehearsal):
+    source = block(page("000", None, name, rehearsal))
+    names: dict = {}
+    with torch.no_grad():
+        exec(source, names)
+    assert names["out"].shape == (1, 8192, 8, 64) and torch.isfinite(names["out"]).all()
+    evidence = [line for line in source.splitlines() if line.startswith("# ")]
+    assert len(evidence) >= 5 and any(line.startswith("# dtype: With all optimizations") for line in evidence)
+    assert ("a CPU's" in evidence[0]) == rehearsal
+
+
+def work(r) -> dict:
+    """What a row and its twin have in common: one alone that is slow would say that no difference can be told."""
+    return {k: v for k, v in rows.switches(r.point).items() if k != "twin"}
+
+
+@pytest.mark.parametrize("factor, test, said", [
+    (1, rows.is_plain, "Execution(gather=False, cache=True, pool=False)"), (1, rows.is_plain, "dtype=torch.float32"),
+    (2, lambda r: work(r) == rows.FULL | {"pool": False}, "pool=True"),
+    (2, lambda r: work(r) == rows.FULL and r.point.system == "ringlab", "gather=True"),
+    (0.7, lambda r: r.point.dtype == "bfloat16" and rows.is_optimised(r), "dtype=torch.bfloat16"),
+], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+def test_the_recommendation_follows_the_rows(factor, test, said):
+    source = block(page("000", lambda r: longer(r, factor) if test(r) else r))
+    assert said in source and 'backend="auto"' in source
+
+
+def test_what_the_same_work_differs_by_is_no_difference():
+    """The second row of a call is 1.5 times slower: no factor below that is called faster or slower."""
+    twin = max((r for r in made("000") if r.option("twin")), key=lambda r: r.median)
+    calm, uneven = page("000"), page("000", lambda r: longer(r, 1.5) if r is twin else r)
+    assert calm.resolution < 1.05 and uneven.resolution == pytest.approx(1.5, rel=0.05) and len(uneven.twins) == 5
+    assert "differ by up to 1." in single.reading(uneven).markdown
+    for one, tells in ((calm, True), (uneven, False)):
+        copying, ours = (one.rows(system=s, pattern=suites.LADDER.to_dict())[0] for s in ("copying", "ringlab"))
+        factor = one.ratio(copying, ours)
+        assert factor.value == pytest.approx(1.1, rel=0.02) and factor.longer is tells
+        assert ("not told apart" in cells.times(factor).sub) is not tells
+    assert not {r.option("twin") for r in calm.rows()} - {None} and len(calm.results) == len(calm.rows()) + 5
+
+
+def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
+    results = [replace(r, unstable=rows.is_plain(r)) for r in made("000") if r.point.dtype != "bfloat16"]
+    about = study_of(results, suite="optimization")
+    lines = single.limits(about).lines
+    said = "\n".join(lines)
+    missing = len(made("000")) - len(results)
+    assert "bf16: not measured." in lines and "no row passed" not in said
+    assert f"What {missing} of the {len(made('000'))} points" in said and "every row ran on one" in said
+    refused = next(line for line in lines if "needs a CUDA device" in line)
+    assert all(name in refused for name in ("cudnn", "flash_attn_2", "flash_attn_3", "xformers", "efficient"))
+    assert refused.count("needs a CUDA device") == 1
+    assert "2 unstable points" in said and "Original (no optimizations), fp16, 8,192 tokens, fwd" in said
+    assert "unstable" in single.implementations(about).markdown
+    failed = single.failures(about)
+    assert len(failed.rows) == 7 and all(row[3] == "needs a CUDA device, this is cpu" for row in failed.rows)
+    assert {text(row[2]) for row in failed.rows} == {"unsupported"}
+    assert f"{missing} points of this profile" in single.answer(about).lines[-1]
+    nothing = page("000", lambda r: replace(r, errors={"out": 1.0}) if r.point.dtype == "bfloat16" else r)
+    assert "bf16: no row passed, each with its reason below." in single.limits(nothing).lines
+
+
+def test_provenance_says_clocks_completeness_and_counts(tmp_path):
+    def facts(results) -> dict:
+        return {row[0]: row[1] for row in single.provenance(study_of(results, suite="optimization")).rows}
+
+    results = []
+    for i, r in enumerate(made("000")):
+        state = {"sm_clock_mhz": 1900.0 + i, "temperature_c": 50.0, "throttle_reasons": "0x0"}
+        more = {"gpu_before": state, "gpu_after": state, "load_average": 0.1 * i}
+        results.append(replace(r, provenance=r.provenance | more))
+    found = facts(results)
+    assert found["Complete"] == "yes" and found["Points"].startswith(f"{len(results)} measured")
+    assert "sm clock mhz 1900 to" in found["GPU before a group"] and "temperature c 50" in found["GPU after a group"]
+    found = facts(results[:-2])
+    assert found["Complete"] == f"no, 2 of {len(results)} are missing" and "GPU before a group" in found
+    plain = facts(made("000"))
+    assert "GPU before a group" not in plain and "Inputs" in plain
+    # Lines that are no rows do not stop it.
+    (tmp_path / "samples.jsonl").write_bytes(b'\xff\n[1]\n{"kind": "res\n')
+    assert origins.provenance(replace(study_of(made("000")), folder=tmp_path)).rows
+
+
+def test_longest_and_beginning_come_from_rows_that_may_be_quoted():
+    found = lengths.over_dense(page("000"))
+    assert [n for n, *_ in found] == [1024, 2048, 4096, 8192] and lengths.begins(found) == 1024
+    bad = page("000", lambda r: spoiled(r, "too fast") if r.point.seq_len == 2048 else r)
+    assert lengths.begins(lengths.over_dense(bad)) == 4096
+    assert "1,024" not in single.answer(bad).lines[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# documents 001, 003 and 004: ranks
+
+
+def test_more_ranks_than_cores_enter_no_time():
+    crowded = [r for r in page("001").results if r.ranks.get("oversubscribed")]
+    assert crowded and not any(ring_rows.timed(r) for r in crowded)
+    forced = page("001", lambda r: replace(r, median=9.0, ci=(9.0, 9.0), seconds=(9.0,)) if r in crowded else r)
+    lines = [row for row in scaling.times(forced).rows if row[1].text == "4" and not row[1].sub]
+    assert lines and all(row[2].text == "more ranks than cores" and row[3] is None and row[4] is None for row in lines)
+    assert "4 ranks, for which there are too few cores" in scaling.answer(page("001")).lines[-1]
+
+
+def test_scaling_needs_three_numbers_of_ranks():
+    assert re.search(r"O\(n/p\), where .* on 2, .* on 4\.", scaling.memory(page("001")).note)
+    few = page("001", lambda r: r if r.point.world_size <= 2 else replace(r, status="oom"))
+    assert words(few, "001")["scaling"] == "undecided" != words(page("001"), "001")["scaling"]
+    assert "not shown by 2 numbers" in scaling.memory(few).note
+
+
+def test_a_length_that_failed_is_named():
+    assert "Nothing failed at the lengths measured" in scaling.answer(page("001")).markdown
+    last = page("001", lambda r: replace(r, status="oom", reason="no") if r.point.seq_len == 16384 else r)
+    for said in (scaling.answer(last).markdown, scaling.longest(last).note):
+        assert "16,384 on 2 ranks (oom)" in said and "Nothing failed" not in said
+
+
+def test_a_report_takes_its_own_rows_alone():
+    whole = study_of(r for number in ("001", "003", "004") for r in made(number))
+    for number in ("001", "003", "004"):
+        own = whole.of(DOCUMENTS[number].suite)
+        assert len(own.results) == len(made(number)) and own.suite == DOCUMENTS[number].suite
+    mine = Point("ringlab", patterns.Dense(), seq_len=64)
+    stray = made_up(mine, Group("mine", [mine]), False)
+    assert stray in replace(whole, results=[*whole.results, stray]).of("hybrid_summary").results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# document 002: block-sparse attention and extreme lengths
+
+
+def test_the_cache_and_the_pool_are_shown_by_what_they_may_hold():
+    kept = table(shown("002"), "The pattern cache where 24 patterns")
+    assert [line[1] for line in kept.rows] == ["keeps nothing", "0.25 MiB", "1 MiB", "64 MiB", "64 MiB"]
+    assert [line[5] for line in kept.rows] == ["0 %", *["88.0 %"] * 4]
+    pool = table(shown("002"), "Scratch")
+    assert [line[:2] for line in pool.rows] == [[f"{mb} MiB", n] for mb in (1, 4, 16, 64) for n in (1, 2)]
+    assert {line[5] for line in pool.rows} == {"7 of 8"} and "takes at most 1 buffer from a pool" in pool.note
+
+
+def test_blocks_chosen_by_content_stand_beside_the_patterns():
+    line = session.patterns(page("002")).rows[-1]
+    assert line[:3] == ["by content", "blocks of 64: the best 5 by content", "7.81 %"] and line[3].text
+
+
+def test_times_stand_beside_errors_and_bounds():
+    for t in shown("002").tables:
+        columns = " ".join(t.columns)
+        assert "Time (ms)" not in columns or ("Error" in columns and "ower bound" in columns), t.caption
+
+
+def test_rows_without_operator_calls_are_shown():
+    def older(r):
+        return replace(r, memory={k: v for k, v in r.memory.items() if not k.endswith("_calls")})
+
+    found = shown("002", older, without=("predictions", "predictions_figure"))
+    assert "operator calls become" not in found.text and found.tables
+    assert words(page("002", older), "002")["launches"] == "undecided"
+
+
+def test_the_printed_factor_is_below_the_work_of_what_is_stated():
+    pattern, shape = session_rows.stated()
+    counted = cost.count(pattern, **shape)
+    assert session_rows.work() == counted and counted.floor_bytes == 512 * 2**20
+    least = session_rows.least_seconds(counted, hardware.get_profile("gtx1080"))
+    assert 1.1 < least < 1.3 and least > 100 * 6.95e-3
+    assert "1,177" in session.answer(page("002")).markdown
+
+
+def test_the_share_of_dense_is_by_density_and_pass():
+    found, gpu = page("002"), page("002", None, "gtx1080")
+    dense = session_rows.one(found, suites.EFFICIENCY, "dense_sdpa")
+    row = session_rows.one(found, suites.EFFICIENCY, passes="fwd+bwd")
+    density = patterns.from_dict(row.point.pattern).density(row.point.seq_len)
+    ratio = sparsity.over_share(found, row)
+    assert ratio.value == pytest.approx(row.median / (3.5 * density * dense.median), rel=0.02)
+    note, gpu_note = session.efficiency(found).note, session.efficiency(gpu).note
+    assert "taken as 3.5" in note and "taken as 3.5" not in gpu_note and "results=False" not in gpu_note
+    fresh = page("002", slower(2, lambda r: dict(r.point.options) == suites.FRESH))
+    about = "`Execution(results=False)`) they cost page faults: without these the call is 2.00× as fast"
+    assert about in session.efficiency(fresh).note
+
+    def against(factor):
+        ours = page("002", slower(factor, lambda r: r.group == suites.EFFICIENCY and r.point.system == "ringlab"))
+        return [line[5] for line in session.efficiency(ours).rows if line[5]]
+
+    assert [(c.text, c.sub) for c in against(0.5)] == [(x, "met") for x in ("1.2×", "1.35×", "1.5×", "1.4×", "1.2×")]
+    assert {c.sub for c in against(3)} == {"missed"}
+
+
+def test_every_row_that_a_verdict_rests_on_stands_in_a_table():
+    lines = [line for line in session.lengths(page("002")).rows if line[0] == 8192]
+    assert [line[1] for line in lines] == ["This library", "Original", "Optimized"]
+
+
+def test_a_refused_kernel_says_why():
+    why = "no C++ compiler"
+    found = shown("002", lambda r: replace(r, status="unsupported", reason=why) if system("flex")(r) else r)
+    assert {line[6].text for line in table(found, "tenth").rows if line[6]} == {"unsupported"}
+    assert why in found.text and "FlexAttention, blocks of 128" in found.text
+
+
+def test_operators_of_a_call_are_counted_and_those_built_once_are_not():
+    point = Point("ringlab", block_patterns.sliding_window(1, block_size=8), seq_len=64, heads=2, head_dim=8)
+
+    def counted(**options) -> dict:
+        return timing.footprint(SYSTEMS["ringlab"](point.but(options=options), "cpu"), torch.device("cpu"))[2]
+
+    cache.GLOBAL.clear()
+    first, again, uncached = counted(), counted(), counted(cache=False)
+    assert first["operator_calls"] == again["operator_calls"] > again["view_calls"] > 0
+    assert uncached["operator_calls"] > again["operator_calls"], "what every call builds is part of it"
+
+
+def test_labels_name_the_way_and_the_step():
+    ours = {rows.label(r) for r in made("002")}
+    assert {"ringlab.attention as called", "ringlab.attention, results in fresh memory"} <= ours
+    assert {"ringlab.attention, blocks=rows, cache off", "Calls of blocks, rows, built"} <= ours
