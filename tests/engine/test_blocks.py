@@ -229,7 +229,7 @@ def test_density_is_solved_for():
 
 def parts(*given):
     """From parts that ``to_dict`` would not write."""
-    return lambda: BlockSparse.from_dict({"parts": list(given), "block_size": 8})
+    return lambda: patterns.from_dict({"kind": "block_sparse", "parts": list(given), "block_size": 8})
 
 
 WINDOW = {"part": "window", "before": 1}
@@ -257,7 +257,6 @@ MASK = torch.ones(7, 7, dtype=torch.bool)
         (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "must have one window, or none and one"),
         (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "must have one window, or none and one"),
         (lambda: blocks.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
-        (lambda: BlockSparse.from_dict({"parts": [], "size": 8}), r"parts and block_size alone, got {'parts': \[\]"),
         (lambda: patterns.from_dict({"kind": "dense", 3: 4, "size": 5}), "'dense': keywords must be strings"),
         (parts(7), "unknown part of a block-sparse pattern: 7; known: window, strided"),
         (parts({"part": ["window"]}), r"unknown part of a block-sparse pattern: {'part': \['window'\]}"),
@@ -313,7 +312,8 @@ def test_plans_show_just_the_patterns_pairs(causal):
     for options in ({}, {"warm": False}, {"blocks": "rows"}, {"blocks": "batched"}):
         point = Point("plan_build", PATTERNS[1], seq_len=500, heads=2, causal=causal, options=options)
         system = systems.build(point, "cpu")
-        assert system.check([], system.run([])) == ({"out": 0.0}, {"out": 0.0})
+        errors, allowed = system.check([], system.run([]))
+        assert all(errors[name] <= allowed[name] for name in allowed)
 
 
 def test_patterns_are_drawn():
