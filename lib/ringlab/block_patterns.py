@@ -229,10 +229,8 @@ class BlockSparse:
     block_size: int = 128
 
     def __post_init__(self):
-        if not isinstance(self.parts, list | tuple):
+        if not isinstance(self.parts, list | tuple) or not self.parts:
             raise ValueError(f"parts must be a list of parts, as [Window(1)], got {short_repr(self.parts)}")
-        if not self.parts:
-            raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
         for part in self.parts:
             if type(part) not in PARTS.values():
                 known = ", ".join(kind.__name__ for kind in PARTS.values())

@@ -309,10 +309,9 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
             raise ValueError(f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them")
         self.density, size = density, check_int("block_size", 128 if block_size is None else block_size, most=LARGEST)
         if self.given is not None:
-            if not isinstance(self.given, BlockSparse):
-                raise ValueError(f"{name}: pattern must be a BlockSparse, got {short_repr(self.given)}")
-            if block_size is not None:
-                raise ValueError(f"{name}: the pattern has its own block size, {self.given.block_size}")
+            if not isinstance(self.given, BlockSparse) or block_size is not None:
+                wanted = "pattern must be a BlockSparse, and block_size is the pattern's own"
+                raise ValueError(f"{name}: {wanted}, got {short_repr(self.given)} and {short_repr(block_size)}")
             return self.given
         if density is not None:
             window = sliding_window(0, block_size=size)

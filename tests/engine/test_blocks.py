@@ -239,7 +239,7 @@ MASK = torch.ones(7, 7, dtype=torch.bool)
 @pytest.mark.parametrize(
     "make, why",
     [
-        (lambda: BlockSparse([], 8), "needs at least one part"),
+        (lambda: BlockSparse([], 8), r"parts must be a list of parts, .*, got \[\]"),
         (lambda: BlockSparse(Window(1), 8), r"parts must be a list of parts, as \[Window\(1\)\], got Window"),
         (lambda: BlockSparse([type("Near", (Window,), {})(1)], 8), r"one of Window.*, no subclass, got Near\(before"),
         (lambda: Global(1, False, False), "rows, columns or both must be True"),

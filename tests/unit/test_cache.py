@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ringlab import block_patterns, cache
+from ringlab import cache
 from ringlab.cache import CacheStats, PatternCache
-from ringlab.patterns import Dilated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -24,15 +23,6 @@ def run_threads(count: int, work) -> list:
     """The results of work(i) in as many threads, in order; raises the first error."""
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(work, range(count)))
-
-
-def test_every_field_of_a_configuration_is_a_key_of_its_own():
-    windows = [block_patterns.sliding_window(before, block_size=size) for before, size in ((1, 8), (2, 8), (1, 16))]
-    patterns = [Dilated([8, 16], [1, 2]), Dilated([8, 32], [1, 2]), Dilated([8, 16], [1, 2], "head_groups"), *windows]
-    base = ("plan", patterns[0], 64, torch.float32, torch.device("cpu"))
-    changes = [("rows",), patterns[1:], (65,), (torch.float64,), (torch.device("cuda", i) for i in (0, 1))]
-    keys = {base} | {(*base[:i], x, *base[i + 1 :]) for i, values in enumerate(changes) for x in values}
-    assert len(keys) == 1 + 1 + 5 + 1 + 1 + 2 and ("plan", Dilated((8, 16), (1, 2)), *base[2:]) in keys
 
 
 def test_bounds_evict_the_least_recently_used_and_a_value_above_them_is_not_stored():
