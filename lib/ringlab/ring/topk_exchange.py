@@ -33,10 +33,6 @@ def _all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int]) -> S
     return into
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# block means
-
-
 def gather(group: Group, q: Tensor, k: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     """For every rank here the means q (b, h, blocks, d), k (b, h_kv, blocks, d) of all blocks, given those here."""
     heads = q.shape[1], k.shape[1]
@@ -69,10 +65,6 @@ def _home(ranks: int, grad: Tensor) -> Steps:
     """The sum of all ranks' gradients for a rank's own blocks."""
     found = yield from _all_to_all(torch.stack(grad.chunk(ranks, 2)), [1] * ranks, [1] * ranks)  # (p, b, h, c, d)
     return found.sum(0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# attention to the chosen blocks
 
 
 def attend(group: Group, q, k, v, log_m: Tensor | None, picks: Tensor, size: int, causal, scale, backend, pattern: str):
