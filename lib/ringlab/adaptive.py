@@ -93,14 +93,15 @@ def best_blocks(
     return choose(logits(q, k, pattern, scale, causal, ranks), pattern.top_k, causal, ranks)
 
 
-def count_blocks(q: Tensor, pattern: Adaptive, ranks: Group | None) -> int:
-    """The number of blocks of all ranks; ValueError unless the pattern fits and shards are equal, of whole blocks."""
-    if ranks is None:
-        return pattern.count(q.shape[1])
-    n, size = q.shape[1] * ranks.size // len(ranks.here), pattern.block_size
-    if n % (ranks.size * size):
-        raise ValueError(f"every rank needs equally many whole blocks of {size}, got n = {n} on {ranks.size} ranks")
-    return pattern.count(n)
+def block_counts(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int]:
+    """How many blocks of queries are here, and how many there are; ValueError unless the pattern fits all shards."""
+    size, here = (1, 1) if ranks is None else (ranks.size, len(ranks.here))
+    n = q.shape[1] * size // here
+    if size > 1 and n % (size * pattern.block_size):
+        wanted = f"every rank needs equally many whole blocks of {pattern.block_size}"
+        raise ValueError(f"{wanted}, got n = {n} on {size} ranks")
+    count = pattern.count(n)
+    return count // size * here, count
 
 
 def block_means(t: Tensor, size: int) -> Tensor:
@@ -120,7 +121,7 @@ def logits(
     Causal: row i is of q's block i-1, row 0 of nothing; 0 on the diagonal and above. Every rank computes all rows and
     takes its own: a product of fewer rows may round otherwise, and choose otherwise.
     """
-    count_blocks(q, pattern, ranks)
+    block_counts(q, pattern, ranks)  # raises where the pattern does not fit
     size, scale = pattern.block_size, q.shape[3] ** -0.5 if scale is None else scale
 
     def product(*means: Tensor) -> Tensor:  # q (b, h, blocks, d), k (b, h_kv, blocks, d)
@@ -133,8 +134,8 @@ def logits(
     with without_autocast(q):
         if ranks is None:
             return product(block_means(q, size), block_means(k, size))
-        means = (torch.cat([block_means(part, size) for part in ranks.split(t)], 2) for t in (q, k))
-        whole = outside_graphs(topk_exchange.gather)(ranks, *means, size)
+        parts = [[block_means(t, size) for t in pair] for pair in zip(ranks.split(q), ranks.split(k))]
+        whole = outside_graphs(topk_exchange.gather)(ranks, parts, size)
         return torch.cat([product(*m).chunk(ranks.size, 2)[rank] for rank, m in zip(ranks.here, whole)], 2)
 
 
@@ -209,9 +210,7 @@ def adaptive_attention(
     if z is None:
         picks, log_m = best_blocks(q, k, pattern, scale, causal, ranks), None
     else:
-        count = count_blocks(q, pattern, ranks)
-        rows = count if ranks is None else count // ranks.size * len(ranks.here)
-        wanted = (q.shape[0], q.shape[2], rows, count)
+        wanted = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
             got = f"{tuple(z.shape)}, {z.dtype} on {z.device}" if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}")

@@ -33,26 +33,26 @@ def _all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int]) -> S
     return into
 
 
-def gather(group: Group, q: Tensor, k: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """For every rank here the means q (b, h, blocks, d), k (b, h_kv, blocks, d) of all blocks, given those here."""
-    heads = q.shape[1], k.shape[1]
-    problem = _problem(group, f"means of blocks of {size}", q.shape[2] * size, False, *heads)
-    found = _Gather.apply(torch.cat([q, k], 1), group, problem)  # (b, h + h_kv, blocks, d) each
+def gather(group: Group, parts: list[list[Tensor]], size: int) -> list[tuple[Tensor, Tensor]]:
+    """For every rank here, given its means, those of all blocks: q's (b, h, blocks, d) and k's (b, h_kv, blocks, d)."""
+    heads = [t.shape[1] for t in parts[0]]
+    problem = _problem(group, f"means of blocks of {size}", parts[0][0].shape[2] * size * len(parts), False, *heads)
+    found = _Gather.apply(group, problem, *(torch.cat(pair, 1) for pair in parts))  # (b, h + h_kv, blocks, d) each
     return [tuple(t.contiguous() for t in each.split(heads, 1)) for each in found]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, means, group, problem):
-        ctx.rest = group, problem, group.agree("forward", problem, means)
-        return tuple(group.run([_everyone(group.size, mine) for mine in group.split(means, 2)]))
+    def forward(ctx, group, problem, *means):
+        ctx.rest = group, problem, group.agree("forward", problem, means[0])
+        return tuple(group.run([_everyone(group.size, mine) for mine in means]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         group, problem, number = ctx.rest
         group.agree("backward", problem, grads[0], number)
-        return torch.cat(group.run([_home(group.size, grad) for grad in grads]), 2), None, None
+        return None, None, *group.run([_home(group.size, grad) for grad in grads])
 
 
 def _everyone(ranks: int, mine: Tensor) -> Steps:
