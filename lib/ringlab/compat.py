@@ -23,7 +23,7 @@ from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_int
 from .engine import Execution
 from .engine.chunked import Ladder
 from .patterns import Dilated
-from .ring import Simulated, group_size
+from .ring import Simulated
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
 FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
@@ -336,8 +336,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         return super().extra_repr() + ("" if self.density is None else f", density={self.density}")
 
     def _pattern_of(self, rows, causal):
-        shards = 1 if self.group is None or isinstance(self.group, Simulated) else group_size(self.group)
-        return self.pattern_for(rows * shards, causal)
+        whole = self.group is None or isinstance(self.group, Simulated)
+        return self.pattern_for(rows if whole else rows * ring.group_size(self.group), causal)
 
 
 class BlockSparseOptimized(BlockSparseRingDilatedAttention):

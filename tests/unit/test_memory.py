@@ -33,10 +33,10 @@ def small_pool(**options) -> MemoryPool:
 
 def flags_of(address: int) -> list[str]:
     """What Linux says of the pages at an address, see proc(5)."""
-    for about in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M):
-        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", about)
-        if bounds and int(bounds[1], 16) <= address < int(bounds[2], 16):
-            return re.search(r"VmFlags: (.*)", about)[1].split()
+    smaps = Path("/proc/self/smaps").read_text()
+    for start, stop, flags in re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", smaps, re.M | re.S):
+        if int(start, 16) <= address < int(stop, 16):
+            return flags.split()
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
