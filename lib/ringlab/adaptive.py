@@ -19,7 +19,6 @@ own rows, and receives the blocks that it chose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,7 @@ from .attention import check_tensors
 from .block_patterns import block_count
 from .checks import FLOATS, LARGEST, check_backend, check_bool, check_float_dtype, check_int, is_real, short_repr
 from .engine import topk
-from .engine.autograd import without_autocast
+from .engine.autograd import outside_graphs, without_autocast
 from .kernels import device_of
 from .kernels.base import accumulation_dtype
 from .ring import topk_exchange
@@ -91,11 +90,18 @@ def best_blocks(
     >>> best_blocks(x, x, Adaptive(1, 1)).flatten().tolist()
     [0, 1, 2, 3]
     """
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    *_, first = rows_of_blocks(q, pattern, ranks)
-    with without_autocast(q):
-        z = logits(q, k, pattern.block_size, ranks, lambda *means: block_logits(*means, scale, causal))
-        return choose(z, pattern.top_k, causal, first)
+    return choose(logits(q, k, pattern, scale, causal, ranks), pattern.top_k, causal, ranks)
+
+
+def block_counts(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int]:
+    """How many blocks of queries are here, and how many there are; ValueError unless the pattern fits all shards."""
+    size, here = (1, 1) if ranks is None else (ranks.size, len(ranks.here))
+    n = q.shape[1] * size // here
+    if size > 1 and n % (size * pattern.block_size):
+        wanted = f"every rank needs equally many whole blocks of {pattern.block_size}"
+        raise ValueError(f"{wanted}, got n = {n} on {size} ranks")
+    count = pattern.count(n)
+    return count // size * here, count
 
 
 def block_means(t: Tensor, size: int) -> Tensor:
@@ -107,64 +113,59 @@ def block_means(t: Tensor, size: int) -> Tensor:
     return means.transpose(1, 2).contiguous()  # one layout, so that products round alike on one device and on many
 
 
-def block_logits(q: Tensor, k: Tensor, scale: float, causal: bool = False) -> Tensor:
-    """z (b, h, blocks, blocks) of q (b, h, blocks, d) and k (b, h_kv, blocks, d), one vector a block.
+def logits(
+    q: Tensor, k: Tensor, pattern: Adaptive, scale: float | None, causal: bool, ranks: Group | None, weights=()
+) -> Tensor:
+    """The rows here of z (b, h, blocks, blocks), from the blocks' mean q and k, each times its weight if there are any.
 
-    Causal: row i is of q's block i-1, row 0 of nothing; 0 on the diagonal and above.
+    Causal: row i is of q's block i-1, row 0 of nothing; 0 on the diagonal and above. Every rank computes all rows and
+    takes its own: a product of fewer rows may round otherwise, and choose otherwise.
     """
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    if causal:
-        q = F.pad(q[:, :, :-1], (0, 0, 1, 0))
-    z = scale * q @ k.mT
-    return z.tril(-1) if causal else z
+    block_counts(q, pattern, ranks)  # raises where the pattern does not fit
+    size, scale = pattern.block_size, q.shape[3] ** -0.5 if scale is None else scale
+
+    def product(*means: Tensor) -> Tensor:  # q (b, h, blocks, d), k (b, h_kv, blocks, d)
+        q, k = (m @ w.to(m.dtype) for m, w in zip(means, weights)) if weights else means
+        if causal:
+            q = F.pad(q[:, :, :-1], (0, 0, 1, 0))
+        z = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        return z.tril(-1) if causal else z
+
+    with without_autocast(q):
+        if ranks is None:
+            return product(block_means(q, size), block_means(k, size))
+        parts = [[block_means(t, size) for t in pair] for pair in zip(ranks.split(q), ranks.split(k))]
+        whole = outside_graphs(topk_exchange.gather)(ranks, parts, size)
+        return torch.cat([product(*m).chunk(ranks.size, 2)[rank] for rank, m in zip(ranks.here, whole)], 2)
 
 
-def rows_of_blocks(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int, int]:
-    """How many blocks there are, how many blocks of queries are here, and how many come before these.
-
-    Raises ValueError where the pattern does not fit the sequence, or the shards are not of whole blocks.
-    """
-    n = q.shape[1] if ranks is None else topk_exchange.sequence_length(ranks, q.shape[1], pattern.block_size)
-    count = pattern.count(n)
-    if ranks is None:
-        return count, count, 0
-    return count, count // ranks.size * len(ranks.here), count // ranks.size * ranks.here[0]
-
-
-def logits(q: Tensor, k: Tensor, size: int, ranks: Group | None, score: Callable[..., Tensor]) -> Tensor:
-    """The rows here of z (b, h, blocks, blocks), which ``score`` makes of the means of all blocks of q and k.
-
-    Every rank scores all rows and takes its own: a product of fewer rows may round otherwise, and choose otherwise.
-    """
-    if ranks is None:
-        return score(*(block_means(t, size) for t in (q, k)))
-    means = [torch.cat([block_means(part, size) for part in ranks.split(t)], 2) for t in (q, k)]
-    each = zip(ranks.here, topk_exchange.gather(ranks, *means, size))
-    return torch.cat([score(*whole).chunk(ranks.size, 2)[rank] for rank, whole in each], 2)
-
-
-def choose(z: Tensor, top_k: int, causal: bool, first: int = 0) -> Tensor:
-    """S as indices (b, h, rows, top_k) for rows ``first``, ... of z (b, h, rows, blocks).
+def choose(z: Tensor, top_k: int, causal: bool, ranks: Group | None) -> Tensor:
+    """S as indices (b, h, rows, top_k) for the rows here of z (b, h, rows, blocks).
 
     Causal: the block itself, then the best before it, i of them in row i.
     """
     if not causal:
         return z.topk(top_k, -1).indices.sort(-1).values  # in order: a short last block comes last
-    rows, count = z.shape[2:]
-    itself = torch.arange(first, first + rows, device=z.device).expand(z.shape[:3]).unsqueeze(-1)
-    hidden = torch.ones(rows, count, dtype=torch.bool, device=z.device).triu(first)
+    itself = rows_here(z, ranks)  # (rows, 1)
+    hidden = torch.arange(z.shape[3], device=z.device) >= itself
     before = z.clamp(min=torch.finfo(z.dtype).min).masked_fill(hidden, -torch.inf)  # the hidden come after all others
-    return torch.cat([itself, before.topk(top_k - 1, -1).indices], -1)
+    return torch.cat([itself.expand(*z.shape[:3], 1), before.topk(top_k - 1, -1).indices], -1)
 
 
-def log_multiplicity(z: Tensor, picks: Tensor, causal: bool, first: int) -> Tensor:
+def log_multiplicity(z: Tensor, picks: Tensor, causal: bool, ranks: Group | None) -> Tensor:
     """log M (b, h, rows, top_k) on S; -inf where a causal row has fewer blocks."""
-    logits, (rows, top_k) = z.gather(-1, picks), picks.shape[2:]
-    number = torch.full((rows, 1), top_k, device=z.device)
+    logits, top_k = z.gather(-1, picks), picks.shape[3]
+    number = torch.full((1, 1), top_k, device=z.device)
     if causal:
-        number = torch.arange(first + 1, first + rows + 1, device=z.device)[:, None].clamp(max=top_k)  # (rows, 1)
+        number = (rows_here(z, ranks) + 1).clamp(max=top_k)  # (rows, 1)
         logits = logits.masked_fill(torch.arange(top_k, device=z.device) >= number, -torch.inf)
     return logits.log_softmax(-1) + number.to(z.dtype).log()
+
+
+def rows_here(z: Tensor, ranks: Group | None) -> Tensor:
+    """The numbers (rows, 1) of the rows of z (b, h, rows, blocks) that are here."""
+    first = 0 if ranks is None else ranks.here[0] * z.shape[2]
+    return torch.arange(first, first + z.shape[2], device=z.device)[:, None]
 
 
 def adaptive_attention(
@@ -206,21 +207,21 @@ def adaptive_attention(
         raise ValueError(f"scale must be a finite number, got {short_repr(scale)}")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     backend = check_backend(backend)
-    count, rows, first = rows_of_blocks(q, pattern, ranks)
     if z is None:
         picks, log_m = best_blocks(q, k, pattern, scale, causal, ranks), None
     else:
-        wanted = (q.shape[0], q.shape[2], rows, count)
+        wanted = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
         if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
             got = f"{tuple(z.shape)}, {z.dtype} on {z.device}" if isinstance(z, Tensor) else type(z).__name__
             raise ValueError(f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}")
-        picks = choose(z.detach(), pattern.top_k, causal, first)
+        picks = choose(z.detach(), pattern.top_k, causal, ranks)
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
-        log_m = log_multiplicity(z, picks, causal, first).to(accumulation_dtype(q.dtype))
+        log_m = log_multiplicity(z, picks, causal, ranks).to(accumulation_dtype(q.dtype))
+    given = q, k, v, log_m, picks, pattern.block_size, causal, scale, backend
     if ranks is None:
-        out, lse = topk.attend(q, k, v, log_m, picks, pattern.block_size, causal, scale, backend)
+        out, lse = outside_graphs(topk.attend)(*given)  # how many calls there are depends on the data
     else:
-        out, lse = topk_exchange.attend(ranks, q, k, v, log_m, picks, pattern, causal, scale, backend)
+        out, lse = outside_graphs(topk_exchange.attend)(ranks, *given, str(pattern))
     return (out, lse) if return_lse else out
 
 
@@ -267,15 +268,8 @@ class AdaptiveBlockSparse(nn.Module):
         check_bool("causal", causal)
         if q.shape[3] != len(self.q_score):
             raise ValueError(f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}")
-        ranks, weights = Group.sharing(self.group), (self.q_score, self.k_score)
-        rows_of_blocks(q, self.pattern, ranks)  # raises where the pattern does not fit
-
-        def score(*means: Tensor) -> Tensor:
-            scored = (m @ w.to(m.dtype) for m, w in zip(means, weights))  # (b, h, blocks, d)
-            return block_logits(*scored, q.shape[3] ** -0.5, causal)
-
-        with without_autocast(q):
-            return logits(q, k, self.pattern.block_size, ranks, score)
+        weights = self.q_score, self.k_score
+        return logits(q, k, self.pattern, None, causal, Group.sharing(self.group), weights)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         z, options = self.logits(q, k, is_causal), {"backend": self.backend, "group": self.group}

@@ -229,10 +229,8 @@ class BlockSparse:
     block_size: int = 128
 
     def __post_init__(self):
-        if not isinstance(self.parts, list | tuple):
+        if not isinstance(self.parts, list | tuple) or not self.parts:
             raise ValueError(f"parts must be a list of parts, as [Window(1)], got {short_repr(self.parts)}")
-        if not self.parts:
-            raise ValueError("a block-sparse pattern needs at least one part, as Window(1)")
         for part in self.parts:
             if type(part) not in PARTS.values():
                 known = ", ".join(kind.__name__ for kind in PARTS.values())
@@ -317,13 +315,12 @@ class BlockSparse:
         lengths[-1] = n - (count - 1) * self.block_size
         total, missing = 0, self.block_size - int(lengths[-1])
         for rows, cols, seen in self._chunks(n):
-            mine = lengths[rows]
             if causal:
-                itself = (seen & (cols == rows[:, None])).any(1)
-                total += int((mine * (mine + 1) // 2)[itself].sum())
-                seen = seen & (cols < rows[:, None])
+                seen = seen & (cols <= rows[:, None])
+                mine = lengths[rows][(seen & (cols == rows[:, None])).any(1)]  # of blocks that see themselves
+                total -= int((mine * (mine - 1) // 2).sum())
             short = seen[:, cols == count - 1].sum(1)
-            total += int((mine * (seen.sum(1) * self.block_size - short * missing)).sum())
+            total += int((lengths[rows] * (seen.sum(1) * self.block_size - short * missing)).sum())
         return total
 
     def density(self, n: int, causal: bool = False) -> float:
@@ -342,19 +339,13 @@ class BlockSparse:
         """
         if not is_real(density) or not 0 < density <= 1:
             raise ValueError(f"density must be in (0, 1], got {short_repr(density)}")
-        for kind in (Window, Random):
-            found = [part for part in self.parts if isinstance(part, kind)]
-            if found:
-                break
-        else:
-            raise ValueError(f"{self} has no window and no random blocks whose number could be solved for")
-        if len(found) > 1:
-            raise ValueError(f"{self} has several parts of a kind, of which one would be solved for: leave one")
-        [part] = found
-        if kind is Random:
-            names, least = ("count",), 1
-        else:  # a window on one side stays there
-            names, least = ("before",) if not part.after else ("before", "after") if part.before else ("after",), 0
+        windows, random = ([p for p in self.parts if isinstance(p, kind)] for kind in (Window, Random))
+        if len(windows or random) != 1:
+            raise ValueError(f"{self} must have one window, or none and one part of random blocks, to solve for")
+        [part] = windows or random
+        names, least = ["count"], 1
+        if windows:  # one on one side stays there
+            names, least = ["before"] * (part.before > 0 or not part.after) + ["after"] * bool(part.after), 0
 
         def sized(size: int) -> BlockSparse:
             grown = replace(part, **dict.fromkeys(names, size))
@@ -405,12 +396,11 @@ def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> Blo
 
 def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
     """The pattern of a bool mask (blocks, blocks), queries by keys; ValueError for anything else."""
-    got, fits = type(mask).__name__, False
-    if isinstance(mask, Tensor) and not mask.is_nested:  # a nested tensor has no shape
+    got = type(mask).__name__
+    if plain := isinstance(mask, Tensor) and not mask.is_nested:  # a nested tensor has no shape
         got += f" of {mask.dtype}, shape {tuple(mask.shape)}, {mask.layout} on {mask.device}"
-        square = mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 0
-        fits = square and mask.dtype == torch.bool and mask.layout == torch.strided and not mask.is_meta
-    if not fits:
+        plain = mask.dtype == torch.bool and mask.layout == torch.strided and not mask.is_meta
+    if not plain or mask.dim() != 2 or not mask.shape[0] == mask.shape[1] > 0:
         wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
         raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
     rows = tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist())

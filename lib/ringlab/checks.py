@@ -51,14 +51,9 @@ def check_int(name: str, value, least: int = 1, most: int | None = None) -> int:
 
 def check_ints(name: str, values) -> tuple[int, ...]:
     """A list of positive integers as a tuple of Python's; ValueError if it is empty or holds anything else."""
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
         raise ValueError(f"{name} must be a list of positive integers, got {short_repr(values)}")
-    if not values:
-        raise ValueError(f"{name} is empty")
-    for value in values:
-        if not is_int(value) or value > LARGEST:
-            raise ValueError(f"{name} must hold positive integers up to 2**40, got {short_repr(value)}")
-    return tuple(map(operator.index, values))
+    return tuple(check_int(f"each of {name}", value, most=LARGEST) for value in values)
 
 
 def check_bool(name: str, value) -> None:

@@ -23,7 +23,7 @@ from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_int
 from .engine import Execution
 from .engine.chunked import Ladder
 from .patterns import Dilated
-from .ring import Simulated, group_size
+from .ring import Simulated
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
 FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
@@ -102,29 +102,24 @@ class PublishedAttention(nn.Module):
         self.device = None if device is None else kernels.device_of(device)
         self.auto = None if config is None else Auto(config)
         if dtype is None and self.auto_dtype:
-            if self.advice is None:
+            if self.advice is not None:
+                dtype = self.advice["dtype"]
+            else:
                 on_gpu = torch.cuda.is_available() if self.device is None else self.device.type == "cuda"
                 dtype = hardware.default_dtype(torch.cuda.get_device_capability(self.device) if on_gpu else None)
-            else:
-                dtype = self.advice["dtype"]
         self.dtype = dtype
         self.group = Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
         self.use_gradient_checkpointing = use_gradient_checkpointing
         pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
-        asked = {"cache": use_pattern_cache, "pool": pool}
-        if self.auto is None:
-            self.chain = self.backend if use_flash_attention else FALLBACK
-            self.execution = Execution(gather=self.gather, blocks=self.blocks, **asked)
-        else:  # advice replaces the system's own settings, not those that were asked for
-            self.chain = "auto" if use_flash_attention else FALLBACK
-            self.execution = Execution(**asked)
-            self.scheme = self.scheme and "auto"
+        chain, own = self.backend, {"gather": self.gather, "blocks": self.blocks}
+        if self.auto is not None:  # advice replaces the system's own settings, not those that were asked for
+            chain, own, self.scheme = "auto", {}, self.scheme and "auto"
+        self.chain = chain if use_flash_attention else FALLBACK
+        self.execution = Execution(cache=use_pattern_cache, pool=pool, **own)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
-        for argument, value in (("block_size", block_size), ("density", density)):
-            if value is not None:
-                name = type(self).__name__
-                raise TypeError(f"{name} cannot honour {argument!r}: it belongs to the block-sparse systems")
+        blocks = {name: x for name, x in (("block_size", block_size), ("density", density)) if x is not None}
+        check_unknown(type(self).__name__, blocks, dict.fromkeys(blocks, "it belongs to the block-sparse systems"))
         return Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
 
     def _apply(self, fn, recurse=True):
@@ -157,9 +152,8 @@ class PublishedAttention(nn.Module):
         return out.to(q.dtype)
 
     def _attend(self, q, k, v, is_causal):
-        pattern = self._pattern_of(q.shape[1], is_causal)
-        options = {"causal": is_causal, "backend": self.chain, "execution": self.execution}
-        options |= self._ranks(q.shape[1])
+        rows, options = q.shape[1], {"causal": is_causal, "backend": self.chain, "execution": self.execution}
+        pattern, options = self._pattern_of(rows, is_causal), options | self._ranks(rows)
         if self.auto is not None:
             options = self.auto.fill(options, pattern, q, k)
         return attention(q, k, v, pattern, **options)
@@ -179,10 +173,9 @@ class PublishedAttention(nn.Module):
 
     def backends(self, device: torch.device | str = "cpu", head_dim: int = 64) -> list[tuple]:
         """(kernel, runs, reason for a refusal, chosen) for each kernel of this module's chain, probed by a call."""
-        dtype = self.dtype or torch.float32
-        rows = kernels.table(device, dtype, head_dim)
-        chosen = kernels.choose(device, dtype, head_dim, backward=True, backend=self.chain).name
-        return [(name, runs, why, name == chosen) for name, runs, why, _ in rows]
+        asked = device, self.dtype or torch.float32, head_dim
+        chosen = kernels.choose(*asked, backward=True, backend=self.chain).name
+        return [(name, runs, why, name == chosen) for name, runs, why, _ in kernels.table(*asked)]
 
     def extra_repr(self) -> str:
         text = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
@@ -312,14 +305,13 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         name = type(self).__name__
         segments = segment_lengths is not None or dilation_rates is not None
-        if segments + (density is not None) + (self.given is not None) != 1:
+        if (segments, density is not None, self.given is not None).count(True) != 1:
             raise ValueError(f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them")
         self.density, size = density, check_int("block_size", 128 if block_size is None else block_size, most=LARGEST)
         if self.given is not None:
-            if not isinstance(self.given, BlockSparse):
-                raise ValueError(f"{name}: pattern must be a BlockSparse, got {short_repr(self.given)}")
-            if block_size is not None:
-                raise ValueError(f"{name}: the pattern has its own block size, {self.given.block_size}")
+            if not isinstance(self.given, BlockSparse) or block_size is not None:
+                wanted = "pattern must be a BlockSparse, and block_size is the pattern's own"
+                raise ValueError(f"{name}: {wanted}, got {short_repr(self.given)} and {short_repr(block_size)}")
             return self.given
         if density is not None:
             window = sliding_window(0, block_size=size)
@@ -344,8 +336,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         return super().extra_repr() + ("" if self.density is None else f", density={self.density}")
 
     def _pattern_of(self, rows, causal):
-        shards = 1 if self.group is None or isinstance(self.group, Simulated) else group_size(self.group)
-        return self.pattern_for(rows * shards, causal)
+        whole = self.group is None or isinstance(self.group, Simulated)
+        return self.pattern_for(rows if whole else rows * ring.group_size(self.group), causal)
 
 
 class BlockSparseOptimized(BlockSparseRingDilatedAttention):

@@ -44,15 +44,12 @@ class PoolStats:
     reuses: int = 0
     allocations: int = 0
     bypassed: int = 0
-    evictions: int = 0
     idle_bytes: int = 0
     held_bytes: int = 0
 
 
 class _Buffer:
     """Raw bytes of one place (device and stream). Only the storage is kept, so no autograd history sticks to it."""
-
-    __slots__ = ("alone", "capacity", "place", "storage")
 
     def __init__(self, capacity: int, device: torch.device, place: tuple) -> None:
         self.capacity, self.place = capacity, place
@@ -84,17 +81,17 @@ def counts_references() -> bool:
 
     It is not in free-threaded builds of Python, which defer their counts.
     """
+    seen = []
     try:
         buffer = _Buffer(64, torch.device("cpu"), ())
         for refer in (lambda: buffer.tensor(torch.Size([64]), torch.uint8)[1:], lambda: buffer.storage):
             reference = refer()
-            seen = not buffer.idle()
+            seen += [not buffer.idle()]
             del reference
-            if not (seen and buffer.idle()):
-                return False
+            seen += [buffer.idle()]
     except (AttributeError, TypeError):  # another version of torch
         return False
-    return getattr(sys, "_is_gil_enabled", lambda: True)()
+    return all(seen) and getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 COUNTED = counts_references()
@@ -155,13 +152,11 @@ class MemoryPool:
             return torch.empty(shape, dtype=dtype, device=device)
         buffer = buffer or self._allocate(nbytes, device, place)
         tensor = buffer.tensor(shape, dtype)
-        with self._lock:
-            self._kept.append(buffer)
-            kept, evicted = sum(b.capacity for b in self._kept), []
-            while kept > self.max_bytes:  # a buffer that is too large itself must not evict the others
-                evicted.append(self._kept.pop(-1 if buffer.capacity > self.max_bytes else 0))
-                kept -= evicted[-1].capacity
-            self._counts["evictions"] += len(evicted)
+        if buffer.capacity <= self.max_bytes:  # a larger one must not evict the others
+            with self._lock:
+                self._kept.append(buffer)
+                while sum(b.capacity for b in self._kept) > self.max_bytes:
+                    self._kept.pop(0)
         return tensor
 
     def stats(self) -> PoolStats:
@@ -174,9 +169,7 @@ class MemoryPool:
     def clear(self) -> None:
         """Forget all buffers and reset the counters; tensors that were lent stay valid."""
         with self._lock:
-            forgotten = self._kept
             self._kept, self._counts = [], Counter()
-        del forgotten  # freeing may take long, so it is done outside the lock
 
     def _place(self, device: torch.device, nbytes: int) -> tuple | None:
         """The device and stream that a buffer is bound to; None if torch.empty serves the request."""
@@ -200,15 +193,11 @@ class MemoryPool:
         try:
             return _Buffer(nbytes, device, place)
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            with self._lock:  # idle buffers may be what is missing
-                before = len(self._kept)
-                self._kept = [b for b in self._kept if not b.idle()]
-                freed = before - len(self._kept)
-                self._counts["evictions"] += freed
-            if not freed:
-                raise
+            with self._lock:
+                lent = [b for b in self._kept if not b.idle()]
+                if len(lent) == len(self._kept) or not is_out_of_memory(error):
+                    raise
+                self._kept = lent  # the idle ones may be what is missing
             return _Buffer(nbytes, device, place)
 
 

@@ -7,7 +7,7 @@ frozen, hashable and comparable. They do not depend on the contents of tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -178,13 +178,12 @@ def from_dict(data: dict) -> Pattern:
     given = dict(data)
     kind = given.pop("kind", None)
     check_choice("pattern kind", kind, kinds)
-    if unknown := given.keys() - kinds[kind].__dataclass_fields__.keys():
-        raise ValueError(f"unknown fields for pattern {kind!r}: {', '.join(sorted(map(str, unknown)))}")
-    if lacking := [f.name for f in fields(kinds[kind]) if f.default is MISSING and f.name not in given]:
-        raise ValueError(f"pattern {kind!r} lacks {', '.join(lacking)}")
-    if isinstance(given.get("parts"), list | tuple):
+    if kind == "block_sparse" and isinstance(given.get("parts"), list | tuple):
         given["parts"] = [part_from_dict(part) for part in given["parts"]]
-    return kinds[kind](**given)
+    try:
+        return kinds[kind](**given)
+    except TypeError as error:  # for fields that are missing or unknown
+        raise ValueError(f"no pattern {kind!r}: {error}") from None
 
 
 def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, head: int = 0, heads: int = 1) -> str:

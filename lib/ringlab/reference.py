@@ -30,8 +30,8 @@ def attention(q, k, v, pattern: Pattern, *, causal: bool = False, scale: float |
     every = torch.arange(n, device=q.device)
     outs, lses = [], []
     for h in range(heads):
-        bias = _log_multiplicity(pattern, every, every, n, h, heads, kv_heads, causal)  # (n, n)
-        kv = h // (heads // kv_heads)
+        about = {"n": n, "head": h, "heads": heads, "kv_heads": kv_heads}
+        bias, kv = _log_multiplicity(pattern, every, every, causal, about), h // (heads // kv_heads)  # bias (n, n)
         prob, lse = _softmax(q[:, :, h].double(), k[:, :, kv].double(), bias, scale)  # (b, n, n), (b, n)
         outs.append(prob @ v[:, :, kv].double())  # (b, n, d)
         lses.append(lse)
@@ -135,7 +135,7 @@ def sampled_errors(
             kv = h // (heads // kv_heads)
             q_h, k_h, v_h = q[i, :, h].double(), k[i, :, kv].double(), v[i, :, kv].double()  # (n, d)
             g_h = None if dout is None else dout[i, :, h].double()  # (n, d)
-            head = (pattern, h, heads, kv_heads, causal, scale)
+            head = pattern, causal, scale, {"n": n, "head": h, "heads": heads, "kv_heads": kv_heads}
             o_r, l_r, dq_r = _query_rows(q_h, k_h, v_h, rows, g_h, head)
             pairs["out"].append((out[i, rows, h], o_r))
             if lse is not None:
@@ -155,8 +155,8 @@ def sampled_errors(
     return found
 
 
-def _log_multiplicity(pattern, queries, keys, n, head, heads, kv_heads, causal) -> Tensor:
-    m = pattern.multiplicity(queries, keys, n=n, head=head, heads=heads, kv_heads=kv_heads)  # (q, k)
+def _log_multiplicity(pattern, queries, keys, causal: bool, about: dict) -> Tensor:
+    m = pattern.multiplicity(queries, keys, **about)  # (q, k)
     if causal:
         m = m * (keys[None, :] <= queries[:, None])
     return m.double().log()
@@ -177,11 +177,10 @@ def _softmax(q, k, bias, scale: float) -> tuple[Tensor, Tensor]:
 
 def _query_rows(q, k, v, rows, dout, head):
     """Exact out (s, d), lse (s,), dq (s, d) of one head at query positions ``rows``; q, k, v are (n, d) float64."""
-    pattern, h, heads, kv_heads, causal, scale = head
-    n = len(k)
-    start, stop = pattern.reach(int(rows.min()), int(rows.max()), n)
+    pattern, causal, scale, about = head
+    start, stop = pattern.reach(int(rows.min()), int(rows.max()), len(k))
     keys, k, v = torch.arange(start, stop, device=k.device), k[start:stop], v[start:stop]
-    prob, lse = _softmax(q[rows], k, _log_multiplicity(pattern, rows, keys, n, h, heads, kv_heads, causal), scale)
+    prob, lse = _softmax(q[rows], k, _log_multiplicity(pattern, rows, keys, causal, about), scale)
     out, dq = prob @ v, None
     if dout is not None:
         g = dout[rows]  # (s, d)
@@ -189,16 +188,12 @@ def _query_rows(q, k, v, rows, dout, head):
     return out, lse, dq
 
 
-def _key_columns(q, k, v, cols, dout, head, block: int = 1024):
-    """Exact dk, dv (s, d) of one head at key positions ``cols``, over all queries in blocks of rows.
-
-    A block with no pair in the sampled columns is skipped before its softmax is computed.
-    """
-    pattern, h, heads, kv_heads, causal, scale = head
+def _key_columns(q, k, v, cols, dout, head):
+    """Exact dk, dv (s, d) of one head at key positions ``cols``, over 1024 queries at a time, of those that see any."""
+    pattern, causal, scale, about = head
     dk, dv = torch.zeros_like(k[cols]), torch.zeros_like(k[cols])
-    for start in range(0, len(q), block):
-        rows = torch.arange(start, min(start + block, len(q)), device=q.device)
-        bias = _log_multiplicity(pattern, rows, cols, len(q), h, heads, kv_heads, causal)  # (block, s)
+    for rows in torch.arange(len(q), device=q.device).split(1024):
+        bias = _log_multiplicity(pattern, rows, cols, causal, about)  # (1024, s)
         sees = (bias > -torch.inf).any(-1)
         if not sees.any():
             continue

@@ -1,7 +1,5 @@
 """Blocks chosen by content, on one rank or several: importable by name, so that other processes find it."""
 
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from ringlab import Adaptive, AdaptiveBlockSparse, adaptive, adaptive_attention
@@ -28,15 +26,11 @@ def shard_of(given, rank, ranks):
     return [t if dim is None else t.chunk(ranks, dim)[rank] for t, dim in zip(given, dims)]
 
 
-@contextmanager
-def recorded():
-    """Every S that is chosen inside."""
-    right, picks = adaptive.choose, []
-    adaptive.choose = lambda *args: picks.append(right(*args)) or picks[-1]
-    try:
-        yield picks
-    finally:
-        adaptive.choose = right
+def chosen(given, kind, causal):
+    """S (b, h, blocks, top_k) for whole tensors."""
+    q, k, _, *more = given[:-2]
+    z = more[0] if kind == "z" else adaptive.logits(q, k, Adaptive(SIZE, TOP_K), None, causal, None, more)
+    return adaptive.choose(z, TOP_K, causal, None)
 
 
 def forward(leaves, kind, causal, group):
@@ -49,22 +43,19 @@ def forward(leaves, kind, causal, group):
 
 
 def step(given, kind, causal, group):
-    """What ``forward`` gives, then the gradients of all leaves; and S."""
+    """What ``forward`` gives, then the gradients of all leaves."""
     *leaves, dout, dlse = given
     leaves = [t.clone().requires_grad_() for t in leaves]
-    with recorded() as picks:
-        found = forward(leaves, kind, causal, group)
-    cotangents = [g.to(t.dtype) for t, g in zip(found, (dout, dlse))]
-    grads = torch.autograd.grad(found, leaves, cotangents)
-    return [t.detach() for t in (*found, *grads)], picks[0]
+    found = forward(leaves, kind, causal, group)
+    grads = torch.autograd.grad(found, leaves, [g.to(t.dtype) for t, g in zip(found, (dout, dlse))])
+    return [t.detach() for t in (*found, *grads)]
 
 
 def content(cases):
-    """Blocks chosen by content: each case's results and S on this rank, and the bytes that it sent."""
+    """Blocks chosen by content: each case's results on this rank, and the bytes that it sent."""
     rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
     for shape, kind, causal, dtype in cases:
         shards = shard_of(tensors(shape, kind, dtype), rank, ranks)
         with counting() as traffic:
-            results, picks = step(shards, kind, causal, dist.group.WORLD)
-        found.append((results, picks, traffic.total))
-    return found
+            found.append((step(shards, kind, causal, dist.group.WORLD), traffic))
+    return [(results, traffic.total) for results, traffic in found]

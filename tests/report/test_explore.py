@@ -90,7 +90,7 @@ def alts(html: str) -> str:
 REFUSED = [
     ({"lengths": "2048, x"}, "segment lengths must be positive integers, as 2048, 4096 or 2K 4K, not 'x'"),
     ({"lengths": ""}, "segment lengths must be positive integers, as 2048, 4096 or 2K 4K, and there is none"),
-    ({"lengths": "0 4", "rates": "1 2"}, "segment_lengths must hold positive integers up to 2**40, got 0"),
+    ({"lengths": "0 4", "rates": "1 2"}, "each of segment_lengths must be a positive integer up to 2**40, got 0"),
     ({"rates": "1"}, "segment_lengths and dilation_rates differ in length: 3 and 1"),
     ({"rates": "1 2 9000"}, "dilation rate 9000 exceeds its segment length 8192"),
     ({"lengths": "97 101 103 107 109", "rates": "1 1 1 1 1", "seq_len": "1G"}, "5 branches that do not nest"),

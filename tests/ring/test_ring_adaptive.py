@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from content_cases import SIZE, TOP_K, D, content, forward, recorded, step, tensors
+from content_cases import SIZE, TOP_K, D, chosen, content, forward, step, tensors
 from ring_cases import content_disagreed
 from ringlab import Adaptive, AdaptiveBlockSparse, Simulated, adaptive_attention, reference
+from ringlab.adaptive import best_blocks
 from ringlab.ring import counting
+from ringlab.ring.group import Group
 from ringlab.ring.launch import launch
 
 KINDS = ("means", "z", "scorer")  # what chooses: the means, a z that is given, a scorer that trains
@@ -49,16 +51,15 @@ def test_the_choice_is_the_same_bit_for_bit(dtype, causal):
     generator = torch.Generator().manual_seed(1)
     for heads, kv_heads, ranks, share, d in ((2, 1, 4, 1, 24), (4, 4, 3, 5, 8), (3, 1, 2, 16, 40), (1, 1, 5, 2, 1)):
         n = ranks * share * SIZE
-        q, k, v = (torch.randn(2, n, h, d, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads))
+        q, k = (torch.randn(2, n, h, d, generator=generator).to(dtype) for h in (heads, kv_heads))
         near = k[:, :1] + 1e-7 * torch.randn(k.shape, generator=generator).to(dtype)
         turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k)]
         for pair in ((q, k), turned, (q, near), (q.round(), k.round()), (q, torch.ones_like(k))):
-            with recorded() as picks, torch.no_grad():
-                for group in (None, Simulated(ranks)):
-                    layer = AdaptiveBlockSparse(d, SIZE, min(TOP_K, ranks * share), group=group)
-                    layer(*pair, v, is_causal=causal)
-                    adaptive_attention(*pair, v, layer.pattern, causal=causal, group=group)
-            assert len(picks) == 4 and torch.equal(picks[0], picks[2]) and torch.equal(picks[1], picks[3])
+            pattern, group = Adaptive(SIZE, min(TOP_K, ranks * share)), Simulated(ranks)
+            found = best_blocks(*pair, pattern, causal=causal, ranks=Group.of(group))
+            assert torch.equal(found, best_blocks(*pair, pattern, causal=causal))
+            one, many = (AdaptiveBlockSparse(d, SIZE, pattern.top_k, group=x) for x in (None, group))
+            assert torch.equal(one.logits(*pair, causal), many.logits(*pair, causal))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,11 +68,11 @@ def test_bytes_are_summaries_once_and_chosen_blocks_once(kind):
     for ranks, shape, causal, dtype in cases:
         given = tensors(shape, kind, dtype)
         with counting() as both:
-            _, picks = step(given, kind, causal, Simulated(ranks))
+            step(given, kind, causal, Simulated(ranks))
         with counting() as once, torch.no_grad():
             forward(given[:-2], kind, causal, Simulated(ranks))
         for traffic, backward in ((once, False), (both, True)):
-            want = expected_bytes(shape, ranks, picks, kind, causal, dtype, backward)
+            want = expected_bytes(shape, ranks, chosen(given, kind, causal), kind, causal, dtype, backward)
             assert [traffic.from_rank(r) for r in range(ranks)] == want and min(want) > 0
 
 
@@ -81,16 +82,14 @@ def test_gloo_ranks_are_the_simulated_ones(ranks):
     everyone = launch(content, ranks, cases)
     for i, (shape, kind, causal, dtype) in enumerate(cases):
         given = tensors(shape, kind, dtype)
-        want, picks = step(given, kind, causal, Simulated(ranks))
+        want = step(given, kind, causal, Simulated(ranks))
         parts = [[each[i][0][part] for each in everyone] for part in range(len(want))]
         dims = [1, 1, 1, 1, None, None] if kind == "scorer" else [1, 2, 1, 1, 1, 2]
         got = [sum(p) if dim is None else torch.cat(p, dim) for p, dim in zip(parts, dims)]
-        assert torch.equal(torch.cat([each[i][1] for each in everyone], 2), picks)
         assert max(found := compared(got, want, given, kind)) <= 1e-12, found
-        alone = step(given, kind, causal, None)[0]
-        assert max(found := compared(got, alone, given, kind)) <= 1e-12, found
-        sent = expected_bytes(shape, ranks, picks, kind, causal, dtype, True)
-        assert [each[i][2] for each in everyone] == sent
+        assert max(found := compared(got, step(given, kind, causal, None), given, kind)) <= 1e-12, found
+        sent = expected_bytes(shape, ranks, chosen(given, kind, causal), kind, causal, dtype, True)
+        assert [each[i][1] for each in everyone] == sent
 
 
 def test_ranks_that_disagree_are_told():
@@ -107,8 +106,8 @@ def test_one_rank_is_the_local_result_bit_for_bit():
     for kind in KINDS:
         given = tensors((2, 4, 2, 5), kind, torch.float32)
         with counting() as traffic:
-            got, _ = step(given, kind, True, Simulated(1))
-        assert all(map(torch.equal, got, step(given, kind, True, None)[0])) and traffic.total == 0
+            got = step(given, kind, True, Simulated(1))
+        assert all(map(torch.equal, got, step(given, kind, True, None))) and traffic.total == 0
 
 
 def test_differentiable_once():
@@ -120,24 +119,11 @@ def test_differentiable_once():
             grad.sum().backward(retain_graph=True)
 
 
-Q = torch.zeros(1, 48, 2, 8)
-
-
-@pytest.mark.parametrize(
-    "make, kind, why",
-    [
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), group=Simulated(4)), ValueError,
-         "every rank needs equally many whole blocks of 8, got n = 48 on 4 ranks"),
-        (lambda: AdaptiveBlockSparse(8, 8, 2, group=Simulated(5))(Q, Q, Q), ValueError, "got n = 48 on 5 ranks"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 7), group=Simulated(3)), ValueError,
-         "top_k 7 exceeds the 6 blocks of n = 48"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), torch.zeros(1, 2, 2, 6), group=Simulated(3)), ValueError,
-         r"blocks, blocks\) = \(1, 2, 6, 6\)"),
-        (lambda: adaptive_attention(Q, Q, Q, Adaptive(8, 2), group=object()), TypeError, "must be a ProcessGroup"),
-        (lambda: AdaptiveBlockSparse(8, group=3), TypeError, "or ringlab.Simulated, got 3"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(make, kind, why):
-    with pytest.raises(kind, match=why) as failure:
-        make()
-    assert "\n" not in str(failure.value)
+def test_shards_and_logits_that_do_not_fit_are_one_line():
+    q = torch.zeros(1, 48, 2, 8)
+    for group, z, why in (
+        (Simulated(5), None, r"^every rank needs equally many whole blocks of 8, got n = 48 on 5 ranks$"),
+        (Simulated(3), torch.zeros(1, 2, 2, 6), r"^z must be .*blocks, blocks\) = \(1, 2, 6, 6\)"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            adaptive_attention(q, q, q, Adaptive(8, 2), z, group=group)

@@ -1,7 +1,7 @@
 """The pattern cache: eviction by bytes, one build per key, failures, counts, threads."""
 
+import contextlib
 import copy
-import dataclasses
 import pickle
 import random
 import threading
@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ringlab import block_patterns, cache
+from ringlab import cache
 from ringlab.cache import CacheStats, PatternCache
-from ringlab.patterns import Dilated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -25,15 +24,6 @@ def run_threads(count: int, work) -> list:
     """The results of work(i) in as many threads, in order; raises the first error."""
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(work, range(count)))
-
-
-def test_every_field_of_a_configuration_is_a_key_of_its_own():
-    windows = [block_patterns.sliding_window(before, block_size=size) for before, size in ((1, 8), (2, 8), (1, 16))]
-    patterns = [Dilated([8, 16], [1, 2]), Dilated([8, 32], [1, 2]), Dilated([8, 16], [1, 2], "head_groups"), *windows]
-    base = ("plan", patterns[0], 64, torch.float32, torch.device("cpu"))
-    changes = [("rows",), patterns[1:], (65,), (torch.float64,), (torch.device("cuda", i) for i in (0, 1))]
-    keys = {base} | {(*base[:i], x, *base[i + 1 :]) for i, values in enumerate(changes) for x in values}
-    assert len(keys) == 1 + 1 + 5 + 1 + 1 + 2 and ("plan", Dilated((8, 16), (1, 2)), *base[2:]) in keys
 
 
 def test_bounds_evict_the_least_recently_used_and_a_value_above_them_is_not_stored():
@@ -48,7 +38,7 @@ def test_bounds_evict_the_least_recently_used_and_a_value_above_them_is_not_stor
     store.get("large", filler(250))  # evicts as many as it needs
     for _ in range(2):
         assert store.get("too large", filler(301)).numel() == 301
-    assert store.stats() == CacheStats(hits=4, misses=7, evictions=4, entries=1, bytes=250, uncached=2)
+    assert store.stats() == CacheStats(hits=4, misses=7, evictions=4, entries=1, bytes=250)
     store = PatternCache(max_entries=3)
     for i in range(10):
         store.get(i, lambda: (1, 2, 3))
@@ -57,7 +47,6 @@ def test_bounds_evict_the_least_recently_used_and_a_value_above_them_is_not_stor
 
 
 BASE = torch.zeros(100, dtype=torch.float64)
-Slotted = dataclasses.make_dataclass("Slotted", ["tensor"], slots=True)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -66,7 +55,6 @@ Slotted = dataclasses.make_dataclass("Slotted", ["tensor"], slots=True)
     (lambda: (BASE, BASE[3:], [BASE.view(10, 10)]), 800),
     (lambda: {"a": {"b": (torch.zeros(3, dtype=torch.uint8),)}, "c": (1, 2)}, 3),
     (lambda: SimpleNamespace(tensors=[torch.zeros(7)]), 28),
-    (lambda: Slotted(torch.zeros(7)), 28),
     (lambda: torch.eye(8).to_sparse_coo(), 2 * 8 * 8 + 8 * 4),
     (lambda: torch.sparse_csr_tensor(torch.arange(9), torch.arange(8), torch.ones(8), (8, 8)), 9 * 8 + 8 * 8 + 8 * 4),
     (lambda: torch.sparse_bsr_tensor(torch.arange(3), torch.arange(2), torch.ones(2, 4, 4), (8, 8)), 40 + 32 * 4),
@@ -80,33 +68,24 @@ def test_bytes_are_those_of_the_storages_each_once(make, expected):
     assert store.stats() == CacheStats(hits=1, misses=1, entries=1, bytes=expected)
 
 
-def interrupted():
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("build, error", [
-    (interrupted, KeyboardInterrupt), (lambda: [torch.ones(3, requires_grad=True) * 2], ValueError),
-])  # fmt: skip
-def test_a_failed_build_and_a_value_that_requires_grad_are_not_stored(build, error):
+@pytest.mark.parametrize("build", [lambda: [].pop(), lambda: [torch.ones(3, requires_grad=True) * 2]])
+def test_a_failed_build_and_a_value_that_requires_grad_are_not_stored(build):
     store = PatternCache()
-    with pytest.raises(error):
+    with pytest.raises((IndexError, ValueError)):
         store.get("k", build)
     assert store.stats() == CacheStats(misses=1)
     assert store.get("k", lambda: 7) == 7 and store.stats() == CacheStats(misses=2, entries=1)
 
 
-def test_clear_drops_entries_counts_and_builds_in_flight():
-    store = PatternCache()
-    store.get("a", filler(8))
-
-    def build():
+def test_clear_drops_entries_and_counts_and_copies_have_the_same_bounds():
+    store = PatternCache(100, 7)
+    for _ in range(2):
+        store.get("a", filler(8))
+        assert store.stats() == CacheStats(misses=1, entries=1, bytes=8)
+        for made in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+            assert (made.max_bytes, made.max_entries, made.stats()) == (100, 7, CacheStats())
         store.clear()
-        return 5
-
-    assert store.get("b", build) == 5
-    assert store.stats() == CacheStats()
-    store.get("a", filler(8))
-    assert store.stats() == CacheStats(misses=1, entries=1, bytes=8)
+    assert store.stats() == CacheStats() and cache.GLOBAL.max_bytes == 64 << 20
 
 
 def test_built_in_inference_mode_serves_training():
@@ -122,22 +101,13 @@ def test_fake_tensors_are_not_stored():
     store = PatternCache()
     with FakeTensorMode():
         store.get("rows", lambda: torch.arange(3))
-    assert store.stats() == CacheStats(misses=1, uncached=1)
+    assert store.stats() == CacheStats(misses=1)
     assert type(store.get("rows", lambda: torch.arange(3))) is torch.Tensor
 
 
-def test_bounds_are_copied_and_the_global_cache_has_its_own():
-    store = PatternCache(100, 7)
-    store.get("a", filler(8))
-    for made in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
-        assert (made.max_bytes, made.max_entries, made.stats()) == (100, 7, CacheStats())
-    assert cache.GLOBAL.max_bytes == 64 << 20
-
-
-@pytest.mark.parametrize("max_bytes", [1 << 20, 0])  # 0: never stored, and still one build serves those who wait
 @pytest.mark.parametrize("fails", [False, True])
-def test_threads_that_miss_together_build_once_and_try_again_after_a_failure(max_bytes, fails):
-    store, entered, built = PatternCache(max_bytes=max_bytes), threading.Semaphore(0), []
+def test_threads_that_miss_together_build_once_and_try_again_after_a_failure(fails):
+    store, entered, built = PatternCache(), threading.Semaphore(0), []
 
     def build():
         built.append(1)
@@ -192,24 +162,18 @@ def test_eight_threads(frequent_switches):
             size = rng.randrange(1, 200)
 
             def build(size=size):
-                if rng.random() < 0.02:
-                    raise OSError("injected")
                 if size > 150:
-                    store.get(("part", size - 150), lambda: torch.full((size - 150,), size - 150))
-                return torch.full((size * 10,), size)
+                    store.get(("part", size - 150), filler(size - 150))
+                return [].pop() if rng.random() < 0.02 else torch.full((size * 10,), size)
 
-            try:
-                value = store.get(("size", size), build)
-            except OSError:
-                continue
-            assert value.numel() == size * 10 and value[0] == size == value[-1]
-            stats = store.stats()
-            assert 0 <= stats.bytes <= store.max_bytes and stats.entries <= 250
-            calls += 1
+            with contextlib.suppress(IndexError):
+                value, stats = store.get(("size", size), build), store.stats()
+                assert value.numel() == size * 10 and value[0] == size == value[-1]
+                assert 0 <= stats.bytes <= store.max_bytes and stats.entries <= 250
+                calls += 1
         return calls
 
     calls = run_threads(8, work)
-    stats = store.stats()
-    assert min(calls) > 10 and stats.hits + stats.misses >= sum(calls)
+    assert min(calls) > 10 and store.stats().hits + store.stats().misses >= sum(calls)
     store.get("all of it", filler(64 << 10))  # fits only if every other entry's bytes were counted rightly
     assert (store.stats().entries, store.stats().bytes) == (1, 64 << 10)

@@ -8,6 +8,7 @@ its gradients return the same way in fp32 or wider.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,197 +16,163 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..engine import topk
-from .comm import AllToAll, Exchange, Post, Steps, Wait
+from .comm import AllToAll, Post, Steps, Wait
 from .exchange import Problem
 from .group import Group
 from .layout import contiguous
 
-# ---------------------------------------------------------------------------------------------------------------------
-# block means
+
+def _problem(group: Group, what: str, rows: int, causal: bool, *heads: int) -> Problem:
+    return Problem(what, contiguous(rows // len(group.here) * group.size, group.size), causal, *heads)
 
 
-def sequence_length(group: Group, rows: int, size: int) -> int:
-    """The length of the sequence; ValueError unless the shards are equal and of whole blocks of ``size``."""
-    n = rows * group.size // len(group.here)
-    if n % (group.size * size):
-        raise ValueError(f"every rank needs equally many whole blocks of {size}, got n = {n} on {group.size} ranks")
-    return n
+def _all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Steps:
+    """Send ``sent[j]`` rows to rank j, in order; returns the rows that came, ``received[j]`` from rank j."""
+    into = send.new_empty(sum(received), *send.shape[1:])
+    yield Wait((yield Post(AllToAll(send, sent, into, received))))
+    return into
 
 
-def gather(group: Group, q: Tensor, k: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """For every rank here the means q (b, h, blocks, d), k (b, h_kv, blocks, d) of all blocks, given those here."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(gather)(group, q, k, size)
-    heads = q.shape[1], k.shape[1]
-    layout = contiguous(q.shape[2] // len(group.here) * group.size * size, group.size)
-    problem = Problem(f"means of blocks of {size}", layout, False, *heads)
-    found = _Gather.apply(torch.cat([q, k], 1), group, problem)  # (b, h + h_kv, blocks, d) each
+def gather(group: Group, parts: list[list[Tensor]], size: int) -> list[tuple[Tensor, Tensor]]:
+    """For every rank here, given its means, those of all blocks: q's (b, h, blocks, d) and k's (b, h_kv, blocks, d)."""
+    heads = [t.shape[1] for t in parts[0]]
+    problem = _problem(group, f"means of blocks of {size}", parts[0][0].shape[2] * size * len(parts), False, *heads)
+    found = _Gather.apply(group, problem, *(torch.cat(pair, 1) for pair in parts))  # (b, h + h_kv, blocks, d) each
     return [tuple(t.contiguous() for t in each.split(heads, 1)) for each in found]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, means, group, problem):
-        ctx.rest = group, problem, group.agree("forward", problem, means)
-        return tuple(group.run([_everyone(group, *mine) for mine in zip(group.here, group.split(means, 2))]))
+    def forward(ctx, group, problem, *means):
+        ctx.rest = group, problem, group.agree("forward", problem, means[0])
+        return tuple(group.run([_everyone(group.size, mine) for mine in means]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         group, problem, number = ctx.rest
         group.agree("backward", problem, grads[0], number)
-        return torch.cat(group.run([_home(group, grad) for grad in grads]), 2), None, None
+        return None, None, *group.run([_home(group.size, grad) for grad in grads])
 
 
-def _everyone(group: Group, rank: int, mine: Tensor) -> Steps:
+def _everyone(ranks: int, mine: Tensor) -> Steps:
     """The blocks (b, h, c, d) of all ranks as (b, h, blocks, d)."""
-    mine = mine.contiguous()
-    found = {j: (torch.empty_like(mine),) for j in range(group.size) if j != rank}
-    yield Wait((yield Post(Exchange(dict.fromkeys(found, (mine,)), found))))
-    found[rank] = (mine,)
-    return torch.cat([found[j][0] for j in range(group.size)], 2)
+    found = yield from _all_to_all(torch.stack([mine] * ranks), [1] * ranks, [1] * ranks)
+    return torch.cat(found.unbind(), 2)
 
 
-def _home(group: Group, grad: Tensor) -> Steps:
+def _home(ranks: int, grad: Tensor) -> Steps:
     """The sum of all ranks' gradients for a rank's own blocks."""
-    send = torch.stack(grad.chunk(group.size, 2))  # (p, b, h, c, d)
-    received, ones = torch.empty_like(send), [1] * group.size
-    yield Wait((yield Post(AllToAll(send, ones, received, ones))))
-    return received.sum(0)
+    found = yield from _all_to_all(torch.stack(grad.chunk(ranks, 2)), [1] * ranks, [1] * ranks)  # (p, b, h, c, d)
+    return found.sum(0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# attention to the chosen blocks
-
-
-def attend(group: Group, q, k, v, log_m: Tensor | None, picks: Tensor, pattern, causal: bool, scale: float, backend):
+def attend(group: Group, q, k, v, log_m: Tensor | None, picks: Tensor, size: int, causal, scale, backend, pattern: str):
     """out (b, n, h, d), lse (b, h, n) of the rows here; picks (b, h, blocks here, top_k) count along the sequence."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(attend)(group, q, k, v, log_m, picks, pattern, causal, scale, backend)
-    layout = contiguous(q.shape[1] // len(group.here) * group.size, group.size)
-    problem = Problem(str(pattern), layout, causal, q.shape[2], k.shape[2])
-    return _Attention.apply(q, k, v, log_m, picks, group, problem, pattern.block_size, causal, scale, backend)
+    problem = _problem(group, pattern, q.shape[1], causal, q.shape[2], k.shape[2])
+    return _Attention.apply(q, k, v, log_m, picks, group, problem, size, causal, scale, backend)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_m, picks, group, problem, size, causal, scale, backend):
+    def forward(ctx, q, k, v, log_m, picks, group, problem, *rest):
+        _, _, scale, backend = rest
         options = {"scale": scale, "backend": backend, "weighed": log_m is not None}
         number, needs = group.agree("forward", problem, q, **options), any(ctx.needs_input_grad)
-        rest = size, causal, scale, backend
         shards = zip(*(group.split(t, dim) for t, dim in ((q, 1), (k, 1), (v, 1), (log_m, 2), (picks, 2))))
-        found = group.run([_forward(group, rank, *mine, *rest, needs) for rank, mine in zip(group.here, shards)])
+        found = group.run([_forward(group.size, rank, *mine, *rest, needs) for rank, mine in zip(group.here, shards)])
         outs, lses, rows, moves = zip(*found)
         out, lse = group.join(outs, 1), group.join(lses, 2)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, log_m, picks, out, lse, *rows)
+        ctx.save_for_backward(q, k, v, log_m, out, lse, *rows)
         ctx.rest = group, problem, number, options, moves, rest
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, log_m, picks, out, lse, *rows = ctx.saved_tensors
+        q, k, v, log_m, out, lse, *rows = ctx.saved_tensors
         group, problem, number, options, moves, rest = ctx.rest
         # Without a cotangent too: the other ranks go through their backward.
         group.agree("backward", problem, q, number, **options)
         dout = torch.zeros_like(out) if dout is None else dout
-        given = ((dout, 1), (dlse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2), (log_m, 2), (picks, 2))
+        given = (dout, 1), (dlse, 2), (q, 1), (k, 1), (v, 1), (log_m, 2), (out, 1), (lse, 2)
         shards = zip(*(group.split(t, dim) for t, dim in given))
         each = zip(group.here, moves, rows, shards)
-        found = group.run([_backward(group, *got, *mine, *rest) for *got, mine in each])
-        dq, dk, dv, dlog_m = zip(*found)
+        dq, dk, dv, dlog_m = zip(*group.run([_backward(*got, *mine, *rest) for *got, mine in each]))
         grads = [group.join(parts, 1).to(k.dtype) for parts in (dq, dk, dv)]
         return *grads, None if log_m is None else group.join(dlog_m, 2), *[None] * 7
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """The blocks of one K/V head that a rank receives and sends, in the order in which they are sent.
+    """The blocks of one K/V head that a rank holds, receives and sends.
 
-    ``slots`` (blocks, h_kv): where a block lies among the keys that the rank holds, its own first. ``came``: (slot,
-    head) of each that is received, (R,) each; ``gone``: (own block, head) of each that is sent, by destination.
+    It holds ``count`` blocks of each head, its own first; ``picks`` (b, h, c, top_k) count along these. ``came``: the
+    (block held, head) of each that is received, in the order of sending; ``asked`` (ranks, own blocks, h_kv): which are
+    sent. ``received`` and ``sent``: how many, by rank.
     """
 
-    slots: Tensor
+    picks: Tensor
+    count: int
     came: tuple[Tensor, Tensor]
     received: list[int]
-    gone: list[tuple[Tensor, Tensor]]
+    asked: Tensor
+    sent: list[int]
 
-    @property
-    def sent(self) -> list[int]:
-        return [len(blocks) for blocks, _ in self.gone]
+    def held(self, tensors: tuple[Tensor, Tensor], rows: Tensor) -> Iterator[Tensor]:
+        """k and v (b, n, h_kv, d) with the rows received (R, 2, b, size, d): (b, count * size, h_kv, d) each.
 
-    def local(self, picks: Tensor) -> Tensor:
-        """picks (b, h, c, top_k) along the keys that the rank holds."""
-        return self.slots[picks, _kv_heads(picks, self.slots.shape[1])]
-
-    def keys(self, k: Tensor, v: Tensor, rows: Tensor) -> list[Tensor]:
-        """k and v (b, (c + m) * size, h_kv, d): own ones, then the received rows (R, 2, b, size, d).
-
-        m is the most blocks that one head received. Heads with fewer are padded by zeros, which no query picks.
+        Heads that received fewer blocks than another are padded by zeros, which no query picks.
         """
-        size, (slots, heads) = rows.shape[3], self.came
-        most = int(slots.max()) + 1 if len(slots) else 0
-        found = []
-        for i, t in enumerate((k, v)):
-            store = t.new_zeros(t.shape[0], max(t.shape[1], most * size), *t.shape[2:])
-            store[:, : t.shape[1]] = t
-            store.unflatten(1, (-1, size))[:, slots, :, heads] = rows[:, i]
-            found.append(store)
-        return found
+        for t, received in zip(tensors, rows.unbind(1)):
+            size = rows.shape[3]
+            held = t.new_zeros(t.shape[0], self.count * size, *t.shape[2:])
+            held[:, : t.shape[1]] = t
+            _blocks(held, size)[self.came] = received
+            yield held
 
 
-def _kv_heads(picks: Tensor, kv_heads: int) -> Tensor:
-    """The K/V head of each pick, (b, h, c, top_k)."""
-    heads = torch.arange(kv_heads, device=picks.device).repeat_interleave(picks.shape[1] // kv_heads)
-    return heads[:, None, None].expand(picks.shape)
+def _blocks(t: Tensor, size: int) -> Tensor:
+    """A view of t (b, n, h_kv, d) as (blocks, h_kv, b, size, d)."""
+    return t.unflatten(1, (-1, size)).permute(1, 3, 0, 2, 4)
 
 
-def _ask(group: Group, rank: int, picks: Tensor, kv_heads: int, causal: bool) -> Steps:
+def _ask(ranks: int, rank: int, picks: Tensor, kv_heads: int, causal: bool) -> Steps:
     """Ask every owner for the blocks that the picks (b, h, c, top_k) name; returns what moves."""
-    (c, top_k), p = picks.shape[2:], group.size
-    own, device = slice(rank * c, (rank + 1) * c), picks.device
-    used = torch.ones(c, top_k, dtype=torch.bool, device=device)
+    heads, c, top_k = picks.shape[1:]
+    kv_head = torch.arange(kv_heads, device=picks.device).repeat_interleave(heads // kv_heads)[:, None, None]
+    own, used = slice(rank * c, (rank + 1) * c), torch.ones(c, top_k, dtype=torch.bool, device=picks.device)
     if causal:  # the first rows have fewer blocks before them than slots
         used = used.tril(rank * c)
-    used = used.expand(picks.shape)
-    wanted = torch.zeros(p * c, kv_heads, dtype=torch.bool, device=device)
-    wanted[picks[used], _kv_heads(picks, kv_heads)[used]] = True
+    used, wanted = used.expand(picks.shape), used.new_zeros(ranks * c, kv_heads)
+    wanted[picks[used], kv_head.expand(picks.shape)[used]] = True
     wanted[own] = False
-    asked, shares = torch.empty_like(wanted, dtype=torch.uint8), [c] * p
-    yield Wait((yield Post(AllToAll(wanted.to(torch.uint8), shares, asked, shares))))
-    slots = c - 1 + wanted.cumsum(0)
-    slots[own] = torch.arange(c, device=device)[:, None]
-    blocks, heads = wanted.nonzero().unbind(1)
-    received = wanted.view(p, -1).sum(1).tolist()
-    gone = [each.nonzero().unbind(1) for each in asked.chunk(p)]
-    return _Moves(slots, (slots[blocks, heads], heads), received, gone)
+    asked = yield from _all_to_all(wanted.to(torch.uint8), [c] * ranks, [c] * ranks)
+    asked, block = asked.unflatten(0, (ranks, c)).bool(), c - 1 + wanted.cumsum(0)
+    block[own] = torch.arange(c, device=picks.device)[:, None]
+    received, sent = (t.view(ranks, -1).sum(1).tolist() for t in (wanted, asked))
+    came = block[wanted], wanted.nonzero()[:, 1]
+    return _Moves(block[picks, kv_head], int(block.max()) + 1, came, received, asked, sent)
 
 
-def _forward(group, rank, q, k, v, log_m, picks, size, causal, scale, backend, needs_backward) -> Steps:
+def _forward(ranks, rank, q, k, v, log_m, picks, size, causal, scale, backend, needs_backward) -> Steps:
     """out, lse, the rows received (R, 2, b, size, d), and what moved."""
-    move = yield from _ask(group, rank, picks, k.shape[2], causal)
-    blocks, heads = map(torch.cat, zip(*move.gone))
-    send = torch.stack([t.unflatten(1, (-1, size))[:, blocks, :, heads] for t in (k, v)], 1)  # (R', 2, b, size, d)
-    rows = send.new_empty(sum(move.received), *send.shape[1:])
-    yield Wait((yield Post(AllToAll(send, move.sent, rows, move.received))))
-    first, keys = rank * picks.shape[2], move.keys(k, v, rows)
-    rest = log_m, move.local(picks), size, causal, scale, backend, first, needs_backward
-    return *topk.forward(q, *keys, *rest), rows, move
+    moves = yield from _ask(ranks, rank, picks, k.shape[2], causal)
+    _, *asked = moves.asked.nonzero().unbind(1)
+    send = torch.stack([_blocks(t, size)[tuple(asked)] for t in (k, v)], 1)  # (R', 2, b, size, d)
+    rows = yield from _all_to_all(send, moves.sent, moves.received)
+    rest = log_m, moves.picks, size, causal, scale, backend, rank * picks.shape[2], needs_backward
+    return *topk.forward(q, *moves.held((k, v), rows), *rest), rows, moves
 
 
-def _backward(group, rank, move, rows, dout, dlse, q, k, v, out, lse, log_m, picks, size, causal, scale, backend):
+def _backward(rank, moves, rows, dout, dlse, q, k, v, log_m, out, lse, size, causal, scale, backend) -> Steps:
     """dq, dk, dv, dlog_m of one rank; dk and dv are not yet rounded."""
-    first, keys = rank * picks.shape[2], move.keys(k, v, rows)
-    tensors = q, *keys, log_m, move.local(picks), out, lse
-    dq, *d_keys, dlog_m = topk.backward(dout, dlse, *tensors, size, causal, scale, backend, first, True)
-    slots, heads = move.came
-    d_rows = torch.stack([t.unflatten(1, (-1, size))[:, slots, :, heads] for t in d_keys], 1)  # (R, 2, b, size, d)
-    home = d_rows.new_empty(sum(move.sent), *d_rows.shape[1:])
-    yield Wait((yield Post(AllToAll(d_rows, move.received, home, move.sent))))
-    own = [t[:, : k.shape[1]] for t in d_keys]
-    for (blocks, heads), part in zip(move.gone, home.split(move.sent)):  # one rank names a block once: no index twice
-        for i, t in enumerate(own):
-            t.unflatten(1, (-1, size))[:, blocks, :, heads] += part[:, i]
-    return dq, *own, dlog_m
+    rest = log_m, moves.picks, out, lse, size, causal, scale, backend, rank * moves.picks.shape[2], True
+    dq, *d_held, dlog_m = topk.backward(dout, dlse, q, *moves.held((k, v), rows), *rest)
+    send = torch.stack([_blocks(t, size)[moves.came] for t in d_held], 1)  # (R, 2, b, size, d)
+    home = yield from _all_to_all(send, moves.received, moves.sent)
+    for asked, part in zip(moves.asked, home.split(moves.sent)):
+        for i, t in enumerate(d_held):
+            _blocks(t[:, : k.shape[1]], size)[asked] += part[:, i]
+    return dq, *(t[:, : k.shape[1]] for t in d_held), dlog_m
