@@ -60,7 +60,7 @@ def test_the_scheme_sends_the_fewest_bytes(pattern, ranks):
             sent[scheme] = sum(sent_bytes(problem, rank, scheme, **how) for rank in range(ranks))
         assert sent[advice["scheme"]] == min(sent.values())
         if pattern == PATTERNS[2]:  # its segments fit the shards
-            assert sent["plan"] == 0 and "nothing moves" in advice.choice("scheme").why
+            assert sent["plan"] == 0 and "nothing moves" in advice.choices["scheme"].why
 
 
 def test_shares_of_work_are_those_of_a_count():
@@ -114,7 +114,7 @@ def test_the_first_segment_is_as_long_as_the_time_allows():
         one, two = (ladder(65536, first) for first in (firsts[found.index(advice)], 2 * firsts[found.index(advice)]))
         how = dict(seq_len=65536, causal=True, dtype=torch.bfloat16, profile="h200")
         assert advice["pattern"] == one and estimate(one, **how).bound_s <= allowed < estimate(two, **how).bound_s
-    assert firsts[3] == 256 and "no ladder keeps to" in found[3].choice("pattern").why
+    assert firsts[3] == 256 and "no ladder keeps to" in found[3].choices["pattern"].why
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def row(about, setting, against, ratio, **more) -> Evidence:
 
 def test_rows_decide_and_those_of_others_do_not():
     def chosen(name, *rows, n=8192, **options):
-        return advise(GTX, n, rows=rows, estimates=False, **options).choice(name)
+        return advise(GTX, n, rows=rows, estimates=False, **options).choices[name]
 
     eager = row("backend", "eager", "efficient", 1.5)
     found = chosen("backend", eager)
