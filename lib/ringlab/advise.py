@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from textwrap import wrap
 
 import torch
@@ -29,8 +29,6 @@ from .patterns import Dense, Dilated, Pattern
 from .ring import SCHEMES, Layout, Problem, Simulated, group_size
 from .ring.layout import layout_named
 from .ring.volume import sent_bytes, unevenness
-
-__all__ = ["Advice", "Auto", "Decision", "Evidence", "Proposal", "advise", "ladder", "local"]
 
 PAPER = 2048  # LongNet's first segment (Ding et al. 2023, arXiv 2307.02486)
 SHORTEST = 256  # first segment of a ladder
@@ -417,12 +415,18 @@ class _Advisor:
         self.place = cache(self._place)
 
     def advice(self, wanted: str | Pattern) -> Advice:
-        self._check_inputs()
+        c = self.call
+        least = c.batch * -(-self.seq_len // c.ranks) * (c.heads + 2 * c.kv_heads) * c.head_dim * c.dtype.itemsize
+        if self.budget is not None and least > self.budget:
+            few = f"q, k and v of a rank are {format_bytes(least)}" if least < 2**60 else "q, k and v are far larger"
+            raise ValueError(f"{format_bytes(self.budget)} cannot hold the inputs: {few}")
+        if self.estimates:
+            c.check(self.seq_len)
         pattern = self._pattern(wanted)
         placed = self.place(pattern.value)
         checkpointing = self._checkpointing(placed)
         choices = pattern, self.dtype, self.backend, *placed.across, placed.execution, checkpointing
-        advice = Advice(self.call, self.seq_len, self.layers, {c.name: c for c in choices}, self.budget)
+        advice = Advice(c, self.seq_len, self.layers, {c.name: c for c in choices}, self.budget)
         if self.estimates:
             kept = checkpointing.value
             proposals = self._proposals(pattern.value, isinstance(wanted, Pattern), kept)
@@ -432,19 +436,10 @@ class _Advisor:
             advice = replace(advice, longest=longest, enough_ranks=ranks)
         return advice
 
-    def _check_inputs(self) -> None:
-        c = self.call
-        least = c.batch * -(-self.seq_len // c.ranks) * (c.heads + 2 * c.kv_heads) * c.head_dim * c.dtype.itemsize
-        if self.budget is not None and least > self.budget:
-            few = f"q, k and v of a rank are {format_bytes(least)}" if least < 2**60 else "q, k and v are far larger"
-            raise ValueError(f"{format_bytes(self.budget)} cannot hold the inputs: {few}")
-        if self.estimates:
-            c.check(self.seq_len)
-
     # -----------------------------------------------------------------------------------------------------------------
     # from rows
 
-    def _measured(self, about: str, default: str, suits: Callable = lambda e: True) -> tuple[Evidence, ...]:
+    def _measured(self, about: str, default: str, suits: Callable) -> tuple[Evidence, ...]:
         """For each other setting, the comparison with ``default`` whose shape is nearest to the one asked for."""
 
         def distance(e: Evidence) -> tuple:
@@ -453,28 +448,28 @@ class _Advisor:
 
         nearest: dict[str, Evidence] = {}
         for e in sorted((e for e in self.rows if e.about == about and suits(e)), key=distance):
-            if default in (e.setting, e.against):
-                e = e.turned() if e.setting == default else e
+            e = e.turned() if e.setting == default else e
+            if e.against == default != e.setting:
                 nearest.setdefault(e.setting, e)
         return tuple(nearest.values())
 
-    @staticmethod
-    def _fastest(name: str, default, why: str, found: tuple[Evidence, ...], how: str = POLICY) -> Decision:
+    def _fastest(self, about: str, default: str, why="", how=POLICY, suits: Callable = lambda e: True) -> Decision:
         """The fastest setting that was measured faster than the default, else the default."""
+        found = self._measured(about, default, suits)
         counting = [e for e in found if e.counts]
         best = max(counting, key=lambda e: (e.faster, e.ratio), default=None)
         if best and best.faster:
-            return Decision(name, best.setting, best.how, f"faster than {best.against}, {best.label}", found)
+            return Decision(about, best.setting, best.how, f"faster than {best.against}, {best.label}", found)
         if best and all(e.slower for e in counting):
             best = best.turned()
             how, why = best.how, f"faster than {best.against}, {best.label}; {why}"
-        return Decision(name, default, how, why, found)
+        return Decision(about, default, how, why, found)
 
     def _dtype(self) -> Decision:
         if self.given_dtype is not None:
             return Decision("dtype", self.given_dtype, ASKED, "a dtype that is given is kept")
         name, why = self.call.profile.dtype_reason().split(": ", 1)
-        decided = self._fastest("dtype", name, why, self._measured("dtype", name))
+        decided = self._fastest("dtype", name, why)
         return replace(decided, value=getattr(torch, decided.value))
 
     def _backend(self) -> tuple[Decision, str]:
@@ -492,8 +487,7 @@ class _Advisor:
             replace(e, **{side: as_auto.get(getattr(e, side), getattr(e, side)) for side in ("setting", "against")})
             if e.about == "backend" else e for e in self.rows
         )  # fmt: skip
-        rows = self._measured("backend", "auto", lambda e: e.dtype == _name(dtype) and e.setting != e.against)
-        decided = self._fastest("backend", "auto", why, rows)
+        decided = self._fastest("backend", "auto", why, suits=lambda e: e.dtype == _name(dtype))
         if decided.value == "auto":
             return decided, kernel
         return replace(decided, value=(decided.value, "auto")), decided.value
@@ -506,9 +500,8 @@ class _Advisor:
             if name == "gather" and self.call.ranks > 1:
                 continue
             default = str(getattr(plain, name))
-            rows = self._measured(name, default, lambda e: e.pattern.startswith(kind))
-            decided = self._fastest(name, default, "", rows)
-            found += rows
+            decided = self._fastest(name, default, suits=lambda e: e.pattern.startswith(kind))
+            found += decided.evidence
             if decided.value != default:
                 taken[name] = {"True": True, "False": False}.get(decided.value, decided.value)
                 how, why = decided.how, f"{title}: {decided.why}"
@@ -539,15 +532,12 @@ class _Advisor:
         """
         execution, eager = self._execution(pattern), self.call.backend == "eager"
         if eager and not self.estimates and self.call.profile.kind == "cuda":
-            tiled, why = replace(execution.value, tile=Ladder()), "smaller tiles where memory runs out"
-            execution = replace(execution, value=tiled, why=f"{why}; {execution.why}")
+            why = f"smaller tiles where memory runs out; {execution.why}"
+            execution = replace(execution, value=replace(execution.value, tile=Ladder()), why=why)
         placed = self._on_ranks(pattern, execution)
         if eager and self.estimates and not self._fits(placed.estimate):
-            tiled, why = (
-                replace(execution.value, tile=TILE),
-                f"{format_bytes(self._need(placed.estimate))} without tiles",
-            )
-            tried = replace(execution, value=tiled, how=ESTIMATE, why=f"{why}; {execution.why}")
+            tiled, need = replace(execution.value, tile=TILE), format_bytes(self._need(placed.estimate))
+            tried = replace(execution, value=tiled, how=ESTIMATE, why=f"{need} without tiles; {execution.why}")
             placed = min(placed, self._on_ranks(pattern, tried), key=lambda each: each.estimate.peak_bytes)
         return placed
 
@@ -584,28 +574,30 @@ class _Advisor:
             why = f"all ranks together send in a call: {listed}"
         if best != least:
             why += f"; {least} needs {format_bytes(self._need(found[least].estimate))} on a rank, more than there is"
-        shape = c.ranks, str(pattern)
-        rows = self._measured(
-            "scheme", best, lambda e: (e.ranks, e.pattern) == shape and {e.setting, e.against} <= total.keys()
-        )
-        scheme = self._fastest("scheme", best, "; ".join([why, *refused]), rows, ESTIMATE)
+
+        def suits(e: Evidence) -> bool:
+            return (e.ranks, e.pattern) == (c.ranks, str(pattern)) and {e.setting, e.against} <= total.keys()
+
+        scheme = self._fastest("scheme", best, "; ".join([why, *refused]), ESTIMATE, suits)
         busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
         layout = Decision("layout", name, ESTIMATE if self.layout is None else ASKED, busiest)
-        return replace(found[scheme.value], across=(scheme, layout))
+        placed = found[scheme.value]
+        placed.across = scheme, layout
+        return placed
 
     # -----------------------------------------------------------------------------------------------------------------
     # the pattern
 
     def _pattern(self, wanted: str | Pattern) -> Decision:
-        n = self.seq_len
+        c, n = self.call, self.seq_len
         if wanted in ("dense", "local"):
-            wanted = Dense() if wanted == "dense" else local(n, self.call.ranks)
+            wanted = Dense() if wanted == "dense" else local(n, c.ranks)
         if isinstance(wanted, Pattern):
             return Decision("pattern", wanted, ASKED, "a pattern that is given is kept")
         if self.seconds is not None:
             return self._in_time()
         found = ladder(n)
-        pairs, dense = (cost_of(replace(self.call, pattern=p), n).pairs for p in (found, Dense()))
+        pairs, dense = (cost_of(replace(c, pattern=p), n).pairs for p in (found, Dense()))
         share = pairs / dense
         why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
         if wanted == "ladder":
@@ -615,14 +607,12 @@ class _Advisor:
         if share >= 1:
             return Decision("pattern", Dense(), ESTIMATE, f"it needs no more than {found}: {why}")
         # The ladder, unless rows of the same work and about its density show that it does not pay.
-        c = self.call
-        work = c.passes, c.causal, 1, _name(c.dtype)
-        rows = self._measured(
-            "pattern",
-            "dense",
-            lambda e: (e.passes, e.causal, e.ranks, e.dtype) == work and 1 / NEAR <= e.share / share <= NEAR,
-        )
-        rows = tuple(e for e in rows if e.setting.startswith("dilated"))
+
+        def suits(e: Evidence) -> bool:
+            same = (e.passes, e.causal, e.ranks, e.dtype) == (c.passes, c.causal, 1, _name(c.dtype))
+            return same and 1 / NEAR <= e.share / share <= NEAR and "dilated" in e.setting + e.against
+
+        rows = self._measured("pattern", "dense", suits)
         if not rows or not rows[0].counts:
             return Decision("pattern", found, POLICY, why, rows)
         e = rows[0]
@@ -638,10 +628,8 @@ class _Advisor:
             first //= 2
         if not bound:
             raise ValueError(f"profile {self.call.profile.name!r} has no rates, so no bound to hold to {allowed}")
-        why = (
-            f"the longest first segment within {allowed}" if bound <= self.seconds else f"no ladder keeps to {allowed}"
-        )
-        why = f"{why}: {format_seconds(bound)} at the lower bound"
+        why = "the longest first segment within" if bound <= self.seconds else "no ladder keeps to"
+        why = f"{why} {allowed}: {format_seconds(bound)} at the lower bound"
         return Decision("pattern", ladder(self.seq_len, first), ESTIMATE, why)
 
     def _proposals(self, advised: Pattern, given: bool, checkpointing: bool) -> tuple[Proposal, ...]:
@@ -665,13 +653,13 @@ class _Advisor:
     # memory
 
     def _checkpointing(self, placed: _Placed) -> Decision:
+        no = partial(Decision, "checkpointing", False, POLICY)
         if self.call.passes == "fwd":
-            return Decision("checkpointing", False, POLICY, "nothing is kept for a backward")
+            return no("nothing is kept for a backward")
         if self.layers == 1:
-            why = "of one layer it saves nothing: its backward holds it all"
-            return Decision("checkpointing", False, ESTIMATE, why)
+            return no("of one layer it saves nothing: its backward holds it all")
         if not self.estimates:
-            return Decision("checkpointing", False, POLICY, "memory was not estimated")
+            return no("memory was not estimated")
         without, with_ = self._need(placed.estimate), self._need(placed.estimate, checkpointing=True)
         why = f"{self.layers} layers need {format_bytes(without)} without, {format_bytes(with_)} with"
         return Decision("checkpointing", not self._fits(placed.estimate) and with_ < without, ESTIMATE, why)
