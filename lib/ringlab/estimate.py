@@ -91,7 +91,7 @@ def estimate(
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim) tensors, sharded where ``ranks`` > 1.
 
     ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
-    here: ``meta_run.kernel_for``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
+    here: ``MetaCall.kernel``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
     profile "cpu" this CPU's rates are measured, which takes about a second a dtype, once per process.
     ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and ``at_least`` says so.
 

@@ -193,7 +193,7 @@ class FusedMeta:
     name = "fused"
 
     def refuses(self, device, dtype, head_dim) -> str | None:
-        """Never: ``kernel_for`` knows which dtypes such a kernel serves."""
+        """Never: ``MetaCall.kernel`` knows which dtypes such a kernel serves."""
         return None
 
     def forward(self, q, k, v, causal, scale):
@@ -207,30 +207,6 @@ class FusedMeta:
         if q.dtype in HALF:
             held.append(torch.empty(q.shape, dtype=torch.float32, device=q.device))
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-
-
-def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, *, causal=False, backward=False,
-               backend: str | tuple[str, ...] = "auto"):  # fmt: skip
-    """The kernel of an estimate: on a CPU the one that runs here; for a GPU, which may be absent, by rule.
-
-    ``FusedMeta`` stands for every fused kernel, where torch has one for the dtype and head_dim (``kernels.expected``);
-    all else is eager. Raises as ``kernels.choose`` does, for a GPU ValueError for an unknown name alone.
-    """
-    if device_type == "cpu":
-        return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
-    backend, capability = check_backend(backend), capability or (9, 0)
-    names = (backend,) if isinstance(backend, str) else backend
-    refused = []
-    for name in names:
-        check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
-        if name in kernels.KERNELS:
-            why = kernels.KERNELS[name].refuses(DeviceSpec(device_type, capability), dtype, head_dim)
-            # What is not installed here may be where that hardware is.
-            refused += [f"{name}: {why}"] if why and NOT_INSTALLED not in why else []
-    if len(refused) == len(names):
-        raise NotImplementedError(f"backend {backend!r} cannot run on this hardware in {dtype}: {'; '.join(refused)}")
-    fused = kernels.expected(device_type, capability, dtype, head_dim).name != "eager"
-    return FusedMeta() if fused and {*names} - {"eager", "cpu_flash"} else kernels.KERNELS["eager"]
 
 
 MOST_ELEMENTS = {"cpu": 2**35, "cuda": 2**40}  # beyond, a run takes minutes: the engine cuts it into small pieces
@@ -288,9 +264,29 @@ class MetaCall:
 
     @cached_property
     def kernel(self):
-        capability = self.profile and self.profile.capability
-        return kernel_for(self.device_type, capability, self.dtype, self.head_dim, causal=self.causal,
-                          backward=self.passes != "fwd", backend=self.backend)  # fmt: skip
+        """On a CPU the kernel that runs here; for a GPU, which may be absent, by rule.
+
+        ``FusedMeta`` stands for every fused kernel, where torch has one for the dtype and head_dim
+        (``kernels.expected``); all else is eager. Raises as ``kernels.choose`` does, for a GPU ValueError for an
+        unknown name alone.
+        """
+        if self.device_type == "cpu":
+            how = {"causal": self.causal, "backward": self.passes != "fwd", "backend": self.backend}
+            return kernels.choose("cpu", self.dtype, self.head_dim, **how).kernel
+        backend, capability = check_backend(self.backend), self.profile.capability or (9, 0)
+        names = (backend,) if isinstance(backend, str) else backend
+        refused = []
+        for name in names:
+            check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
+            if name in kernels.KERNELS:
+                why = kernels.KERNELS[name].refuses(DeviceSpec("cuda", capability), self.dtype, self.head_dim)
+                # What is not installed here may be where that hardware is.
+                refused += [f"{name}: {why}"] if why and NOT_INSTALLED not in why else []
+        if len(refused) == len(names):
+            why = f"cannot run on this hardware in {self.dtype}: {'; '.join(refused)}"
+            raise NotImplementedError(f"backend {backend!r} {why}")
+        fused = kernels.expected("cuda", capability, self.dtype, self.head_dim).name != "eager"
+        return FusedMeta() if fused and {*names} - {"eager", "cpu_flash"} else kernels.KERNELS["eager"]
 
     def check(self, n: int) -> None:
         """Raise ValueError for what takes minutes to run without data."""
