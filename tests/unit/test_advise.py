@@ -211,10 +211,8 @@ def assert_same(found, want, dtype):
 def test_a_layer_with_config_auto_is_the_layer(group, pattern):
     for dtype, causal in product((torch.float64, torch.float32), (False, True)):
         torch.manual_seed(0)
-        plain = MultiheadAttention(16, 4, pattern, num_kv_heads=2, causal=causal, group=group, dtype=dtype)
-        auto = MultiheadAttention(
-            16, 4, pattern, num_kv_heads=2, causal=causal, group=group, dtype=dtype, config="auto"
-        )
+        how = dict(num_kv_heads=2, causal=causal, group=group, dtype=dtype)
+        plain, auto = (MultiheadAttention(16, 4, pattern, **how, config=config) for config in (None, "auto"))
         auto.load_state_dict(plain.state_dict())
         assert auto.advice is None and "nothing chosen yet" in repr(auto) and plain.advice is None
         x = torch.randn(2, 48, 16, dtype=dtype)
