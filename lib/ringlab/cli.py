@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 from . import __version__, block_patterns, hardware
-from .advise import advise
-from .advise.render import columns
+from .advise import advise, columns
 from .block_patterns import BlockSparse
 from .checks import FLOATS, check_choice
 from .cost import PASSES, format_bytes, format_seconds

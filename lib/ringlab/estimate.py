@@ -7,8 +7,9 @@ code that would run, for any length: the live tensors of a first call, as ``Live
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -90,7 +91,7 @@ def estimate(
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim) tensors, sharded where ``ranks`` > 1.
 
     ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
-    here: ``meta_run.kernel_for``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
+    here: ``MetaCall.kernel``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
     profile "cpu" this CPU's rates are measured, which takes about a second a dtype, once per process.
     ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and ``at_least`` says so.
 
@@ -153,54 +154,49 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     if not is_int(memory_bytes) or memory_bytes > MOST_BYTES:
         given = short_repr(memory_bytes)
         raise ValueError(f"the memory budget must be a positive number of bytes up to 2**50, got {given}")
-    memory_bytes = int(memory_bytes)
-    peak, unit, low, fixed = _peaks(MetaCall(pattern, **call))
+    memory_bytes, call = int(memory_bytes), MetaCall(pattern, **call)
+    unit = low = ROWS * call.ranks
+    peak, only = lru_cache(maxsize=64)(partial(_peak, call)), False
+    if isinstance(pattern, BlockSparse):
+        size = pattern.block_size
+        unit, counts = max(ROWS, size) * call.ranks, [1, *(getattr(part, "count", 1) for part in pattern.parts)]
+        low = -(-max(counts) * size // unit) * unit
+        if given := [part for part in pattern.parts if isinstance(part, Given)]:
+            low, only = len(given[0].rows) * size, True  # a mask is of one length
+        else:
+            peak = partial(_extrapolated, peak, max(FEW_BLOCKS * size, 2 * unit) // unit * unit, unit)
     if (at_low := peak(low)) > memory_bytes:
         raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")
-    if fixed:
-        return low
-    high, at_high, guess = None, 0, 2 * low
-    while high is None or high - low > max(unit, low // 256 // unit * unit):
+    high, guess = None, 2 * low
+    while not only and (high is None or high - low > max(unit, low // 256 // unit * unit)):
         found = peak(guess)
-        before, at_before = low, at_low
-        if found <= memory_bytes:
-            low, at_low = guess, found
+        if found > memory_bytes:
+            high, other, at_other = guess, guess, found
         else:
-            high, at_high = guess, found
+            if high is None:
+                other, at_other = low, at_low
+            low, at_low = guess, found
         # The peak is nearly linear in the length.
-        slope = (at_high - at_low) / (high - low) if high else (at_low - at_before) / (low - before)
+        slope = (at_other - at_low) / (other - low)
         ahead = (memory_bytes - at_low) / slope if slope > 0 else low
         step = max(unit, low // 512 // unit * unit)
         guess = low + max(step, int(min(ahead, 64 * low)) // unit * unit)
-        guess = guess if high is None else min(guess, high - min(step, max(unit, (high - low) // unit // 2 * unit)))
+        if high is not None:
+            guess = min(guess, high - min(step, max(unit, (high - low) // unit // 2 * unit)))
     return low
 
 
-def _peaks(call: MetaCall):
-    """(peak in bytes by length; what lengths are multiples of; the shortest; whether it is the only one)."""
-    pattern, ranks = call.pattern, call.ranks
-    unit = low = ROWS * ranks
+def _peak(call: MetaCall, n: int) -> int:
+    run, _, more = call.at(n)
+    if more:
+        raise ValueError(f"{more}, so no length is sure to fit")
+    return run.peak_bytes
 
-    @lru_cache(maxsize=64)
-    def peak(n: int) -> int:
-        run, _, more = call.at(n)
-        if more:
-            raise ValueError(f"{more}, so no length is sure to fit")
-        return run.peak_bytes
 
-    if not isinstance(pattern, BlockSparse):
-        return peak, unit, low, False
-    if given := [part for part in pattern.parts if isinstance(part, Given)]:  # a mask is of one length
-        return peak, unit, len(given[0].rows) * pattern.block_size, True
-    unit = max(ROWS, pattern.block_size) * ranks
-    most = max([1, *(part.count for part in pattern.parts if hasattr(part, "count"))])
-    far = max(FEW_BLOCKS * pattern.block_size, 2 * unit) // unit * unit
-
-    def nearly(n: int) -> int:
-        if n <= far:
-            return peak(n)
-        half = far // 2 // unit * unit
-        slope = (peak(far) - peak(half)) / (far - half)
-        return int(1.01 * (peak(far) + slope * (n - far)))
-
-    return nearly, unit, -(-most * pattern.block_size // unit) * unit, False
+def _extrapolated(peak: Callable[[int], int], far: int, unit: int, n: int) -> int:
+    """The peak at ``n``; beyond ``far`` the one on the line through two shorter lengths, and a hundredth more."""
+    if n <= far:
+        return peak(n)
+    half = far // 2 // unit * unit
+    slope = (peak(far) - peak(half)) / (far - half)
+    return int(1.01 * (peak(far) + slope * (n - far)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
@@ -79,7 +79,7 @@ class MetaRun(LiveStorageTracker):
 
     def __init__(self):
         super().__init__()
-        self.traffic, self._real = Traffic(), False
+        self.traffic, self.real = Traffic(), False  # real: tensors asked for on the meta device are made with data
         self._top: dict[int, tuple[StorageWeakRef, int]] = {}
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
 
@@ -125,20 +125,11 @@ class MetaRun(LiveStorageTracker):
                 del coming
             step = None
 
-    @contextmanager
-    def real(self) -> Iterator[None]:
-        """Inside, tensors that are asked for on the meta device are made with data."""
-        self._real = True
-        try:
-            yield
-        finally:
-            self._real = False
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if kwargs and (asked := kwargs.get("device")) is not None and asked.type == "meta":
             if func is _ATEN._to_copy.default and not args[0].is_meta:
                 return args[0]  # an index tensor goes where it is used: there it is already
-            if self._real:
+            if self.real:
                 kwargs = kwargs | {"device": torch.device("cpu")}
         if _only_writes(func) and args[0].is_meta:
             return args[0]
@@ -146,7 +137,7 @@ class MetaRun(LiveStorageTracker):
             func, args, kwargs = _ATEN.empty_like.default, (like,), {}
         if func.overloadpacket in _TAKE_INDICES:
             args = _without_data(args) if args[0].is_meta else args
-        if self._real:  # torch.tensor(...) makes its result out of sight
+        if self.real:  # torch.tensor(...) makes its result out of sight
             self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, True))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -166,19 +157,21 @@ class FirstCall(Execution):
     @classmethod
     def of(cls, execution: Execution, run: MetaRun) -> FirstCall:
         """The same switches with an empty cache and empty pools of the same bounds."""
-        given = {f.name: getattr(execution, f.name) for f in fields(Execution)}
-        if given["cache"] is not False:
-            given["cache"] = copy.copy(caches.GLOBAL if given["cache"] is True else given["cache"])
-        for name, usual in (("pool", memory.GLOBAL_POOL), ("results", memory.RESULTS)):
-            if given[name] is not False:
-                pool = usual if given[name] is True else given[name]
-                given[name] = MetaPool(pool.max_bytes, pool.threshold_bytes, pool.waste)
+        given = dict(vars(execution))
+        for name, usual in (("cache", caches.GLOBAL), ("pool", memory.GLOBAL_POOL), ("results", memory.RESULTS)):
+            own = usual if given[name] is True else given[name]
+            if own is not False:
+                empty = copy.copy(own) if name == "cache" else MetaPool(own.max_bytes, own.threshold_bytes, own.waste)
+                given[name] = empty
         return cls(**given, run=run)
 
     def cached(self, key, build):
         def built():
-            with self.run.real():
+            self.run.real = True
+            try:
                 return build()
+            finally:
+                self.run.real = False
 
         return super().cached(key, built)
 
@@ -200,7 +193,7 @@ class FusedMeta:
     name = "fused"
 
     def refuses(self, device, dtype, head_dim) -> str | None:
-        """Never: ``kernel_for`` knows which dtypes such a kernel serves."""
+        """Never: ``MetaCall.kernel`` knows which dtypes such a kernel serves."""
         return None
 
     def forward(self, q, k, v, causal, scale):
@@ -214,31 +207,6 @@ class FusedMeta:
         if q.dtype in HALF:
             held.append(torch.empty(q.shape, dtype=torch.float32, device=q.device))
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-
-
-def kernel_for(device_type: str, capability, dtype: torch.dtype, head_dim: int, *, causal=False, backward=False,
-               backend: str | tuple[str, ...] = "auto"):  # fmt: skip
-    """The kernel of an estimate: on a CPU the one that runs here; for a GPU, which may be absent, by rule.
-
-    A fused kernel serves fp32 and fp16, and bf16 from compute capability 8.0, where rows are whole 16 bytes; all else
-    is eager. Raises as ``kernels.choose`` does, for a GPU ValueError for an unknown name alone.
-    """
-    if device_type == "cpu":
-        return kernels.choose("cpu", dtype, head_dim, causal=causal, backward=backward, backend=backend).kernel
-    backend = check_backend(backend)
-    names = (backend,) if isinstance(backend, str) else backend
-    for name in names:
-        check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
-    if capability is not None:
-        device = DeviceSpec(device_type, capability)
-        known = {n: kernels.KERNELS[n].refuses(device, dtype, head_dim) for n in names if n in kernels.KERNELS}
-        # What is not installed here may be where that hardware is.
-        if len(known) == len(names) and all(why and NOT_INSTALLED not in why for why in known.values()):
-            why = "; ".join(f"{n}: {reason}" for n, reason in known.items())
-            raise NotImplementedError(f"backend {backend!r} cannot run on this hardware in {dtype}: {why}")
-    half = dtype == torch.float16 or (dtype == torch.bfloat16 and (capability or (8, 0)) >= (8, 0))
-    fused = (dtype == torch.float32 or half) and head_dim * dtype.itemsize % 16 == 0
-    return FusedMeta() if fused and {*names} - {"eager", "cpu_flash"} else kernels.KERNELS["eager"]
 
 
 MOST_ELEMENTS = {"cpu": 2**35, "cuda": 2**40}  # beyond, a run takes minutes: the engine cuts it into small pieces
@@ -268,11 +236,12 @@ class MetaCall:
     profile: hardware.Profile | str | None = None
 
     def __post_init__(self):
-        given = {"kv_heads": self.heads if self.kv_heads is None else self.kv_heads}
+        given = {name: getattr(self, name) for name in ("batch", "heads", "kv_heads", "head_dim", "ranks")}
+        if self.kv_heads is None:
+            given["kv_heads"] = self.heads
+        given = {name: check_int(name, value) for name, value in given.items()}
         if isinstance(self.profile, str):
             given["profile"] = hardware.resolve(self.profile)
-        for name in ("batch", "heads", "kv_heads", "head_dim", "ranks"):
-            given[name] = check_int(name, given.get(name, getattr(self, name)))
         for name, value in given.items():
             object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
@@ -295,9 +264,29 @@ class MetaCall:
 
     @cached_property
     def kernel(self):
-        capability = self.profile and self.profile.capability
-        return kernel_for(self.device_type, capability, self.dtype, self.head_dim, causal=self.causal,
-                          backward=self.passes != "fwd", backend=self.backend)  # fmt: skip
+        """On a CPU the kernel that runs here; for a GPU, which may be absent, by rule.
+
+        ``FusedMeta`` stands for every fused kernel, where torch has one for the dtype and head_dim
+        (``kernels.expected``); all else is eager. Raises as ``kernels.choose`` does, for a GPU ValueError for an
+        unknown name alone.
+        """
+        if self.device_type == "cpu":
+            how = {"causal": self.causal, "backward": self.passes != "fwd", "backend": self.backend}
+            return kernels.choose("cpu", self.dtype, self.head_dim, **how).kernel
+        backend, capability = check_backend(self.backend), self.profile.capability or (9, 0)
+        names = (backend,) if isinstance(backend, str) else backend
+        refused = []
+        for name in names:
+            check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
+            if name in kernels.KERNELS:
+                why = kernels.KERNELS[name].refuses(DeviceSpec("cuda", capability), self.dtype, self.head_dim)
+                # What is not installed here may be where that hardware is.
+                refused += [f"{name}: {why}"] if why and NOT_INSTALLED not in why else []
+        if len(refused) == len(names):
+            why = f"cannot run on this hardware in {self.dtype}: {'; '.join(refused)}"
+            raise NotImplementedError(f"backend {backend!r} {why}")
+        fused = kernels.expected("cuda", capability, self.dtype, self.head_dim).name != "eager"
+        return FusedMeta() if fused and {*names} - {"eager", "cpu_flash"} else kernels.KERNELS["eager"]
 
     def check(self, n: int) -> None:
         """Raise ValueError for what takes minutes to run without data."""

@@ -33,42 +33,29 @@ def tracked(pattern, n, dtype, passes, causal, backend, execution, kv_heads=4) -
         tracker.register(q, k, v, *([dout] if back else []))
         out, lse = attention(q, k, v, pattern, causal=causal, backend=backend, execution=execution, return_lse=True)
         if back:
-            grads = torch.autograd.grad(out, (q, k, v), dout)
-            assert len(grads) == 3 and lse is not None
+            grads = torch.autograd.grad(out, (q, k, v), dout)  # noqa: F841  all results are held
     return tracker.peak_bytes
 
 
-EXECUTIONS = {
-    "plain": {}, "no cache": {"cache": False}, "gather": {"gather": True}, "tile": {"tile": 128},
-    "views": {"blocks": "views"}, "batched": {"blocks": "batched"}, "rows": {"blocks": "rows"},
-    "pool": {"pool": 0}, "gather pool": {"gather": True, "pool": 1 << 16}, "results": {"results": 0},
-    "results views": {"results": 0, "blocks": "views"},
-}  # fmt: skip
-CASES = [
-    (LADDER, torch.float32, "fwd+bwd", True, "auto", "plain", 4),
-    (LADDER, torch.bfloat16, "fwd+bwd", False, "auto", "pool", 2),
-    (WIDE, torch.float32, "fwd", False, "auto", "no cache", 4),
-    (WIDE, torch.float32, "fwd+bwd", False, "eager", "tile", 4),
-    (LADDER, torch.float32, "fwd+bwd", True, "auto", "gather", 4),
-    (LADDER, torch.float32, "fwd", False, "eager", "gather pool", 4),
-    (Dense(), torch.float32, "fwd+bwd", True, "auto", "plain", 1),
-    (BLOCKS, torch.float32, "fwd+bwd", True, "auto", "views", 4),
-    (BLOCKS, torch.float32, "fwd", False, "auto", "batched", 2),
-    (BLOCKS, torch.bfloat16, "fwd", False, "auto", "rows", 4),
-    (LADDER, torch.float32, "fwd+bwd", False, "auto", "results", 4),
-    (BLOCKS, torch.float32, "fwd+bwd", False, "auto", "results views", 4),
-    (BLOCKS, torch.bfloat16, "fwd+bwd", False, "auto", "results views", 2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].to_dict()['kind']}-{c[2]}-{c[4]}-{c[5]}")
-def test_the_peak_is_the_one_that_the_tracker_sees(case):
-    pattern, dtype, passes, causal, backend, how, kv_heads = case
-    pools = {name: size for name, size in EXECUTIONS[how].items() if name in ("pool", "results")}
-
+@pytest.mark.parametrize("pattern, dtype, passes, causal, backend, how, kv_heads", [
+    (LADDER, torch.float32, "fwd+bwd", True, "auto", {}, 4),
+    (LADDER, torch.bfloat16, "fwd+bwd", False, "auto", {"pool": 0}, 2),
+    (WIDE, torch.float32, "fwd", False, "auto", {"cache": False}, 4),
+    (WIDE, torch.float32, "fwd+bwd", False, "eager", {"tile": 128}, 4),
+    (LADDER, torch.float32, "fwd+bwd", True, "auto", {"gather": True}, 4),
+    (LADDER, torch.float32, "fwd", False, "eager", {"gather": True, "pool": 1 << 16}, 4),
+    (Dense(), torch.float32, "fwd+bwd", True, "auto", {}, 1),
+    (BLOCKS, torch.float32, "fwd+bwd", True, "auto", {"blocks": "views"}, 4),
+    (BLOCKS, torch.float32, "fwd", False, "auto", {"blocks": "batched"}, 2),
+    (BLOCKS, torch.bfloat16, "fwd", False, "auto", {"blocks": "rows"}, 4),
+    (LADDER, torch.float32, "fwd+bwd", False, "auto", {"results": 0}, 4),
+    (BLOCKS, torch.float32, "fwd+bwd", False, "auto", {"results": 0, "blocks": "views"}, 4),
+    (BLOCKS, torch.bfloat16, "fwd+bwd", False, "auto", {"results": 0, "blocks": "views"}, 2),
+])  # fmt: skip
+def test_the_peak_is_the_one_that_the_tracker_sees(pattern, dtype, passes, causal, backend, how, kv_heads):
     def execution():
-        own = {name: memory.MemoryPool(threshold_bytes=size) for name, size in pools.items()}
-        return Execution(**{"cache": PatternCache()} | EXECUTIONS[how] | own)
+        own = {k: memory.MemoryPool(threshold_bytes=size) for k, size in how.items() if k in ("pool", "results")}
+        return Execution(**{"cache": PatternCache()} | how | own)
 
     n = 1000
     found = estimate(pattern, seq_len=n, dtype=dtype, passes=passes, causal=causal, backend=backend,
@@ -104,8 +91,6 @@ def test_block_sparse_ranks_and_bsr():
     assert "bsr" in bsr.at_least and bsr.peak_bytes <= real
     flex = estimate(BLOCKS, seq_len=1024, execution=Execution(blocks="flex"), **SHAPE)
     assert "flex" in flex.at_least and flex.peak_bytes < bsr.peak_bytes
-    with pytest.raises(ValueError, match="does not serve block-sparse"):
-        estimate(BLOCKS, seq_len=1024, ranks=2, scheme="ring", **SHAPE)
 
 
 def test_bounds_are_the_profiles_rates_and_say_which_binds():
@@ -131,21 +116,10 @@ def test_the_busiest_rank_decides():
     assert found.bounds["network"] == pytest.approx(sent[0] / 15.75e9)
 
 
-def test_numpy_integers_and_what_takes_too_long():
-    plain = estimate(LADDER, seq_len=1000, batch=2, ranks=2, **SHAPE)
-    wide = {name: np.int64(size) for name, size in SHAPE.items()}
-    assert plain == estimate(LADDER, seq_len=np.int32(1000), batch=np.int64(2), ranks=np.int64(2), **wide)
-    assert longest(LADDER, np.int64(4 << 20), **SHAPE) == longest(LADDER, 4 << 20, **wide)
-    for huge in ({"ranks": 1000}, {"batch": 1000}, {"heads": 10**300}, {"seq_len": 10**300}):
-        with pytest.raises(ValueError, match="at most 128 ranks, got 1000|up to 2..(35|40), got"):
-            estimate(Dense(), **{"seq_len": 131072, "head_dim": 64} | huge)
-
-
 def test_a_cpus_rates_are_measured_once_and_only_for_its_profile(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        hardware, "measure_cpu_peaks", lambda name: asked.append(name) or hardware.Peaks(1e11, 4e10, 4e10)
-    )
+    peaks = hardware.Peaks(1e11, 4e10, 4e10)
+    monkeypatch.setattr(hardware, "measure_cpu_peaks", lambda name: asked.append(name) or peaks)
     estimate_module._probed.cache_clear()
     assert estimate(Dense(), seq_len=64).bounds == estimate(Dense(), seq_len=64, profile="generic").bounds == {}
     first, again = (estimate(Dense(), seq_len=64, profile="cpu") for _ in range(2))
@@ -154,17 +128,16 @@ def test_a_cpus_rates_are_measured_once_and_only_for_its_profile(monkeypatch):
     assert first.bounds["memory"] == pytest.approx(first.cost.floor_bytes / (1.1 * 4e10))
 
 
-def test_a_gpus_kernel_is_told_by_rule():
-    def kernel(*args, **more):
-        return meta_run.kernel_for("cuda", *args, **more).name
-
-    assert kernel((6, 1), torch.float32, 64) == "fused" == kernel((8, 0), torch.bfloat16, 64)
-    assert kernel((6, 1), torch.bfloat16, 64) == "eager" == kernel((9, 0), torch.float64, 64)
-    assert kernel((9, 0), torch.float32, 3) == "eager" == kernel((9, 0), torch.float32, 64, backend="eager")
-    with pytest.raises(ValueError, match="unknown backend 'flsh'"):
-        kernel((9, 0), torch.float32, 64, backend="flsh")
-    eager, fused = (estimate(Dense(), seq_len=2048, profile="h100", backend=b).peak_bytes for b in ("eager", "auto"))
-    assert eager > 2048**2 * 8 * 4 * 2 > fused
+@pytest.mark.parametrize("profile, dtype, head_dim, backend, fused", [
+    ("gtx1080", torch.float32, 64, "auto", True), ("a100", torch.bfloat16, 64, "auto", True),
+    ("gtx1080", torch.bfloat16, 64, "auto", False), ("h100", torch.float64, 64, "auto", False),
+    ("h100", torch.float32, 3, "auto", False), ("h100", torch.float32, 64, "eager", False),
+    ("h100", torch.float32, 64, ("flash", "efficient"), True), ("generic", torch.bfloat16, 64, "auto", True),
+])  # fmt: skip
+def test_a_gpus_kernel_is_told_by_rule(profile, dtype, head_dim, backend, fused):
+    """An eager kernel holds the scores, a fused one does not."""
+    found = estimate(Dense(), seq_len=2048, head_dim=head_dim, dtype=dtype, profile=profile, backend=backend)
+    assert (found.peak_bytes < 2048**2 * 8 * 4) == fused
 
 
 @pytest.mark.parametrize("pattern, more", [
@@ -172,7 +145,7 @@ def test_a_gpus_kernel_is_told_by_rule():
     (BLOCKS, {"passes": "fwd+bwd"}),
 ])  # fmt: skip
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
-    budget = 4 << 20
+    budget = np.int64(4 << 20)
     n = longest(pattern, budget, **SHAPE, **more)
     step = max(128 * more.get("ranks", 1), n // 128)
     assert n % 128 == 0 and estimate(pattern, seq_len=n, **SHAPE, **more).peak_bytes <= budget
@@ -185,31 +158,25 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
     ({"ranks": 2, "scheme": "rng"}, "unknown scheme 'rng'"), ({"ranks": 16, "scheme": "ulysses"}, "more than 8 heads"),
     ({"passes": "bwd"}, "unknown passes 'bwd'"), ({"kv_heads": 3}, "multiple of K/V heads"),
     ({"dtype": torch.int32}, "dtype must be float64"), ({"ranks": 2, "layout": "zagzig"}, "unknown layout"),
+    ({"pattern": BLOCKS, "ranks": 2, "scheme": "ring"}, "does not serve block-sparse"),
+    ({"ranks": 1000}, "at most 128 ranks, got 1000"), ({"heads": 10**300}, r"up to 2\*\*35, got"),
+    ({"batch": 10**6}, r"up to 2\*\*35, got"), ({"seq_len": 10**300}, r"up to 2\*\*40, got"),
+    ({"profile": "h100", "backend": "flsh"}, "unknown backend 'flsh'"),
+    *[({"pattern": BLOCKS, "execution": Execution(blocks=way), "dtype": dtype}, f"blocks='{way}' takes float32")
+      for way, dtype in (("flex", torch.float64), ("bsr", torch.float16))],
+    *[({"profile": "gtx1080", "backend": name}, f"{name}: needs compute capability 8.0 or newer, this is 6.1")
+      for name in ("flash", "flash_attn_2", "triton")],
+    ({"execution": "auto"}, "execution must be a"), ({"profile": 3}, "profile must be a"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(given, said):
-    with pytest.raises(ValueError, match=said) as error:
-        estimate(Dense(), **{"seq_len": 1024} | given)
+    with pytest.raises((ValueError, NotImplementedError, TypeError), match=said) as error:
+        estimate(**{"pattern": Dense(), "seq_len": 1024} | given)
     assert "\n" not in str(error.value)
 
 
-def test_what_attention_refuses_is_refused():
-    for way, dtype in (("flex", torch.float64), ("bsr", torch.float16)):
-        with pytest.raises(NotImplementedError, match=f"blocks='{way}' takes float32"):
-            estimate(BLOCKS, seq_len=1024, execution=Execution(blocks=way), dtype=dtype)
-    for name in ("flash", "flash_attn_2", "triton"):
-        with pytest.raises(NotImplementedError, match=f"{name}: needs compute capability 8.0 or newer, this is 6.1"):
-            estimate(Dense(), seq_len=1024, profile="gtx1080", backend=name)
-    for wrong in ({"execution": "auto"}, {"profile": 3}):
-        with pytest.raises(TypeError, match="must be a"):
-            estimate(Dense(), seq_len=1024, **wrong)
-
-
-def test_no_length_is_promised_where_the_peak_is_a_lower_bound():
+def test_no_length_is_told_where_none_is_sure_to_fit():
     with pytest.raises(ValueError, match="does not run without data, so no length is sure to fit"):
         longest(BLOCKS, 8 << 20, execution=Execution(blocks="bsr"), **SHAPE)
-
-
-def test_a_budget_smaller_than_the_inputs_is_refused():
     with pytest.raises(ValueError, match="more than the 1,000 there are"):
         longest(LADDER, 1000)
     with pytest.raises(ValueError, match="positive number of bytes"):

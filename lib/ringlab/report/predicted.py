@@ -22,7 +22,7 @@ from ..hardware import Rates
 from ..measure.points import Point
 from ..measure.systems import BLOCK_SPARSE, PUBLISHED, copying_attention
 from ..measure.timing import WARM_TOKENS
-from ..meta_run import FirstCall, MetaRun, kernel_for
+from ..meta_run import FirstCall, MetaRun
 from .study import cost_of, pattern_of
 
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -186,14 +186,16 @@ def _engine(point: Point, pattern, dtype, backend, execution, group, scheme, lay
             out, lse = ring.attend(*args, pattern, group=group, scheme=scheme, layout=layout, **own)
         return out.to(given), lse if point.system == "ringlab" else None
 
-    kernel = kernel_for("cpu", None, dtype, point.head_dim, causal=point.causal, backward=point.passes != "fwd",
-                        backend=backend)  # fmt: skip
+    backward = point.passes != "fwd"
+    kernel = kernels.choose(
+        "cpu", dtype, point.head_dim, causal=point.causal, backward=backward, backend=backend
+    ).kernel
     return _traced(point, cost_of(point), kernel, call)
 
 
 def _baseline(point: Point) -> Estimate:
-    kernel = kernel_for("cpu", None, getattr(torch, point.dtype), point.head_dim, causal=point.causal,
-                        backward=point.passes != "fwd")  # fmt: skip
+    dtype, backward = getattr(torch, point.dtype), point.passes != "fwd"
+    kernel = kernels.choose("cpu", dtype, point.head_dim, causal=point.causal, backward=backward).kernel
     pattern, cost, n = pattern_of(point), None, point.seq_len
     shape = (point.batch, n, point.heads, point.head_dim)
     if point.system == "sgemm":
