@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -159,11 +158,6 @@ def _schedule(source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, b
     return cached(key, lambda: tile_schedule.make_schedule(source, n, heads, kv_heads, **options).to(q.device))
 
 
-def on_device(t: Tensor):
-    """Context manager: the device of a tensor is the current one."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
-
-
 def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, (b, h, n) in fp32, for (b, n, h, d): what every gradient pass subtracts."""
     from . import triton_kernels
@@ -172,7 +166,7 @@ def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     (b, n, heads, d), rows = dout.shape, 32
     found = torch.empty(b, heads, n, dtype=torch.float32, device=dout.device)
     extra = found if dlse is None else dlse.float().contiguous()
-    with on_device(dout):
+    with torch.cuda.device_of(dout):
         triton_kernels.delta[(-(-n // rows), b * heads)](
             dout, out, extra, found, heads, n, *dout.stride()[:3], *out.stride()[:3],
             ROWS=rows, DIM=d, PAD=padded(d), HAS_LSE=dlse is not None,
@@ -206,7 +200,7 @@ def start(name, launch: Launch, read, arguments, result, scale, causal, join, **
     constants |= ({"MASK": True} if name == "forward" else {}) | more
     kernel = getattr(triton_kernels, name)[(programs * b,)]
     strides = (s for t in (*read, result) for s in t.stride()[:3])
-    with on_device(q):
+    with torch.cuda.device_of(q):
         kernel(*arguments, schedule.tiles, schedule.entries, scale * LOG2E, programs, heads, heads // k.shape[2], n,
                *strides, **constants)  # fmt: skip
 

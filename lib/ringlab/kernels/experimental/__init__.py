@@ -26,7 +26,7 @@ from torch import Tensor
 from ...patterns import Dilated
 from ..external import missing
 from ..tile_schedule import TileSchedule
-from ..triton import LOG2E, Launch, on_device, shortened, start
+from ..triton import LOG2E, Launch, shortened, start
 from ..triton_config import Sizes, Use, padded
 
 READS = ("descriptors", "specialized", "gluon", "persistent")
@@ -113,18 +113,14 @@ def run(name, launch: Launch, read, rows, results, scale: float, causal: bool, j
     arguments += [*rows, *results]
     if in_gluon:
         return _run_gluon(name, launch, read, arguments, scale, causal)
-    constants = {"READS": size.reads, "STEP": step}
+    constants, context = {"READS": size.reads, "STEP": step}, copy_context()
     if name == "forward":
         constants["MASK"] = size.reads != "specialized" or not schedule.whole
+    if size.reads == "specialized":  # a kernel that makes a descriptor asks for memory; Triton's allocator stays
+        from triton import set_allocator
 
-    def call() -> None:
-        if size.reads == "specialized":  # a kernel that makes a descriptor asks for memory
-            from triton import set_allocator
-
-            set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=read[0].device))
-        start(name, launch, read, arguments, results[0], scale, causal, join, **constants)
-
-    copy_context().run(call)  # leaves Triton's allocator outside as it was
+        context.run(set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=read[0].device))
+    context.run(start, name, launch, read, arguments, results[0], scale, causal, join, **constants)
 
 
 def _run_gluon(name, launch: Launch, read, arguments: list, scale, causal) -> None:
@@ -138,7 +134,7 @@ def _run_gluon(name, launch: Launch, read, arguments: list, scale, causal) -> No
     lengths = (n, k.shape[1]) if name == "backward_kv" else (n,)
     constants = {"STEP": schedule.stride, "CAUSAL": causal, "STAGES": size.stages}
     kernel = getattr(importlib.import_module(f"{__name__}.gluon"), name)[(at_once,)]
-    with on_device(q):
+    with torch.cuda.device_of(q):
         kernel(*arguments, schedule.tiles, schedule.entries, scale * LOG2E, programs, work, heads, heads // k.shape[2],
                *lengths, **constants, num_warps=size.warps, maxnreg=REGISTERS)  # fmt: skip
 

@@ -27,7 +27,7 @@ from ...block_patterns import BlockSparse
 from ...patterns import Pattern
 from ..base import HALF, DeviceSpec, Kernel, accumulation_dtype, needs_cuda, wants_dtype
 from ..external import missing
-from ..triton import interpreted, on_device
+from ..triton import interpreted
 from ..triton_config import padded
 
 try:
@@ -192,7 +192,7 @@ def _merge(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, ove
         return
     size = max(1, ELEMENTS // padded(d))
     tiles = -(-n // (rows.step * size))
-    with on_device(into):
+    with torch.cuda.device_of(into):
         join[(tiles * owners * b,)](
             parts, lses, into, into if lse is None else lse, rows.table, rows.firsts, rows.step, n, tiles,
             owners, *into.stride()[:3], WEIGH=lse is not None, OVER=over, GROUP=group, ROWS=size, DIM=d, PAD=padded(d),
