@@ -107,7 +107,9 @@ MUTANTS = {
     "a slot of keys is never freed": (FORWARD, "        free(barriers, nth + 1, A_FREE)\n", "", SHORT),
     "each pair counts once": (FORWARD, "(shift - bonus)", "shift", FOLDED),
     "no query is masked": (FORWARD, f"gl.where({VISIBLE}, s, float(\"-inf\"))", "s", CAUSAL),
-    "dq: keys are freed before their sum": (BACKWARD, "    acc = weighted(", "    free(barriers, nth, A_FREE)\n    acc = weighted(", SHORT),
+    "dq: keys are freed before their sum": (
+        BACKWARD, "    acc = weighted(", "    free(barriers, nth, A_FREE)\n    acc = weighted(", SHORT,
+    ),
     "dk: products with V are not waited for": (BACKWARD, "mma_wait(1, [dp])", "mma_wait(2, [dp])", SHORT),
     "dk: row sums of another head": (BACKWARD, "rows + (packed >> MEMBER_AT) * n + other", "rows + other", GROUPED),
     "dk: each pair counts once": (BACKWARD, 'other=float("inf")) - bonus_of(packed)', 'other=float("inf"))', FOLDED),
