@@ -60,6 +60,7 @@ def missed(lay=lambda t: t, **changes) -> dict:
     case = Case(**{"pattern": FOLDED, "n": 1031, "dtype": BF16, "d": 64, "lse_cotangent": False} | changes)
     (q, k, v), dout, dlse, want, bounds = judged(case)
     found = case.run([lay(t.to(DEVICE)) for t in (q, k, v)], lay(dout.to(DEVICE)), dlse.to(DEVICE))
+    assert found["out"].dtype == found["dk"].dtype == case.dtype and found["dk"].shape == k.shape
     apart = errors({name: t.cpu() for name, t in found.items()}, want, q, k, dout)
     return {name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]}
 

@@ -51,9 +51,8 @@ class Launch(NamedTuple):
 
 def shortened(size: Sizes, schedule: TileSchedule) -> str | None:
     """Why a launch has smaller tiles than its sizes, or None."""
-    if (schedule.rows, schedule.cols) == (size.rows, size.cols):
-        return None
-    return f"the row intervals of the pattern are shorter than tiles of {size.rows} x {size.cols}"
+    same = (schedule.rows, schedule.cols) == (size.rows, size.cols)
+    return None if same else f"the row intervals of the pattern are shorter than tiles of {size.rows} x {size.cols}"
 
 
 def tuned(name: str, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
@@ -75,12 +74,13 @@ class TritonKernel:
         self._pick = pick
 
     def refuses(self, device, dtype, head_dim):
-        why = (None if interpreted() else needs_cuda(device, (8, 0))) or missing("triton", "triton")
-        if why is None and interpreted() and dtype == torch.bfloat16:
+        if why := (None if interpreted() else needs_cuda(device, (8, 0))) or missing("triton", "triton"):
+            return why
+        if interpreted() and dtype == torch.bfloat16:
             return "triton's interpreter multiplies bfloat16 wrongly"
-        if why is None and head_dim > WIDEST:
+        if head_dim > WIDEST:
             return f"needs a head_dim of at most {WIDEST}, not {head_dim}"
-        return why or wants_dtype(dtype, (torch.float32, *HALF))
+        return wants_dtype(dtype, (torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
         return self.attend(q, k, v, Dense(), causal, scale)
@@ -126,8 +126,8 @@ class TritonKernel:
         (_, n, heads, d), kv_heads, by = q.shape, k.shape[2], "key" if name == "backward_kv" else "query"
         found: list[Launch] = []
         for source in tile_schedule.split(pattern, n, heads, kv_heads, self._pick(name, q, k, causal, False).rows):
-            joins, why = bool(found), None
-            size = self._pick(name, q, k, causal, joins)
+            joins = bool(found)
+            size, why = self._pick(name, q, k, causal, joins), None
             schedule = _schedule(source, size, q, k, causal, by, cached)
             if size.reads != "pointers" and (why := experimental.unfit(size, schedule, read, joins)):
                 size = triton_config.sizes(name, d, q.dtype, compute_of(q), joins)

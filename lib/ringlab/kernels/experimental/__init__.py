@@ -81,14 +81,12 @@ def unfit(size: Sizes, schedule: TileSchedule, tensors: tuple[Tensor, ...], join
 
     ``joins``: the launch adds to the results of an earlier one.
     """
-    if size.reads in IN_GLUON:
-        if joins:
-            return "the kernels in Gluon start from nothing"
-        if why := missing(HOPPER, "Triton 3.6 or newer"):
-            return why
-        if any(t.shape[:3].numel() >= 1 << 31 for t in tensors):
-            return "the kernels in Gluon count rows of all heads in 32 bits"
-    if why := shortened(size, schedule):
+    in_gluon = size.reads in IN_GLUON
+    if in_gluon and joins:
+        return "the kernels in Gluon start from nothing"
+    if in_gluon and any(t.shape[:3].numel() >= 1 << 31 for t in tensors):
+        return "the kernels in Gluon count rows of all heads in 32 bits"
+    if why := (missing(HOPPER, "Triton 3.6 or newer") if in_gluon else None) or shortened(size, schedule):
         return why
     if not schedule.stride or any(t.shape[1] % schedule.stride for t in tensors):
         return "the rows of a tile are no block of the sequence"
