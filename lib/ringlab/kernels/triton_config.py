@@ -209,13 +209,12 @@ def path(device: torch.device) -> Path:
 
 def chosen(use: Use, device: torch.device, compute: tuple[int, int]) -> Sizes | None:
     """The sizes that were tuned for a use on a GPU, or None."""
-    text = _read(path(device), device).get(str(use))
-    if text is None:
+    if (text := _read(path(device), device).get(str(use))) is None:
         return None
-    found = next((x for x in candidates(use.name, use.head_dim, use.dtype, compute, use.joins) if str(x) == text), None)
-    if found is None:
+    known = {str(x): x for x in candidates(use.name, use.head_dim, use.dtype, compute, use.joins)}
+    if str(text) not in known:
         _warn(path(device), f"{text} is no candidate for {use}")
-    return found
+    return known.get(str(text))
 
 
 def keep(found: dict[Use, Sizes], device: torch.device) -> Path:

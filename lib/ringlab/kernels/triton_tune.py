@@ -126,9 +126,11 @@ class Calls:
 
     def kernel(self, taken: dict[Use, Sizes]) -> TritonKernel:
         """The kernel with these sizes, and the defaults for every other use."""
-        return TritonKernel(lambda name, q, k, causal, joins: (
-            taken.get(use := self.use(name, joins)) or self.candidates(use)[0]
-        ))  # fmt: skip
+
+        def pick(name, q, k, causal, joins) -> Sizes:
+            return taken.get(use := self.use(name, joins)) or self.candidates(use)[0]
+
+        return TritonKernel(pick)
 
     def launches(self, name: str, taken: dict[Use, Sizes]) -> list[Launch]:
         read = self.tensors if name == "forward" else (self.dout, *self.tensors)
