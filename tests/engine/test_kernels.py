@@ -2,7 +2,7 @@ import pytest
 import torch
 from ringlab import Dense, attention, kernels, reference
 from ringlab.kernels import KERNELS, Eager, forget_probes, probe
-from ringlab.kernels.base import supports_lower_right_causal
+from ringlab.kernels.base import DeviceSpec, supports_lower_right_causal
 from ringlab.kernels.torch_kernels import CpuFlash
 
 CPU = torch.device("cpu")
@@ -107,14 +107,11 @@ def test_probe_finds_wrong_and_failing_kernels(monkeypatch):
         forget_probes()
 
 
-def test_order_follows_the_hardware(monkeypatch):
+def test_order_and_refusals_follow_the_hardware():
     for have, first in (((6, 1), "flash_attn_2"), ((8, 0), "flash_attn_2"), ((9, 0), "flash_attn_3")):
-        monkeypatch.setattr(kernels, "capability", lambda device, have=have: have)
-        assert kernels.order(torch.device("cuda", 0))[0] == first
-    refusals = {name: KERNELS[name].refuses for name in ("flash", "efficient", "cudnn")}
-    monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (6, 1))
-    pascal = torch.device("cuda", 0)
-    assert "8.0 or newer, this is 6.1" in refusals["flash"](pascal, torch.float16, 64)
-    assert "8.0" in refusals["cudnn"](pascal, torch.float16, 64)
-    assert refusals["efficient"](pascal, torch.float32, 64) is None
-    assert "bfloat16 from compute capability 8.0" in refusals["efficient"](pascal, torch.bfloat16, 64)
+        assert kernels.order(DeviceSpec("cuda", have))[0] == first
+    pascal = DeviceSpec("cuda", (6, 1))
+    for name in ("flash", "cudnn"):
+        assert "8.0 or newer, this is 6.1" in KERNELS[name].refuses(pascal, torch.float16, 64)
+    assert KERNELS["efficient"].refuses(pascal, torch.float32, 64) is None
+    assert "bfloat16 from compute capability 8.0" in KERNELS["efficient"].refuses(pascal, torch.bfloat16, 64)

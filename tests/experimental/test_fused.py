@@ -90,13 +90,10 @@ def test_values_equal_the_oracle_and_wrong_joins_are_found():
         assert min(found[wrong]["error"].values()) > 0.01
 
 
-@pytest.mark.parametrize("name", ["in place", "short segments, grouped"])
-def test_it_moves_the_bytes_that_are_computed(name):
-    found = printed("variants")[f"joined, bytes, {name}"]
-    assert found["moved"] == found["told"] and min(found["told"]) > 0
-
-
-def test_the_bytes_that_it_holds_are_estimated():
+def test_it_moves_and_holds_the_bytes_that_are_computed():
+    for name in ("in place", "short segments, grouped"):
+        found = printed("variants")[f"joined, bytes, {name}"]
+        assert found["moved"] == found["told"] and min(found["told"]) > 0
     found = printed("variants")["joined, held"]
     assert found["peak"] == found["told"] and found["grads"] == 3
 
@@ -104,15 +101,12 @@ def test_the_bytes_that_it_holds_are_estimated():
 @pytest.mark.parametrize(
     "case",
     [
-        (80, 64, 3, True, True, 1, "bf16"),
-        (86, 128, 3, True, False, 1, "bf16"),
-        (89, 64, 2, False, True, 1, "fp32"),
-        (90, 128, 3, True, True, 1, "bf16"),
-        (100, 64, 2, False, False, 4, "bf16"),
+        (80, 64, 3, True, True, 1, "bf16"), (86, 128, 3, True, False, 1, "bf16"), (89, 64, 2, False, True, 1, "fp32"),
+        (90, 128, 3, True, True, 1, "bf16"), (100, 64, 2, False, False, 4, "bf16"),
         (120, 136, 2, False, False, 1, "bf16"),
     ],
     ids=lambda case: f"{case[0]}-{case[1]}",
-)
+)  # fmt: skip
 def test_joins_fit_every_architecture_and_read_16_bytes_at_a_time(case, tmp_path, monkeypatch):
     """(compute capability, head_dim, calls, WEIGH, OVER, heads that are summed, dtype)."""
     capability, head_dim, parts, weigh, over, group, dtype = case

@@ -4,12 +4,11 @@
 """
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 from helpers import errors, results
-from matrix import Case, compared, drawn
+from matrix import Case, judged
 from ring_cases import parity, tensors
 from ringlab import Dense, Dilated, Execution, Ladder, attention, block_patterns, kernels, reference
 from ringlab.kernels import experimental, triton, triton_config, triton_tune
@@ -56,14 +55,14 @@ def fused_here(dtype) -> Execution:
     return Execution(merge="fused")
 
 
-CASE = Case(FOLDED, 1031, BF16, d=64, lse_cotangent=False, device=str(DEVICE))
-
-
 def missed(lay=lambda t: t, **changes) -> dict:
-    """What ``CASE`` with ``changes`` misses when its tensors are laid out by ``lay``: each error, and its bound."""
-    case = replace(CASE, **changes)
-    inputs, dout, dlse = drawn(case)
-    return compared(case, case.run([lay(t) for t in inputs], lay(dout), dlse))
+    """The error and the bound of each result of a call on ``DEVICE`` that misses it; ``lay`` lays tensors out."""
+    case = Case(**{"pattern": FOLDED, "n": 1031, "dtype": BF16, "d": 64, "lse_cotangent": False} | changes)
+    (q, k, v), dout, dlse, want, bounds = judged(case)
+    found = case.run([lay(t.to(DEVICE)) for t in (q, k, v)], lay(dout.to(DEVICE)), dlse.to(DEVICE))
+    assert found["out"].dtype == found["dk"].dtype == case.dtype and found["dk"].shape == k.shape
+    apart = errors({name: t.cpu() for name, t in found.items()}, want, q, k, dout)
+    return {name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,28 +110,19 @@ def test_one_join_of_a_kernels_results_is_the_oracles(name, dtype, d, causal, la
 def test_a_kernels_log_sum_exp_and_its_backward_with_the_final_one(name):
     """Keys in two unequal parts, read by stride: gradients by the merged (out, lse) are those of the whole."""
     kernel, (m, h, d) = kernel_for(name, BF16, 64), (320, 3, 64)
-    wide = [draw(2, 2 * m, h, d, dtype=BF16, seed=i) for i in range(4)]
-    q, k, v, dout = (t[:, ::2] for t in wide)
+    q, k, v, dout = (draw(2, 2 * m, h, d, dtype=BF16, seed=i)[:, ::2] for i in range(4))
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     want_out, want_lse = reference.attention(*exact, Dense())
     want = torch.autograd.grad(want_out, exact, dout.double())
-    bound = reference.tolerance(q, k, v, dout)
-    parts = [slice(0, 128), slice(128, m)]
-    lses = []
-    for part in parts:
-        _, lse = kernel.forward(q, k[:, part], v[:, part], False, d**-0.5)
-        assert (tuple(lse.shape), lse.dtype) == ((2, h, m), F32)
-        lses.append(lse)
+    bound, floor = reference.tolerance(q, k, v, dout), reference.gradient_floor(q, k, dout)
+    parts = [(k[:, some], v[:, some]) for some in (slice(0, 128), slice(128, m))]
+    lses = [kernel.forward(q, *part, False, d**-0.5)[1] for part in parts]
+    assert all((tuple(lse.shape), lse.dtype) == ((2, h, m), F32) for lse in lses)
     assert reference.error(torch.logaddexp(*lses), want_lse, 1.0) <= bound["lse"]
-    out, lse = want_out.detach().to(BF16), want_lse.detach().float()
-    dq, rest = torch.zeros_like(q, dtype=F32), []
-    for part in parts:
-        grads = kernel.backward(dout, q, k[:, part], v[:, part], out, lse, False, d**-0.5)
-        dq += grads[0]
-        rest.append(grads[1:])
-    found = (dq, *(torch.cat(x, 1) for x in zip(*rest)))
-    floor = reference.gradient_floor(q, k, dout)
-    for what, mine, ref in zip(("dq", "dk", "dv"), found, want):
+    final = want_out.detach().to(BF16), want_lse.detach().float()
+    dqs, dks, dvs = zip(*(kernel.backward(dout, q, *part, *final, False, d**-0.5) for part in parts))
+    found = {"dq": dqs[0].float() + dqs[1], "dk": torch.cat(dks, 1), "dv": torch.cat(dvs, 1)}
+    for (what, mine), ref in zip(found.items(), want):
         assert reference.error(mine, ref, floor) <= bound[what], what
 
 
@@ -154,12 +144,11 @@ def test_patterns_whose_tiles_are_full_are_the_oracles(backend, pattern, causal)
     assert not missed(pattern=pattern, n=1157, causal=causal, backend=backend, lse_cotangent=True, batch=2)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "part"])
+@pytest.mark.parametrize("lay", [lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), part])
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "triton"])
-def test_rows_are_read_where_they_lie(backend, layout):
+def test_rows_are_read_where_they_lie(backend, lay):
     kernel_for(backend, BF16, 128)
-    how = {"n": 1024, "kv_heads": 4, "d": 128, "causal": True, "backend": backend, "transposed": layout == "transposed"}
-    assert not (missed(part, **how) if layout == "part" else missed(**how))
+    assert not missed(lay, n=1024, kv_heads=4, d=128, causal=True, backend=backend)
 
 
 def test_flex_attention_runs_a_block_sparse_pattern():

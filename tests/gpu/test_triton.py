@@ -14,7 +14,7 @@ from compiled import SHARED, fed, fits, resources
 from interpreted import PLAIN, printed, within_bounds
 from ringlab import Dilated, cli
 from ringlab.kernels import experimental, triton, triton_config, triton_tune
-from ringlab.kernels.base import HALF
+from ringlab.kernels.base import HALF, DeviceSpec
 from ringlab.kernels.triton_config import TILE_PASSES, Use
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -24,11 +24,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 def test_values_equal_the_oracle_forward_and_backward():
     within_bounds({name: printed("plain")[name] for name in PLAIN})
     assert all(printed("plain")[name]["reads"] == ["pointers"] for name in PLAIN)
-
-
-@needs_triton
-def test_a_wrong_answer_is_found():
-    assert min(printed("plain")["each pair once"]["error"].values()) > 0.01
+    assert min(printed("plain")["each pair once"]["error"].values()) > 0.01  # a wrong answer is found
 
 
 @needs_triton
@@ -50,14 +46,10 @@ def test_what_the_interpreter_gets_wrong_is_refused():
 @pytest.mark.parametrize(
     "name, capability, head_dim",
     [
-        ("forward", 80, 128),
-        ("backward_q", 86, 64),
-        ("backward_kv", 89, 64),
-        ("forward", 90, 128),
-        ("forward", 100, 64),
-        ("backward_q", 120, 64),
+        ("forward", 80, 128), ("backward_q", 86, 64), ("backward_kv", 89, 64), ("forward", 90, 128),
+        ("forward", 100, 64), ("backward_q", 120, 64),
     ],
-)
+)  # fmt: skip
 def test_default_sizes_fit_every_architecture(name, capability, head_dim, tmp_path, monkeypatch):
     """A sample; RINGLAB_SWEEP=1 compiles every candidate."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -88,19 +80,17 @@ DEFAULT, OTHER = triton_config.candidates("forward", 64, torch.float16, (9, 0))[
 
 
 def test_candidates_are_few_and_start_with_the_default():
-    for name in TILE_PASSES:
-        for compute in (divmod(capability, 10) for capability in SHARED):
-            half = [(d, dtype) for d, dtype in zip((32, 64, 96, 256), HALF * 2)]
-            for head_dim, dtype in (*half, (128, torch.float32)):
-                for joins in (False, True):
-                    found = triton_config.candidates(name, head_dim, dtype, compute, joins)
-                    assert found[0] == triton_config.sizes(name, head_dim, dtype, compute, joins)
-                    in_gluon = [x for x in found if x.reads in experimental.IN_GLUON]
-                    assert len(set(found)) == len(found) <= 6 + len(in_gluon) and len(in_gluon) <= 2
-                    ways = {x.reads for x in found}
-                    assert ways == {"pointers"} or head_dim != 96 and not joins and compute[0] in (9, 10)
-                    assert "specialized" not in ways or (name, compute) == ("forward", (9, 0))
-                    assert not in_gluon or compute == (9, 0) and head_dim >= 64
+    shapes = (*zip((32, 64, 96, 256), HALF * 2), (128, torch.float32))
+    for name, capability, (head_dim, dtype), joins in product(TILE_PASSES, SHARED, shapes, (False, True)):
+        compute = divmod(capability, 10)
+        found = triton_config.candidates(name, head_dim, dtype, compute, joins)
+        assert found[0] == triton_config.sizes(name, head_dim, dtype, compute, joins)
+        in_gluon = [x for x in found if x.reads in experimental.IN_GLUON]
+        assert len(set(found)) == len(found) <= 6 + len(in_gluon) and len(in_gluon) <= 2
+        ways = {x.reads for x in found}
+        assert ways == {"pointers"} or head_dim != 96 and not joins and compute[0] in (9, 10)
+        assert "specialized" not in ways or (name, compute) == ("forward", (9, 0))
+        assert not in_gluon or compute == (9, 0) and head_dim >= 64
 
 
 @needs_triton
@@ -148,7 +138,7 @@ def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         triton_config.keep({USE: DEFAULT}, CPU)
-    assert list(tmp_path.iterdir()) == [file] and file.read_text() == before
+    assert file.read_text() == before
 
 
 @needs_triton
@@ -186,13 +176,13 @@ def test_tuning_without_a_gpu_is_one_line(capsys):
 
 
 def test_what_it_cannot_serve_on_a_gpu_is_said(monkeypatch):
-    gpu, refuses = torch.device("cuda", 0), triton.TritonKernel().refuses
-    monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (9, 0))
+    gpu, refuses = DeviceSpec("cuda", (9, 0)), triton.TritonKernel().refuses
     monkeypatch.setitem(sys.modules, "triton", None)
     assert refuses(gpu, torch.bfloat16, 64).startswith("triton is not installed (")
     monkeypatch.setitem(sys.modules, "triton", sys)
     assert refuses(gpu, torch.bfloat16, 64) is None and refuses(gpu, torch.float32, 5) is None
     assert refuses(gpu, torch.float64, 64) == "takes float32, float16, bfloat16, not float64"
     assert refuses(gpu, torch.bfloat16, 264) == "needs a head_dim of at most 256, not 264"
-    monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (7, 5))
-    assert refuses(gpu, torch.float16, 64) == "needs compute capability 8.0 or newer, this is 7.5"
+    assert (
+        refuses(DeviceSpec("cuda", (7, 5)), torch.float16, 64) == "needs compute capability 8.0 or newer, this is 7.5"
+    )

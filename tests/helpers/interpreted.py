@@ -85,6 +85,10 @@ def within_bounds(found: dict[str, dict], most: float = 2e-3) -> None:
             assert error <= case["bound"][what] < most, (name, what)
 
 
+def by_head(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class Padded(Eager):
     """Results in the inputs' dtype, laid out as GPU kernels do: by head before rows, log-sum-exps in rows of 32."""
 
@@ -96,10 +100,6 @@ class Padded(Eager):
 
     def backward(self, dout, q, *rest):
         return tuple(by_head(g.to(q.dtype)) for g in super().backward(dout, q, *rest))
-
-
-def by_head(t: torch.Tensor) -> torch.Tensor:
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def inside_inf(*shape, dtype) -> torch.Tensor:
@@ -149,31 +149,24 @@ def show(name: str, **found) -> None:
     print(json.dumps({"case": name, **found}), flush=True)
 
 
-def plain_part():
-    for name, case in PLAIN.items():
-        show(name, **run(*case, batch=2 if "batch" in name else 1))
-    with schedules(once):
-        show("each pair once", **run(*PLAIN["folded, causal, grouped"]))
-    tuning()
-    compiled(Dilated([8, 16], [1, 2]), 18, 1, 1, 16)
-    show("bfloat16", refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64))
-
-
-def variants_part():
-    for name, case in DESCRIBED.items():
-        show(name, **run(*case, batch=2 if "batch" in name else 1))
-    with schedules(lambda schedule: replace(schedule, stride=1)):
-        show("neighbours in place of a class", **run(*DESCRIBED["descriptors, folded, batch"]))
-    first_runs()
-    joined()
-
-
 def main(part: str):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # new tensors hold NaN, so that a row that nobody wrote shows
     tile_schedule.LONG = 1  # fold short branches too
     kernels.PROBE_ROWS = 20  # interpreted, a program takes milliseconds
-    {"plain": plain_part, "variants": variants_part}[part]()
+    for name, case in {"plain": PLAIN, "variants": DESCRIBED}[part].items():
+        show(name, **run(*case, batch=2 if "batch" in name else 1))
+    if part == "plain":
+        with schedules(once):
+            show("each pair once", **run(*PLAIN["folded, causal, grouped"]))
+        tuning()
+        compiled(Dilated([8, 16], [1, 2]), 18, 1, 1, 16)
+        show("bfloat16", refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64))
+    else:
+        with schedules(lambda schedule: replace(schedule, stride=1)):
+            show("neighbours in place of a class", **run(*DESCRIBED["descriptors, folded, batch"]))
+        first_runs()
+        joined()
 
 
 @contextmanager

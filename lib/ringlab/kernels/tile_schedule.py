@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,50 +62,30 @@ def interval_rows(source: Source) -> int:
     return max(1, min(b.length for b in source) // lcm(*(b.rate for b in source)))
 
 
-def equal_heads(source: Source, heads: int, kv_heads: int, by: str) -> list[tuple[list[int], tuple]]:
-    """(heads that own tiles, branches of each member) for heads with equal branches, which share their entries.
-
-    A branch is its (length, rate, offset). Members have no branches in block-sparse patterns.
-    """
-    group = heads // kv_heads if by == "key" else 1
-    if isinstance(source, BlockSparse):
-        return [(list(range(heads // group)), ((),) * group)]
-    runs = [
-        tuple((b.length, b.rate, b.offsets[b.heads.index(head)]) for b in source if head in b.heads)
-        for head in range(heads)
-    ]
-    found: dict[tuple, list[int]] = {}
-    for owner in range(heads // group):
-        found.setdefault(tuple(runs[owner * group : (owner + 1) * group]), []).append(owner)
-    return [(owners, specs) for specs, owners in found.items() if any(specs)]
-
-
-@dataclass(frozen=True)
-class Intervals:
+class Intervals(NamedTuple):
     """Row intervals and the pairs of them that attend, repeated ``times`` times, ``period`` positions apart.
 
-    Interval i has the rows ``first[i] + j * stride``, j < ``count[i]``; ``other``: (first, count) of the other side.
-    ``pairs``: (interval, other interval, member, M), each (P,).
+    Interval i has the rows ``first[i] + j * stride``, j < ``count[i]``. ``pairs``: (interval, first row and number of
+    rows of an interval of the other side, member, M), each (P,).
     """
 
     first: Tensor
     count: Tensor
-    other: tuple[Tensor, Tensor]
-    stride: int
-    pairs: tuple[Tensor, Tensor, Tensor, Tensor]
+    pairs: tuple[Tensor, ...]
+    stride: int = 1
     times: int = 1
     period: int = 0
 
 
-def intervals_of(source: Source, specs, n: int, keys: int | None, members: int, by: str) -> Iterator[Intervals]:
+def _intervals(source: Source, specs, n: int, keys: int, members: int, by: str) -> Iterator[Intervals]:
     """The intervals of a period of the pattern, which repeats, and of the rest of the sequence."""
     if isinstance(source, BlockSparse):
         yield _blocks(source, n, members, by)
-    elif keys is not None and keys != n:
+    elif keys != n:
         own, other = (torch.tensor([m]) for m in ((n, keys) if by == "query" else (keys, n)))
-        zero = torch.zeros(members, dtype=torch.int64)
-        pairs = (zero, zero, torch.arange(members), zero + 1)
-        yield Intervals(zero[:1], own, (zero[:1], other), 1, pairs)
+        member = torch.arange(members)
+        zero = torch.zeros_like(member)
+        yield Intervals(zero[:1], own, (zero, zero, other.expand(members), member, zero + 1))
     else:
         branches = [b for spec in specs for b in spec]
         stride = lcm(*(rate for _, rate, _ in branches))
@@ -126,9 +107,7 @@ def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Inter
     segment = left // length * length  # first position of each branch's segment (intervals, branches)
     shown = (segment + offset) % rate  # the class mod its rate that a branch selects there
     classes = torch.arange(stride)
-    selected = torch.zeros(len(left), stride, dtype=torch.bool)
-    for i in range(len(length)):
-        selected |= classes % rate[i] == shown[:, i, None]
+    selected = (classes % rate[:, None] == shown[:, :, None]).any(1)  # (intervals, stride)
     first = left + (classes - left) % stride  # (intervals, stride)
     count = (edges[1:, None] - first + stride - 1).div(stride, rounding_mode="floor").clamp(min=0)
     interval, residue = (selected & (count > 0)).nonzero(as_tuple=True)  # (P,)
@@ -140,29 +119,20 @@ def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Inter
     high = torch.where(runs, segment + length, start).amax(1).clamp(max=stop)
     from_, to = (torch.searchsorted(interval, torch.searchsorted(edges, x)) for x in (low, high))  # (P,)
     found = []
-    for some in _chunks(to - from_):
-        a, b = ragged(some, from_, to)
+    for some in torch.arange(len(first)).split(max(1, CHUNK // max((to - from_).tolist(), default=1))):
+        nth, within = _ragged((to - from_)[some])
+        a, b = some[nth], from_[some[nth]] + within
         both = runs[a] & runs[b] & (segment[a] == segment[b])  # (candidates, branches)
-        for g in range(len(specs)):
-            m = both[:, member == g].sum(1)
-            seen = m > 0
-            found.append((a[seen], b[seen], torch.full_like(a[seen], g), m[seen]))
-    pairs = tuple(torch.cat(parts) for parts in zip(*found))
-    return Intervals(first, count, (first, count), stride, pairs, times, stop - start)
+        counts = torch.zeros(len(a), len(specs), dtype=torch.int64).index_add_(1, member, both.long())  # M by member
+        pair, g = counts.nonzero(as_tuple=True)
+        found.append((a[pair], first[b[pair]], count[b[pair]], g, counts[pair, g]))
+    return Intervals(first, count, tuple(map(torch.cat, zip(*found))), stride, times, stop - start)
 
 
-def _chunks(sizes: Tensor) -> Iterator[Tensor]:
-    """Consecutive indices into ``sizes``, in groups whose sizes add up to about CHUNK."""
-    number = sizes.cumsum(0).sub(1).clamp(min=0) // CHUNK
-    return torch.arange(len(sizes)).split(torch.unique_consecutive(number, return_counts=True)[1].tolist())
-
-
-def ragged(some: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """(i, j) for i in ``some`` and j from start[i] to stop[i], each (total,)."""
-    sizes = (stop - start)[some]
-    i = some.repeat_interleave(sizes)
-    within = torch.arange(len(i)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    return i, start[i] + within
+def _ragged(sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """(i, j) for every i and j < sizes[i], each (total,)."""
+    i = torch.arange(len(sizes)).repeat_interleave(sizes)
+    return i, torch.arange(len(i)) - (sizes.cumsum(0) - sizes)[i]
 
 
 def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
@@ -173,8 +143,8 @@ def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
     for some in torch.arange(count).split(max(1, CHUNK // count)):
         seen = pattern.blocks(n, some) if by == "query" else pattern.blocks(n, None, some).T  # (some, count)
         a, b = seen.nonzero(as_tuple=True)
-        found += [(some[a], b, torch.full_like(a, g), torch.ones_like(a)) for g in range(members)]
-    return Intervals(first, size, (first, size), 1, tuple(torch.cat(parts) for parts in zip(*found)))
+        found += [(some[a], first[b], size[b], torch.full_like(a, g), torch.ones_like(a)) for g in range(members)]
+    return Intervals(first, size, tuple(map(torch.cat, zip(*found))))
 
 
 HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(9)  # the columns of ``TileSchedule.tiles``
@@ -231,38 +201,50 @@ def make_schedule(source: Source, n: int, heads: int, kv_heads: int, *, rows: in
     >>> len(schedule.tiles), schedule.visits
     (16, 160)
     """
-    members = 1 if by == "query" else heads // kv_heads
-    if max(n, keys or 0) >= 1 << 31:
-        raise ValueError(f"positions must fit 32 bits, got a sequence of {max(n, keys or 0)}")
+    group, longest = heads // kv_heads, max(n, keys or 0)
+    members = 1 if by == "query" else group
+    if longest >= 1 << 31:
+        raise ValueError(f"positions must fit 32 bits, got a sequence of {longest}")
     if not isinstance(source, BlockSparse) and len(source) >= 1 << TIMES_BITS:
         raise ValueError(f"at most {(1 << TIMES_BITS) - 1} branches fold together, got {len(source)}")
     if members >= 1 << (31 - ROWS_BITS - TIMES_BITS):
         raise ValueError(f"a K/V head cannot serve {members} query heads")
-    parts: list[tuple[Tensor, Tensor]] = []
-    covered = True
-    for owners, specs in equal_heads(source, heads, kv_heads, by):
+    owners_of: dict[tuple, list[int]] = {}  # by the branches of each member: heads with equal ones share their entries
+    for owner in range(heads // members):
+        served = range(owner * members, (owner + 1) * members)
+        specs = ("blocks",) if isinstance(source, BlockSparse) else tuple(
+            tuple((b.length, b.rate, b.offsets[b.heads.index(h)]) for b in source if h in b.heads) for h in served
+        )  # fmt: skip
+        owners_of.setdefault(specs, []).append(owner)
+    all_tiles, all_entries = [torch.zeros(0, MASKED + 1, dtype=torch.int64)], []
+    covered, stored = True, 0
+    for specs, owners in owners_of.items():
         reached = 0
-        for intervals in intervals_of(source, specs, n, keys, members, by):
-            if not len(intervals.pairs):
+        for intervals in _intervals(source, specs, n, keys or n, members, by):
+            if not len(intervals.pairs[0]):
                 continue  # no branch selects a row there
             tiles, entries = _scheduled(intervals, rows, cols, causal, by)
             reached += intervals.times * int(tiles[:, COUNT].sum())
+            tiles[:, START] += stored
+            stored += len(entries)
             bases = torch.arange(intervals.times) * intervals.period  # (times,)
-            tiles = tiles.repeat(len(owners) * intervals.times, 1).unflatten(0, (len(owners), intervals.times, -1))
+            tiles = tiles.repeat(len(owners), intervals.times, 1, 1)  # (owners, times, T, 9)
             tiles[..., HEAD] = torch.tensor(owners)[:, None, None]
             tiles[..., FIRST] += bases[:, None]
             tiles[..., BASE] = bases[:, None]
-            parts.append((tiles.flatten(0, 2), entries))
-        covered &= reached == (n if by == "query" or keys is None else keys)
-    at = 0
-    for tiles, entries in parts:
-        tiles[:, START] += at
-        at += len(entries)
-    tiles = torch.cat([torch.zeros(0, MASKED + 1, dtype=torch.int64), *(t for t, _ in parts)])
-    entries = torch.cat([*(e for _, e in parts), torch.zeros(1, 2, dtype=torch.int64)])
+            all_tiles.append(tiles.flatten(0, 2))
+            all_entries.append(entries)
+        covered &= reached == (n if by == "query" else keys or n)
+    tiles = torch.cat(all_tiles)
+    # Programs that read the same keys come together, so that these stay in the cache, and the longest first.
+    span = 1 << 31 if isinstance(source, BlockSparse) else max(b.length for b in source)
+    order = (tiles[:, FULL] + tiles[:, MASKED]).argsort(stable=True, descending=True)
+    for key in (tiles[:, FIRST] // span, tiles[:, HEAD] // (group // members)):
+        order = order[key[order].argsort(stable=True)]
+    entries = torch.cat([*all_entries, torch.zeros(1, 2, dtype=torch.int64)])
     strides = tiles[:, STRIDE].unique().tolist()
-    return TileSchedule(*(t.to(torch.int32) for t in (tiles[_order(tiles, source, heads // kv_heads, by)], entries)),
-                 rows, cols, covered, strides[0] if len(strides) == 1 else 0, not tiles[:, MASKED].any())  # fmt: skip
+    return TileSchedule(tiles[order].int(), entries.int(), rows, cols, covered,
+                        strides[0] if len(strides) == 1 else 0, not tiles[:, MASKED].any())  # fmt: skip
 
 
 def _scheduled(intervals: Intervals, rows: int, cols: int, causal: bool, by: str) -> tuple[Tensor, Tensor]:
@@ -303,34 +285,21 @@ def _span(first: Tensor, count: Tensor, stride: int, by: str) -> tuple[Tensor, T
 
 def _visited(intervals: Intervals, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """interval, first, count, packed of tiles of ``cols`` rows: adjacent intervals with one M are cut as one."""
-    a, b, member, times = intervals.pairs
-    first, count = intervals.other[0][b], intervals.other[1][b]
+    a, first, count, member, times = intervals.pairs
     order = ((first % intervals.stride << 31) + first).argsort()  # class by class
     order = order[(a * SPAN + member)[order].argsort(stable=True)]
-    a, member, times, first, count = (x[order] for x in (a, member, times, first, count))
-    new = torch.ones(len(a), dtype=torch.bool)
+    a, first, count, member, times = (x[order] for x in intervals.pairs)
     joins = first[1:] == first[:-1] + intervals.stride * count[:-1]
     for x in (a, member, times):
         joins &= x[1:] == x[:-1]
-    new[1:] = ~joins
-    heads = new.nonzero().squeeze(1)
-    length = torch.zeros(len(heads), dtype=torch.int64).index_add_(0, new.cumsum(0) - 1, count)
-    run, begin, size = _tiles(first[heads], length, intervals.stride, cols)
-    a, member, times = (x[heads][run] for x in (a, member, times))
+    new = torch.cat([torch.ones(1, dtype=torch.bool), ~joins])
+    length = torch.zeros(int(new.sum()), dtype=torch.int64).index_add_(0, new.cumsum(0) - 1, count)
+    run, begin, size = _tiles(first[new], length, intervals.stride, cols)
+    a, member, times = (x[new][run] for x in (a, member, times))
     return a, begin, size, size + (times << ROWS_BITS) + (member << ROWS_BITS + TIMES_BITS)
 
 
 def _tiles(first: Tensor, count: Tensor, stride: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """(interval, first row, rows) of the tiles of intervals."""
-    number = -(-count // rows)
-    which, nth = ragged(torch.arange(len(first)), torch.zeros_like(number), number)
+    which, nth = _ragged(-(-count // rows))
     return which, first[which] + nth * rows * stride, (count[which] - nth * rows).clamp(max=rows)
-
-
-def _order(tiles: Tensor, source: Source, group: int, by: str) -> Tensor:
-    """The order of programs: those that read the same keys together, so that these stay in the cache, longest first."""
-    length = 1 << 31 if isinstance(source, BlockSparse) else max(b.length for b in source)
-    order = (tiles[:, FULL] + tiles[:, MASKED]).argsort(stable=True, descending=True)
-    for key in (tiles[:, FIRST] // length, tiles[:, HEAD] // (group if by == "query" else 1)):
-        order = order[key[order].argsort(stable=True)]
-    return order

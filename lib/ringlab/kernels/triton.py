@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,9 +51,8 @@ class Launch(NamedTuple):
 
 def shortened(size: Sizes, schedule: TileSchedule) -> str | None:
     """Why a launch has smaller tiles than its sizes, or None."""
-    if (schedule.rows, schedule.cols) == (size.rows, size.cols):
-        return None
-    return f"the row intervals of the pattern are shorter than tiles of {size.rows} x {size.cols}"
+    same = (schedule.rows, schedule.cols) == (size.rows, size.cols)
+    return None if same else f"the row intervals of the pattern are shorter than tiles of {size.rows} x {size.cols}"
 
 
 def tuned(name: str, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
@@ -76,12 +74,13 @@ class TritonKernel:
         self._pick = pick
 
     def refuses(self, device, dtype, head_dim):
-        why = (None if interpreted() else needs_cuda(device, (8, 0))) or missing("triton", "triton")
-        if why is None and interpreted() and dtype == torch.bfloat16:
+        if why := (None if interpreted() else needs_cuda(device, (8, 0))) or missing("triton", "triton"):
+            return why
+        if interpreted() and dtype == torch.bfloat16:
             return "triton's interpreter multiplies bfloat16 wrongly"
-        if why is None and head_dim > WIDEST:
+        if head_dim > WIDEST:
             return f"needs a head_dim of at most {WIDEST}, not {head_dim}"
-        return why or wants_dtype(dtype, (torch.float32, *HALF))
+        return wants_dtype(dtype, (torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
         return self.attend(q, k, v, Dense(), causal, scale)
@@ -127,8 +126,8 @@ class TritonKernel:
         (_, n, heads, d), kv_heads, by = q.shape, k.shape[2], "key" if name == "backward_kv" else "query"
         found: list[Launch] = []
         for source in tile_schedule.split(pattern, n, heads, kv_heads, self._pick(name, q, k, causal, False).rows):
-            joins, why = bool(found), None
-            size = self._pick(name, q, k, causal, joins)
+            joins = bool(found)
+            size, why = self._pick(name, q, k, causal, joins), None
             schedule = _schedule(source, size, q, k, causal, by, cached)
             if size.reads != "pointers" and (why := experimental.unfit(size, schedule, read, joins)):
                 size = triton_config.sizes(name, d, q.dtype, compute_of(q), joins)
@@ -159,11 +158,6 @@ def _schedule(source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, b
     return cached(key, lambda: tile_schedule.make_schedule(source, n, heads, kv_heads, **options).to(q.device))
 
 
-def on_device(t: Tensor):
-    """Context manager: the device of a tensor is the current one."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
-
-
 def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """rowsum(dout * out) - dlse, (b, h, n) in fp32, for (b, n, h, d): what every gradient pass subtracts."""
     from . import triton_kernels
@@ -172,7 +166,7 @@ def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     (b, n, heads, d), rows = dout.shape, 32
     found = torch.empty(b, heads, n, dtype=torch.float32, device=dout.device)
     extra = found if dlse is None else dlse.float().contiguous()
-    with on_device(dout):
+    with torch.cuda.device_of(dout):
         triton_kernels.delta[(-(-n // rows), b * heads)](
             dout, out, extra, found, heads, n, *dout.stride()[:3], *out.stride()[:3],
             ROWS=rows, DIM=d, PAD=padded(d), HAS_LSE=dlse is not None,
@@ -206,7 +200,7 @@ def start(name, launch: Launch, read, arguments, result, scale, causal, join, **
     constants |= ({"MASK": True} if name == "forward" else {}) | more
     kernel = getattr(triton_kernels, name)[(programs * b,)]
     strides = (s for t in (*read, result) for s in t.stride()[:3])
-    with on_device(q):
+    with torch.cuda.device_of(q):
         kernel(*arguments, schedule.tiles, schedule.entries, scale * LOG2E, programs, heads, heads // k.shape[2], n,
                *strides, **constants)  # fmt: skip
 

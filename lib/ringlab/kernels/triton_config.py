@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
@@ -185,10 +184,6 @@ class Use:
         said = (self.name, f"head_dim {self.head_dim}", str(self.dtype).removeprefix("torch."))
         return ", ".join([*said, *["causal"] * self.causal, *["joins"] * self.joins, f"groups of {self.group}"])
 
-    def candidates(self, compute: tuple[int, int]) -> tuple[Sizes, ...]:
-        """The sizes to choose among on a compute capability, the default first."""
-        return candidates(self.name, self.head_dim, self.dtype, compute, self.joins)
-
 
 def folder() -> Path:
     """``RINGLAB_CACHE``, else ``ringlab`` in the user's cache folder. It need not exist."""
@@ -209,23 +204,17 @@ def stamp(device: torch.device) -> dict[str, str]:
 
 def path(device: torch.device) -> Path:
     """The file of the tuned sizes for a GPU. It need not exist."""
-    return folder() / _name(device)
-
-
-@lru_cache(maxsize=64)
-def _name(device: torch.device) -> str:
-    return FILES.replace("*", hashlib.sha256(json.dumps(stamp(device)).encode()).hexdigest()[:12])
+    return folder() / FILES.replace("*", hashlib.sha256(json.dumps(stamp(device)).encode()).hexdigest()[:12])
 
 
 def chosen(use: Use, device: torch.device, compute: tuple[int, int]) -> Sizes | None:
     """The sizes that were tuned for a use on a GPU, or None."""
-    text = _read(path(device), device).get(str(use))
-    if text is None:
+    if (text := _read(path(device), device).get(str(use))) is None:
         return None
-    found = next((x for x in use.candidates(compute) if str(x) == text), None)
-    if found is None:
+    known = {str(x): x for x in candidates(use.name, use.head_dim, use.dtype, compute, use.joins)}
+    if str(text) not in known:
         _warn(path(device), f"{text} is no candidate for {use}")
-    return found
+    return known.get(str(text))
 
 
 def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
@@ -237,14 +226,9 @@ def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
     _read.cache_clear()  # another process may have written
     choices = _read(file, device) | {str(use): str(x) for use, x in found.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, made = tempfile.mkstemp(prefix=f"{file.stem}-", suffix=".tmp", dir=file.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump(stamp(device) | {"choices": dict(sorted(choices.items()))}, out, indent=1)
-        os.replace(made, file)
-    except BaseException:
-        os.unlink(made)
-        raise
+    made = file.with_suffix(f".{os.getpid()}.tmp")
+    made.write_text(json.dumps(stamp(device) | {"choices": dict(sorted(choices.items()))}, indent=1), encoding="utf-8")
+    os.replace(made, file)
     _read.cache_clear()
     return file
 

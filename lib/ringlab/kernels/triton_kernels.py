@@ -82,10 +82,16 @@ def _visit(
 
 
 @triton.jit
-def _block(tensor, batch, head, first, STEP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """(ROWS, DIM) from position ``first`` on, STEP apart, by a descriptor; zeros past the end of the sequence."""
-    at = [batch.to(tl.int32), first % STEP, head.to(tl.int32), first // STEP, 0]
-    return tensor.load(at).reshape(ROWS, DIM)
+def _tile(
+    tensor, batch, head, first, positions, s_n, valid, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    MASK: tl.constexpr, READS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, PAD) at ``positions``, which begin at ``first``: by pointers of one head, or else by a descriptor."""
+    if READS == "pointers":
+        return _rows(tensor, positions, s_n, valid, DIM, PAD, MASK)
+    else:
+        at = [batch.to(tl.int32), first % STEP, head.to(tl.int32), first // STEP, 0]
+        return tensor.load(at).reshape(ROWS, DIM)  # zeros past the end of the sequence
 
 
 @triton.jit
@@ -108,13 +114,13 @@ def forward(
     if READS == "pointers":
         k += batch * s_kb + kv_head * s_kh
         v += batch * s_vb + kv_head * s_vh
-        queries = _rows(q + batch * s_qb + head * s_qh, mine, s_qn, valid, DIM, PAD, True)  # (ROWS, PAD)
-    elif READS == "specialized":  # two groups of warps share the rows; only a descriptor made here can be cut
+        q += batch * s_qb + head * s_qh
+    if READS == "specialized":  # two groups of warps share the rows; only a descriptor made here can be cut
         q += batch * s_qb + head * s_qh + (begin % STEP).to(tl.int64) * s_qn
         rows = tl.make_tensor_descriptor(q, [n // STEP, DIM], [s_qn * STEP, 1], [ROWS, DIM])
         queries = rows.load([begin // STEP, 0])
     else:
-        queries = _block(q, batch, head, begin, STEP, ROWS, DIM)
+        queries = _tile(q, batch, head, begin, mine, s_qn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
     if JOIN:
         acc = _rows(out, mine, s_on, valid, DIM, PAD, True).to(tl.float32)
         top = tl.load(lse, mask=valid, other=float("-inf")) * LOG2E
@@ -137,10 +143,7 @@ def forward(
                 first, other, shown, bonus, member, next_first, next_packed = _visit(
                     entries, i, next_first, next_packed, others, base, start, partial, full, stride, PART, EARLY
                 )
-                if READS == "pointers":
-                    keys = _rows(k, other, s_kn, shown, DIM, PAD, PART)  # (COLS, PAD)
-                else:
-                    keys = _block(k, batch, kv_head, first, STEP, COLS, DIM)
+                keys = _tile(k, batch, kv_head, first, other, s_kn, shown, COLS, DIM, PAD, PART, READS, STEP)
                 s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (ROWS, COLS)
                 if PART:
                     seen = shown[None, :]
@@ -153,10 +156,7 @@ def forward(
                 p = tl.math.exp2(s * scale - (shift - bonus)[:, None])
                 fade = tl.math.exp2(top - shift)
                 total = total * fade + tl.sum(p, 1)
-                if READS == "pointers":
-                    values = _rows(v, other, s_vn, shown, DIM, PAD, PART)  # (COLS, PAD)
-                else:
-                    values = _block(v, batch, kv_head, first, STEP, COLS, DIM)
+                values = _tile(v, batch, kv_head, first, other, s_vn, shown, COLS, DIM, PAD, PART, READS, STEP)
                 acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
                 top = high
     total = tl.where(total == 0.0, 1.0, total)  # a query that sees nothing: out 0, lse -inf, as top is
@@ -199,16 +199,16 @@ def backward_q(
     """dq of one tile of queries from the final lse and the sums of ``delta``. JOIN: added to what is there."""
     batch, tile, head, base, start, partial, full = _program(tiles, programs)
     span, others, stride = tl.arange(0, ROWS), tl.arange(0, COLS), tl.load(tile + STRIDE)
-    mine, valid = tl.load(tile + FIRST) + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
+    begin = tl.load(tile + FIRST)
+    mine, valid = begin + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
     kv_head = head // group
     if READS == "pointers":
         k += batch * s_kb + kv_head * s_kh
         v += batch * s_vb + kv_head * s_vh
-        queries = _rows(q + batch * s_qb + head * s_qh, mine, s_qn, valid, DIM, PAD, True)  # (ROWS, PAD)
-        g = _rows(dout + batch * s_gb + head * s_gh, mine, s_gn, valid, DIM, PAD, True)  # (ROWS, PAD)
-    else:
-        queries = _block(q, batch, head, tl.load(tile + FIRST), STEP, ROWS, DIM)
-        g = _block(dout, batch, head, tl.load(tile + FIRST), STEP, ROWS, DIM)
+        q += batch * s_qb + head * s_qh
+        dout += batch * s_gb + head * s_gh
+    queries = _tile(q, batch, head, begin, mine, s_qn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
+    g = _tile(dout, batch, head, begin, mine, s_gn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
     at = (batch * heads + head) * n + mine
     final, minus = _alive(lse + at, valid), tl.load(less + at, mask=valid, other=0.0)
     acc = tl.zeros([ROWS, PAD], tl.float32)
@@ -218,12 +218,8 @@ def backward_q(
             first, other, shown, bonus, member, next_first, next_packed = _visit(
                 entries, i, next_first, next_packed, others, base, start, partial, full, stride, MASK, EARLY
             )
-            if READS == "pointers":
-                keys = _rows(k, other, s_kn, shown, DIM, PAD, MASK)  # (COLS, PAD)
-                values = _rows(v, other, s_vn, shown, DIM, PAD, MASK)  # (COLS, PAD)
-            else:
-                keys = _block(k, batch, kv_head, first, STEP, COLS, DIM)
-                values = _block(v, batch, kv_head, first, STEP, COLS, DIM)
+            keys = _tile(k, batch, kv_head, first, other, s_kn, shown, COLS, DIM, PAD, MASK, READS, STEP)
+            values = _tile(v, batch, kv_head, first, other, s_vn, shown, COLS, DIM, PAD, MASK, READS, STEP)
             s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (ROWS, COLS)
             p = tl.math.exp2(s * scale - (final - bonus)[:, None])
             if MASK:
@@ -246,15 +242,15 @@ def backward_kv(
     """dk and dv of one tile of keys, from the queries of all heads of its group. dk and dv have the same strides."""
     batch, tile, head, base, start, partial, full = _program(tiles, programs)
     span, others, stride = tl.arange(0, ROWS), tl.arange(0, COLS), tl.load(tile + STRIDE)
-    mine, valid = tl.load(tile + FIRST) + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
+    begin = tl.load(tile + FIRST)
+    mine, valid = begin + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
     if READS == "pointers":
-        keys = _rows(k + batch * s_kb + head * s_kh, mine, s_kn, valid, DIM, PAD, True)  # (ROWS, PAD)
-        values = _rows(v + batch * s_vb + head * s_vh, mine, s_vn, valid, DIM, PAD, True)  # (ROWS, PAD)
+        k += batch * s_kb + head * s_kh
+        v += batch * s_vb + head * s_vh
         q += batch * s_qb + head * group * s_qh
         dout += batch * s_gb + head * group * s_gh
-    else:
-        keys = _block(k, batch, head, tl.load(tile + FIRST), STEP, ROWS, DIM)
-        values = _block(v, batch, head, tl.load(tile + FIRST), STEP, ROWS, DIM)
+    keys = _tile(k, batch, head, begin, mine, s_kn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
+    values = _tile(v, batch, head, begin, mine, s_vn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
     lse += (batch * heads + head * group) * n
     less += (batch * heads + head * group) * n
     sum_k, sum_v = tl.zeros([ROWS, PAD], tl.float32), tl.zeros([ROWS, PAD], tl.float32)
@@ -264,12 +260,12 @@ def backward_kv(
             first, other, shown, bonus, member, next_first, next_packed = _visit(
                 entries, i, next_first, next_packed, others, base, start, partial, full, stride, MASK, EARLY
             )
+            reader, q_of, g_of = head * group + member, q, dout
             if READS == "pointers":
-                queries = _rows(q + member.to(tl.int64) * s_qh, other, s_qn, shown, DIM, PAD, MASK)  # (COLS, PAD)
-                g = _rows(dout + member.to(tl.int64) * s_gh, other, s_gn, shown, DIM, PAD, MASK)  # (COLS, PAD)
-            else:
-                queries = _block(q, batch, head * group + member, first, STEP, COLS, DIM)
-                g = _block(dout, batch, head * group + member, first, STEP, COLS, DIM)
+                q_of += member.to(tl.int64) * s_qh
+                g_of += member.to(tl.int64) * s_gh
+            queries = _tile(q_of, batch, reader, first, other, s_qn, shown, COLS, DIM, PAD, MASK, READS, STEP)
+            g = _tile(g_of, batch, reader, first, other, s_gn, shown, COLS, DIM, PAD, MASK, READS, STEP)
             at = member.to(tl.int64) * n + other
             final, minus = _alive(lse + at, shown), tl.load(less + at, mask=shown, other=0.0)
             s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (ROWS, COLS)

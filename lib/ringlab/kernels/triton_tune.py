@@ -121,14 +121,14 @@ class Calls:
         return Use.of(name, q.shape[3], q.dtype, self.shared[1], joins, q.shape[2] // k.shape[2])
 
     def candidates(self, use: Use) -> tuple[Sizes, ...]:
-        return use.candidates(compute_of(self.tensors[0]))
+        compute = compute_of(self.tensors[0])
+        return triton_config.candidates(use.name, use.head_dim, use.dtype, compute, use.joins)
 
     def kernel(self, taken: dict[Use, Sizes]) -> TritonKernel:
         """The kernel with these sizes, and the defaults for every other use."""
 
         def pick(name, q, k, causal, joins) -> Sizes:
-            use = self.use(name, joins)
-            return taken.get(use) or self.candidates(use)[0]
+            return taken.get(use := self.use(name, joins)) or self.candidates(use)[0]
 
         return TritonKernel(pick)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...patterns import Dilated
 from ..external import missing
 from ..tile_schedule import TileSchedule
-from ..triton import LOG2E, Launch, on_device, shortened, start
+from ..triton import LOG2E, Launch, shortened, start
 from ..triton_config import Sizes, Use, padded
 
 READS = ("descriptors", "specialized", "gluon", "persistent")
@@ -81,14 +81,12 @@ def unfit(size: Sizes, schedule: TileSchedule, tensors: tuple[Tensor, ...], join
 
     ``joins``: the launch adds to the results of an earlier one.
     """
-    if size.reads in IN_GLUON:
-        if joins:
-            return "the kernels in Gluon start from nothing"
-        if why := missing(HOPPER, "Triton 3.6 or newer"):
-            return why
-        if any(t.shape[:3].numel() >= 1 << 31 for t in tensors):
-            return "the kernels in Gluon count rows of all heads in 32 bits"
-    if why := shortened(size, schedule):
+    in_gluon = size.reads in IN_GLUON
+    if in_gluon and joins:
+        return "the kernels in Gluon start from nothing"
+    if in_gluon and any(t.shape[:3].numel() >= 1 << 31 for t in tensors):
+        return "the kernels in Gluon count rows of all heads in 32 bits"
+    if why := (missing(HOPPER, "Triton 3.6 or newer") if in_gluon else None) or shortened(size, schedule):
         return why
     if not schedule.stride or any(t.shape[1] % schedule.stride for t in tensors):
         return "the rows of a tile are no block of the sequence"
@@ -113,18 +111,14 @@ def run(name, launch: Launch, read, rows, results, scale: float, causal: bool, j
     arguments += [*rows, *results]
     if in_gluon:
         return _run_gluon(name, launch, read, arguments, scale, causal)
-    constants = {"READS": size.reads, "STEP": step}
+    constants, context = {"READS": size.reads, "STEP": step}, copy_context()
     if name == "forward":
         constants["MASK"] = size.reads != "specialized" or not schedule.whole
+    if size.reads == "specialized":  # a kernel that makes a descriptor asks for memory; Triton's allocator stays
+        from triton import set_allocator
 
-    def call() -> None:
-        if size.reads == "specialized":  # a kernel that makes a descriptor asks for memory
-            from triton import set_allocator
-
-            set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=read[0].device))
-        start(name, launch, read, arguments, results[0], scale, causal, join, **constants)
-
-    copy_context().run(call)  # leaves Triton's allocator outside as it was
+        context.run(set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device=read[0].device))
+    context.run(start, name, launch, read, arguments, results[0], scale, causal, join, **constants)
 
 
 def _run_gluon(name, launch: Launch, read, arguments: list, scale, causal) -> None:
@@ -138,7 +132,7 @@ def _run_gluon(name, launch: Launch, read, arguments: list, scale, causal) -> No
     lengths = (n, k.shape[1]) if name == "backward_kv" else (n,)
     constants = {"STEP": schedule.stride, "CAUSAL": causal, "STAGES": size.stages}
     kernel = getattr(importlib.import_module(f"{__name__}.gluon"), name)[(at_once,)]
-    with on_device(q):
+    with torch.cuda.device_of(q):
         kernel(*arguments, schedule.tiles, schedule.entries, scale * LOG2E, programs, work, heads, heads // k.shape[2],
                *lengths, **constants, num_warps=size.warps, maxnreg=REGISTERS)  # fmt: skip
 

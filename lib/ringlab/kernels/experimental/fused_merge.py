@@ -27,7 +27,7 @@ from ...block_patterns import BlockSparse
 from ...patterns import Pattern
 from ..base import HALF, DeviceSpec, Kernel, accumulation_dtype, needs_cuda, wants_dtype
 from ..external import missing
-from ..triton import interpreted, on_device
+from ..triton import dense_rows, interpreted
 from ..triton_config import padded
 
 try:
@@ -170,12 +170,9 @@ def _first(plan, n: int, reads, kv):
 def _entries(calls: list, reads, kv) -> list[tuple[slice, list[list[Tensor]]]]:
     """(batch entries to run together, the views of each call): all entries, or one at a time if some do not fold."""
     b = reads[0].shape[0]
-    for size in (b, 1):
-        entries = [slice(i, i + size) for i in range(0, b, size)]
-        found = [(some, [call.views([t[some] for t in reads], kv) for call in calls]) for some in entries]
-        if all(len(views) == 1 for _, each in found for views in each):
-            break
-    return [(some, [views for (views,) in each]) for some, each in found]
+    folds = all(len(call.views(reads, kv)) == 1 for call in calls)
+    entries = [slice(0, b)] if folds else [slice(i, i + 1) for i in range(b)]
+    return [(some, [call.views([t[some] for t in reads], kv)[0] for call in calls]) for some in entries]
 
 
 def _merge(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, over: bool, pattern, cached) -> None:
@@ -184,25 +181,24 @@ def _merge(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, ove
     ``lses`` (b', h', m) are ignored unless there is an ``lse`` (b, owners, n) to write.
     """
     b, n, owners, d = into.shape
-    parts = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in parts)
-    strides = tuple((_strides(t)[:3], _strides(l)[:3]) for t, l in zip(parts, lses))
+    parts = tuple(map(dense_rows, parts))
+    # 0 for dimensions of one element, whose strides have no meaning
+    strides = tuple(
+        tuple(tuple(step if size > 1 else 0 for size, step in zip(t.shape[:3], t.stride())) for t in pair)
+        for pair in zip(parts, lses)
+    )
     key = "rows", pattern, n, owners, group, strides, over, into.device
     rows = cached(key, lambda: make_rows(calls, owners * group, n, group, strides, over, into.device))
     if into.is_meta:  # a run without data
         return
     size = max(1, ELEMENTS // padded(d))
     tiles = -(-n // (rows.step * size))
-    with on_device(into):
+    with torch.cuda.device_of(into):
         join[(tiles * owners * b,)](
             parts, lses, into, into if lse is None else lse, rows.table, rows.firsts, rows.step, n, tiles,
             owners, *into.stride()[:3], WEIGH=lse is not None, OVER=over, GROUP=group, ROWS=size, DIM=d, PAD=padded(d),
             ALIGNED=gcd(rows.aligned, *into.stride()[:3]), num_warps=4,
         )  # fmt: skip
-
-
-def _strides(t: Tensor) -> tuple[int, ...]:
-    """Strides, with 0 for dimensions of one element, whose strides have no meaning."""
-    return tuple(step if size > 1 else 0 for size, step in zip(t.shape, t.stride()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
