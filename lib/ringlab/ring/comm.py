@@ -1,7 +1,7 @@
 """Communication between ranks.
 
-An algorithm is a generator that runs on one rank. It yields ``Post(request)`` to start a transfer and ``Wait(ticket)``
-to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one rank over a
+An algorithm is a generator that runs on one rank. It yields a request to start a transfer, for which it gets a ticket,
+and ``Wait(ticket)`` to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one rank over a
 torch.distributed group; ``simulate`` runs those of all ranks in one process, in step. Both can count the bytes.
 """
 
@@ -30,13 +30,10 @@ class AllToAll:
     received: list[int]
     control: bool = False
 
-    def sent_to(self) -> dict[int, tuple[Tensor, ...]]:
-        """The tensors that are sent, by rank."""
-        return {rank: (part,) for rank, part in enumerate(self.send.split(self.sent))}
-
-    def received_from(self) -> dict[int, tuple[Tensor, ...]]:
-        """The tensors that are received, by rank."""
-        return {rank: (part,) for rank, part in enumerate(self.receive.split(self.received))}
+    def by_rank(self) -> tuple[dict, dict]:
+        """The tensors that are sent, and those that are received, by rank."""
+        parts = self.send.split(self.sent), self.receive.split(self.received)
+        return tuple({rank: (part,) for rank, part in enumerate(each)} for each in parts)
 
 
 @dataclass
@@ -47,18 +44,8 @@ class Exchange:
     receive: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     control = False
 
-    def sent_to(self) -> dict[int, tuple[Tensor, ...]]:
-        return self.send
-
-    def received_from(self) -> dict[int, tuple[Tensor, ...]]:
-        return self.receive
-
-
-@dataclass
-class Post:
-    """Start a request; the generator gets a ticket for it."""
-
-    request: AllToAll | Exchange
+    def by_rank(self) -> tuple[dict, dict]:
+        return self.send, self.receive
 
 
 @dataclass
@@ -68,7 +55,7 @@ class Wait:
     ticket: object
 
 
-Steps = Generator[Post | Wait, object, object]
+Steps = Generator[AllToAll | Exchange | Wait, object, object]
 
 
 @dataclass
@@ -90,7 +77,7 @@ class Traffic:
         return sum(size for (source, _), size in self.sent.items() if source == rank)
 
     def add(self, rank: int, request: AllToAll | Exchange) -> None:
-        for to, tensors in request.sent_to().items():
+        for to, tensors in request.by_rank()[0].items():
             size = sum(t.numel() * t.element_size() for t in tensors)
             if to != rank and size and request.control:
                 self.control += size
@@ -128,16 +115,16 @@ def drive(steps: Steps, group: dist.ProcessGroup):
             step = steps.send(answer)
         except StopIteration as end:
             return end.value
-        if isinstance(step, Post):
-            if traffic is not None:
-                traffic.add(rank, step.request)
-            if on_post is not None:
-                on_post()
-            answer = _post(step.request, group)
-        else:
+        if isinstance(step, Wait):
             for work in step.ticket:
                 work.wait()
             answer = work = None
+        else:
+            if traffic is not None:
+                traffic.add(rank, step)
+            if on_post is not None:
+                on_post()
+            answer = _post(step, group)
         step = None  # or the request and its tensors would stay until the next one
 
 
@@ -196,12 +183,12 @@ def simulate(ranks: list[Steps]) -> list:
         if len(steps) < len(ranks) or len({type(step) for step in steps}) > 1:
             raise RuntimeError("the ranks do not agree on what comes next")
         answer = None
-        if isinstance(steps[0], Post):
-            for rank, step in enumerate(steps if traffic is not None else ()):
-                traffic.add(rank, step.request)
-            answer = [(step.request.sent_to(), step.request.received_from()) for step in steps]
-        else:
+        if isinstance(steps[0], Wait):
             _deliver(steps[0].ticket)
+        else:
+            for rank, step in enumerate(steps if traffic is not None else ()):
+                traffic.add(rank, step)
+            answer = [step.by_rank() for step in steps]
 
 
 def _deliver(posted: list[tuple[dict, dict]]) -> None:

@@ -23,7 +23,7 @@ from ..engine import Execution
 from ..engine.autograd import IN_GRAPHS, is_followed, local_attention, positive_scale, without_autocast
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
-from .comm import AllToAll, Post, Steps, Wait, drive, simulate
+from .comm import AllToAll, Steps, Wait, drive, simulate
 from .exchange import Problem, RankPlan, digest, plan_rank
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
@@ -142,7 +142,7 @@ class Group:
         def steps() -> Steps:
             send, ones = torch.tensor(rows, device=device), [1] * self.size
             received = torch.empty_like(send)
-            yield Wait((yield Post(AllToAll(send, ones, received, ones, control=True))))
+            yield Wait((yield AllToAll(send, ones, received, ones, control=True)))
             return received.tolist()
 
         return drive(steps(), self.process_group)

@@ -21,7 +21,7 @@ from ..engine import dilated, execute
 from ..engine.autograd import fold_lse_gradient
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
-from .comm import AllToAll, Exchange, Post, Steps, Wait
+from .comm import AllToAll, Exchange, Steps, Wait
 from .exchange import Problem, RankPlan
 from .rank import Rank
 
@@ -32,7 +32,7 @@ from .rank import Rank
 def plan_forward(rank: Rank, q, k, v) -> Steps:
     plan = rank.plan
     rows = k.new_empty(sum(plan.received), 2, q.shape[0], q.shape[3])
-    ticket = yield Post(AllToAll(_packed(plan, k, v), plan.sent, rows, plan.received))
+    ticket = yield AllToAll(_packed(plan, k, v), plan.sent, rows, plan.received)
     out, lse = rank.local_forward(q, k, v)
     yield Wait(ticket)
     del ticket  # it holds the rows sent
@@ -59,7 +59,7 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     if len(rows):
         rank.add_backward(None, (dout, q, out, lse), rank.keys(rows), dq, rank.keys(d_rows))
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
-    ticket = yield Post(AllToAll(d_rows, plan.received, home, plan.sent))
+    ticket = yield AllToAll(d_rows, plan.received, home, plan.sent)
     local = rank.local_backward(dout, q, k, v, out, lse)
     dq += local[0]
     yield Wait(ticket)
@@ -93,7 +93,7 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
     p, current = rank.problem.layout.ranks, (k.contiguous(), v.contiguous())
     for t in range(p):
         exchange, coming = _hop(rank, t + 1, current, k)
-        ticket = yield Post(exchange)
+        ticket = yield exchange
         if t == 0:
             out, lse = rank.local_forward(q, k, v)
             out = out.to(accumulation_dtype(out.dtype))
@@ -114,7 +114,7 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     current, travelling, home, gradients = (k.contiguous(), v.contiguous()), None, None, None
     for t in range(p):
         exchange, coming = _hop(rank, t + 1, current, k)
-        ticket = yield Post(exchange)
+        ticket = yield exchange
         source = (me - t) % p
         if t == 0:
             total = rank.local_backward(dout, q, k, v, out, lse)
@@ -135,7 +135,7 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
             travelling = onward.receive[(me - 1) % p] = _shard(rank, (me - t - 1) % p, k, dtype)
         if t and hops[me] == t:
             home = onward.receive[(me + t) % p] = _shard(rank, me, k, dtype)
-        gradients = yield Post(onward)
+        gradients = yield onward
         yield Wait(ticket)
         current = coming
     yield Wait(gradients)
@@ -158,7 +158,7 @@ def _gather(rank: Rank, k: Tensor, v: Tensor) -> tuple[Exchange, dict]:
 
 def all_gather_forward(rank: Rank, q, k, v) -> Steps:
     exchange, shards = _gather(rank, k, v)
-    ticket = yield Post(exchange)
+    ticket = yield exchange
     out, lse = rank.local_forward(q, k, v)
     out = out.to(accumulation_dtype(out.dtype))
     yield Wait(ticket)
@@ -172,14 +172,14 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     exchange, shards = _gather(rank, k, v)
-    ticket = yield Post(exchange)
+    ticket = yield exchange
     total = rank.local_backward(dout, q, k, v, out, lse)
     yield Wait(ticket)
     for t in range(1, p):  # one pair of ranks at a time, so that only two foreign gradients are held
         to, source = (me + t) % p, (me - t) % p
         part, coming = _shard(rank, to, k, dtype, torch.Tensor.new_zeros), _shard(rank, me, k, dtype)
         rank.add_backward(to, (dout, q, out, lse), shards.pop(to), total[0], part)
-        yield Wait((yield Post(Exchange({to: part}, {source: coming}))))
+        yield Wait((yield Exchange({to: part}, {source: coming})))
         for a, b in zip(total[1:], coming):
             a += b
     return tuple(t[..., :d] for t in total)
@@ -269,7 +269,7 @@ def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) 
     counts = [[torch.Size(shape).numel() for shape in each] for each in shapes]
     send = torch.cat([t.reshape(-1) for part in parts for t in part])
     receive = send.new_empty(sum(map(sum, counts)))
-    yield Wait((yield Post(AllToAll(send, sent, receive, [sum(c) for c in counts]))))
+    yield Wait((yield AllToAll(send, sent, receive, [sum(c) for c in counts])))
     flat = iter(receive.split([c for each in counts for c in each]))
     return [[next(flat).view(shape) for shape in each] for each in shapes]
 

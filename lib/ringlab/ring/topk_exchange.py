@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..engine import topk
-from .comm import AllToAll, Exchange, Post, Steps, Wait
+from .comm import AllToAll, Exchange, Steps, Wait
 from .exchange import Problem
 from .group import Group
 from .layout import contiguous
@@ -61,7 +61,7 @@ def _everyone(group: Group, rank: int, mine: Tensor) -> Steps:
     """The blocks (b, h, c, d) of all ranks as (b, h, blocks, d)."""
     mine = mine.contiguous()
     found = {j: (torch.empty_like(mine),) for j in range(group.size) if j != rank}
-    yield Wait((yield Post(Exchange(dict.fromkeys(found, (mine,)), found))))
+    yield Wait((yield Exchange(dict.fromkeys(found, (mine,)), found)))
     found[rank] = (mine,)
     return torch.cat([found[j][0] for j in range(group.size)], 2)
 
@@ -70,7 +70,7 @@ def _home(group: Group, grad: Tensor) -> Steps:
     """The sum of all ranks' gradients for a rank's own blocks."""
     send = torch.stack(grad.chunk(group.size, 2))  # (p, b, h, c, d)
     received, ones = torch.empty_like(send), [1] * group.size
-    yield Wait((yield Post(AllToAll(send, ones, received, ones))))
+    yield Wait((yield AllToAll(send, ones, received, ones)))
     return received.sum(0)
 
 
@@ -174,7 +174,7 @@ def _ask(group: Group, rank: int, picks: Tensor, kv_heads: int, causal: bool) ->
     wanted[picks[used], _kv_heads(picks, kv_heads)[used]] = True
     wanted[own] = False
     asked, shares = torch.empty_like(wanted, dtype=torch.uint8), [c] * p
-    yield Wait((yield Post(AllToAll(wanted.to(torch.uint8), shares, asked, shares))))
+    yield Wait((yield AllToAll(wanted.to(torch.uint8), shares, asked, shares)))
     slots = c - 1 + wanted.cumsum(0)
     slots[own] = torch.arange(c, device=device)[:, None]
     blocks, heads = wanted.nonzero().unbind(1)
@@ -189,7 +189,7 @@ def _forward(group, rank, q, k, v, log_m, picks, size, causal, scale, backend, n
     blocks, heads = map(torch.cat, zip(*move.gone))
     send = torch.stack([t.unflatten(1, (-1, size))[:, blocks, :, heads] for t in (k, v)], 1)  # (R', 2, b, size, d)
     rows = send.new_empty(sum(move.received), *send.shape[1:])
-    yield Wait((yield Post(AllToAll(send, move.sent, rows, move.received))))
+    yield Wait((yield AllToAll(send, move.sent, rows, move.received)))
     first, keys = rank * picks.shape[2], move.keys(k, v, rows)
     rest = log_m, move.local(picks), size, causal, scale, backend, first, needs_backward
     return *topk.forward(q, *keys, *rest), rows, move
@@ -203,7 +203,7 @@ def _backward(group, rank, move, rows, dout, dlse, q, k, v, out, lse, log_m, pic
     slots, heads = move.came
     d_rows = torch.stack([t.unflatten(1, (-1, size))[:, slots, :, heads] for t in d_keys], 1)  # (R, 2, b, size, d)
     home = d_rows.new_empty(sum(move.sent), *d_rows.shape[1:])
-    yield Wait((yield Post(AllToAll(d_rows, move.received, home, move.sent))))
+    yield Wait((yield AllToAll(d_rows, move.received, home, move.sent)))
     own = [t[:, : k.shape[1]] for t in d_keys]
     for (blocks, heads), part in zip(move.gone, home.split(move.sent)):  # one rank names a block once: no index twice
         for i, t in enumerate(own):
