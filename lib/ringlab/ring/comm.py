@@ -1,8 +1,9 @@
 """Communication between ranks.
 
 An algorithm is a generator that runs on one rank. It yields a request to start a transfer, for which it gets a ticket,
-and ``Wait(ticket)`` to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one rank over a
-torch.distributed group; ``simulate`` runs those of all ranks in one process, in step. Both can count the bytes.
+and ``Wait(ticket)`` to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one
+rank over a torch.distributed group; ``simulate`` runs those of all ranks in one process, in step. Both can count the
+bytes.
 """
 
 from __future__ import annotations

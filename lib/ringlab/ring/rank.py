@@ -22,7 +22,7 @@ from ..engine.dilated import first_and_step, fold_heads, progressions
 from ..engine.execute import Call, Plan, View, head_block
 from ..kernels.base import HALF, Kernel, accumulation_dtype, supports_lower_right_causal
 from ..patterns import Branch, Dense
-from .exchange import BlockParts, Problem, RankPlan, keys_of, plan_rank
+from .exchange import BlockParts, Problem, RankPlan, keys_of, plan_rank, runs_alike
 
 
 def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
@@ -42,16 +42,14 @@ def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
 
 def _between(branch: Branch, problem: Problem, start: int, asking: range, wanted: range, rows) -> Iterator[Call]:
     """The calls of one branch in the segment from ``start``; ``rows``: where the two parts begin in their shards."""
-    alike: dict[tuple[int, int], list] = {}
+    found = []
     for head, offset in zip(branch.heads, branch.offsets):
         firsts = [(start + offset - part.start) % branch.rate for part in (asking, wanted)]
         counts = tuple(len(part[first :: branch.rate]) for part, first in zip((asking, wanted), firsts))
-        if min(counts) > 0:
-            member = (head, firsts[0] + rows[0], firsts[1] + rows[1], head // (problem.heads // problem.kv_heads))
-            alike.setdefault(counts, []).append(member)
-    for counts, members in alike.items():
-        for run in progressions(members):
-            yield _call(run, branch.rate, *counts)
+        member = (head, firsts[0] + rows[0], firsts[1] + rows[1], head // (problem.heads // problem.kv_heads))
+        found.append((counts, member))
+    for counts, run in runs_alike(found):
+        yield _call(run, branch.rate, *counts)
 
 
 def _call(run: list[tuple[int, ...]], rate: int, q_count: int, k_count: int, causal: bool = False) -> Call:
@@ -125,22 +123,19 @@ def _received(plan: RankPlan) -> dict[int, Tensor]:
 
 def _on_received(branch, problem: Problem, start: int, asking: range, keys: range, row: int, received):
     """The calls of one branch on those of its ``keys`` that came, in the segment from ``start``."""
-    alike: dict[tuple[int, int], list] = {}
+    found, indices = [], {}
     for head, offset in zip(branch.heads, branch.offsets):
         first = (start + offset - asking.start) % branch.rate
         count, kv_head = len(asking[first :: branch.rate]), head // (problem.heads // problem.kv_heads)
         if count and kv_head in received:
             positions, rows = received[kv_head]
             wanted = (positions >= keys.start) & (positions < keys.stop)
-            rows = rows[wanted & ((positions - start - offset) % branch.rate == 0)]
-            if len(rows):
-                alike.setdefault((count, len(rows)), []).append((head, first + row, rows))
-    for (q_count, _), members in alike.items():
-        indices = {head: rows for head, _, rows in members}
-        for run in progressions([(head, first) for head, first, _ in members]):
-            (head, head_step), (q_first, q_shift) = first_and_step(run)
-            queries = View(q_count, q_first, branch.rate, 0, head, head_step, q_shift)
-            yield Call(queries, View.of(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
+            indices[head] = rows[wanted & ((positions - start - offset) % branch.rate == 0)]
+            found.append(((count, len(indices[head])), (head, first + row)))
+    for (count, _), run in runs_alike(found):
+        (head, head_step), (q_first, q_shift) = first_and_step(run)
+        queries = View(count, q_first, branch.rate, 0, head, head_step, q_shift)
+        yield Call(queries, View.of(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
 
 
 @dataclass
