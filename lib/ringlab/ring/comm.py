@@ -133,14 +133,17 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
     if isinstance(request, AllToAll):
         return [dist.all_to_all_single(
             request.receive, request.send, request.received, request.sent, group=group, async_op=True)]  # fmt: skip
-    return [_Staged(request, group)] if _through_cpu(request, group) else _direct(request, group)
-
-
-def _direct(request: Exchange, group: dist.ProcessGroup) -> list:
-    ops = []
+    staged, ops, copies = _through_cpu(request, group), [], []
     for op, peers in ((dist.isend, request.send), (dist.irecv, request.receive)):
-        ops += [dist.P2POp(op, t, group=group, group_peer=peer) for peer, tensors in peers.items() for t in tensors]
-    return dist.batch_isend_irecv(ops) if ops else []
+        for peer, t in ((peer, t) for peer, tensors in peers.items() for t in tensors):
+            there = t
+            if staged and op is dist.isend:
+                there = t.cpu()
+            elif staged:
+                there = torch.empty_like(t, device="cpu")
+                copies.append(_Copy(t, there))
+            ops.append(dist.P2POp(op, there, group=group, group_peer=peer))
+    return [*dist.batch_isend_irecv(ops), *copies] if ops else []
 
 
 def _through_cpu(request: Exchange, group: dist.ProcessGroup) -> bool:
@@ -149,20 +152,15 @@ def _through_cpu(request: Exchange, group: dist.ProcessGroup) -> bool:
     return any(t.is_cuda for t in tensors) and "cuda:gloo" in dist.get_backend_config(group)
 
 
-class _Staged:
-    """An exchange of copies in CPU memory: sent tensors are copied at once, received ones in ``wait``."""
+@dataclass
+class _Copy:
+    """The last step of receiving by way of the CPU."""
 
-    def __init__(self, request: Exchange, group: dist.ProcessGroup):
-        sent = {peer: tuple(t.cpu() for t in tensors) for peer, tensors in request.send.items()}
-        came = {peer: tuple(torch.empty_like(t, device="cpu") for t in ts) for peer, ts in request.receive.items()}
-        self.copies = [pair for peer, tensors in request.receive.items() for pair in zip(tensors, came[peer])]
-        self.works = _direct(Exchange(sent, came), group)
+    into: Tensor
+    received: Tensor
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        for tensor, copy in self.copies:
-            tensor.copy_(copy)
+        self.into.copy_(self.received)
 
 
 def simulate(ranks: list[Steps]) -> list:

@@ -196,32 +196,28 @@ class Rank:
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
         """out (b, s, h, d) and lse (b, h, s) over the keys of the own shard."""
         chunks, pool = self._chunks(q, k, False), self.execution.scratch()
-        out, lse = None, None
-        if len(chunks) != 1:  # no keys so far
+        if len(chunks) == 1:
+            out, lse = execute.forward(q, k, v, chunks[0][1], *self.how, pool=pool)
+        else:  # no keys so far
             out = torch.zeros_like(q, memory_format=torch.contiguous_format)
             lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
             lse = lse.transpose(1, 2)
-        for rows, plan in chunks:
-            part = execute.forward(*(t[:, rows] for t in (q, k, v)), plan, *self.how, pool=pool)
-            if len(chunks) == 1:
-                out, lse = part
-            else:
-                out[:, rows], lse[:, :, rows] = part
-            del part  # before the next one is computed
+            for rows, plan in chunks:
+                given = (t[:, rows] for t in (q, k, v))
+                out[:, rows], lse[:, :, rows] = execute.forward(*given, plan, *self.how, pool=pool)
         self.add_forward(self.rank, q, (k, v), out, lse)
         return out, lse
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
         """dq, dk, dv in fp32 or wider."""
-        chunks, pool = self._chunks(q, k, True), self.execution.scratch()
-        alone = len(chunks) == 1 and not self.calls(self.rank).calls
-        shapes = () if alone else (q.shape, k.shape, v.shape)
-        grads = tuple(torch.zeros(s, dtype=accumulation_dtype(q.dtype), device=q.device) for s in shapes)
+        chunks, pool, dtype = self._chunks(q, k, True), self.execution.scratch(), accumulation_dtype(q.dtype)
+        if len(chunks) == 1 and not self.calls(self.rank).calls:
+            grads = execute.backward(dout, q, k, v, out, lse, chunks[0][1], *self.how, pool=pool)
+            return tuple(grad.to(dtype) for grad in grads)
+        grads = tuple(torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (q, k, v))
         for rows, plan in chunks:
             reads = [t[:, rows] for t in (dout, q, k, v, out)]
             part = execute.backward(*reads, lse[:, :, rows], plan, *self.how, pool=pool)
-            if alone:
-                return tuple(grad.to(accumulation_dtype(grad.dtype)) for grad in part)
             for total, grad in zip(grads, part):
                 total[:, rows] += grad
             del part, grad  # before the next ones are computed
