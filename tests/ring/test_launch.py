@@ -59,32 +59,22 @@ def test_a_rank_that_never_joins_is_named(monkeypatch):
 CALLER = """
 from ringlab.ring import launch
 from ring_cases import sleeps
-if __name__ == "__main__":
-    launch.launch(sleeps, 2, {folder!r})
+launch.launch(sleeps, 2, {folder!r})
 """
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def sleeping(folder) -> tuple[int, list[int]]:
-    """The process that forked two ranks which never end, and theirs, once they are there."""
-    deadline, files = time.monotonic() + 90, [folder / f"{rank}.pid" for rank in range(2)]
-    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ranks = [int(f.read_text()) for f in files]
-    assert all(map(alive, [parent(ranks[0]), *ranks])) and parent(ranks[1]) == parent(ranks[0])
-    return parent(ranks[0]), ranks
-
-
 def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
-    script = tmp_path / "caller.py"
+    script, files = tmp_path / "caller.py", [tmp_path / f"{rank}.pid" for rank in range(2)]
     script.write_text(CALLER.format(folder=str(tmp_path)))
     paths = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": paths},
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    server, ranks = sleeping(tmp_path)
+    deadline = time.monotonic() + 90
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks = [int(f.read_text()) for f in files]
+    server, other = (int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in ranks)
+    assert all(map(alive, [server, *ranks])) and server == other, "one process forked both"
     process.kill()
     assert gone([server, *ranks], 60.0)  # at once; a busy machine may take its time
     assert process.wait(5) != 0

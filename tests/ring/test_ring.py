@@ -52,6 +52,12 @@ def test_the_last_dimension_may_lie_anywhere():
         assert reference.error(over, attention(q, k, v, pattern), 1.0) <= 1e-12
 
 
+def test_forward_derivatives_are_refused():
+    q = torch.zeros(1, 8, 2, 8)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: attention(q, q, q, Dense(), group=Simulated(2)), (q,), (q,))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # what moves, what is chosen, what is refused
 
@@ -166,9 +172,8 @@ MASKS[1][0, 1] = True  # within a shard: the ranks need the same rows
 def test_ranks_that_disagree_are_told(calls, order, what):
     """In calls that they have made before in one order (``order``), or at once."""
     for told in launch(mismatch, 2, calls, contiguous(48, 2), order, timeout_s=30.0):
-        assert re.fullmatch(
-            f"ranks disagree about what is computed: {what if order is None else re.escape(what)}", told
-        )
+        wanted = what if order is None else re.escape(what)
+        assert re.fullmatch(f"ranks disagree about what is computed: {wanted}", told)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

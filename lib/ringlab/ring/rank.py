@@ -263,9 +263,8 @@ class BlockRank(Rank):
         return head_block(q, self.problem.kv_heads, q.shape[1])
 
     def keys(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(
-            t.unflatten(1, (-1, self.problem.kv_heads)).squeeze(3) for t in keys_of(message)
-        )  # (b, s, h_kv, d)
+        kv_heads = self.problem.kv_heads
+        return tuple(t.unflatten(1, (-1, kv_heads)).squeeze(3) for t in keys_of(message))  # (b, s, h_kv, d)
 
     def _chunks(self, q: Tensor, k: Tensor, backward: bool) -> list:
         return []
