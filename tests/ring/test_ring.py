@@ -54,8 +54,8 @@ def test_the_last_dimension_may_lie_anywhere():
 
 def test_forward_derivatives_are_refused():
     q = torch.zeros(1, 8, 2, 8)
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(lambda q: attention(q, q, q, Dense(), group=Simulated(2)), (q,), (q,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        attention(q, q, q, Dense(), group=Simulated(2))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
