@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from ring_cases import fault, late_rank
+from ring_cases import fault, late_rank, sleeps
 from ringlab.patterns import Dilated
 from ringlab.ring import contiguous, launch
 from ringlab.ring.launch import RankFailed
@@ -45,6 +45,14 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
     assert str(failure.value) == FAULTS[kind] and failure.value.rank == 1
     shown = "".join(getattr(failure.value, "__notes__", [])) + capfd.readouterr().err
     assert shown.count("Traceback") == ("raised" in FAULTS[kind] or "differs" in FAULTS[kind]), "the culprit's alone"
+
+
+def test_ranks_that_all_hang_end_in_time(tmp_path):
+    launch.launch(dist.get_rank, 2)  # the server is there
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="hangs: after 4 s it has begun 0 exchanges, others 0"):
+        launch.launch(sleeps, 2, str(tmp_path), timeout_s=4.0)
+    assert 4 <= time.monotonic() - start < 12
 
 
 def test_a_rank_that_never_joins_is_named(monkeypatch):
