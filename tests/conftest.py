@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+collect_ignore_glob = ["*/conftest.py"]  # they hold no examples, and have one name
+
 # A fixture of many seconds serves the whole file.
 COMPILED_ONCE = "test_blocks.py::test_flex"
 MEASURED_ONCE = (

@@ -28,7 +28,7 @@ from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
-from .ring.comm import Post, Steps, Traffic
+from .ring.comm import Steps, Traffic, Wait
 from .ring.group import check_merge
 from .ring.layout import layout_named
 from .ring.rank import rank_of
@@ -117,8 +117,8 @@ class MetaRun(LiveStorageTracker):
             except StopIteration as end:
                 return end.value
             answer = None
-            if isinstance(step, Post):
-                answer = step.request  # the ticket: like those of a group it holds what is on its way
+            if not isinstance(step, Wait):
+                answer = step  # the ticket: like those of a group it holds what is on its way
                 self.traffic.add(rank, answer)
                 coming = answer.receive
                 self.name("received", *([coming] if isinstance(coming, Tensor) else sum(coming.values(), ())))

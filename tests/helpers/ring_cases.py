@@ -125,8 +125,6 @@ def fault(kind, pattern=None, layout=None, path=None):
             shards = [torch.cat([t, t], 2) for t in shards]
         if kind == "other scheme":
             return call(*shards, None, pattern, layout, True, "ring", dist.group.WORLD)
-        if kind == "other order":
-            call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
         if kind == "corrupt":
             right = Problem.needs
             Problem.needs = lambda self, rank, source: right(self, rank, source)[:-1]
@@ -138,7 +136,6 @@ def fault(kind, pattern=None, layout=None, path=None):
 
 ERRORS = {
     "raise": ValueError("a bad day"),
-    "peer": RuntimeError("peer table is empty"),
     "gloo": RuntimeError("connection of the nccl experiment timed out"),
     "interrupt": KeyboardInterrupt(),
 }

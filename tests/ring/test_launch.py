@@ -18,20 +18,17 @@ from started import alive, gone
 PATTERN = Dilated([8, 24], [1, 2])
 FAULTS = {
     "raise": "rank 1 raised ValueError: a bad day",
-    "peer": "rank 1 raised RuntimeError: peer table is empty",
     "gloo": "rank 1 raised RuntimeError: connection of the nccl experiment timed out",
     "interrupt": "rank 1 raised KeyboardInterrupt: ",
     "exit": "rank 1 left with exit code 7 before it was done",
     "kill": "rank 1 was ended by SIGKILL before it was done",
     "leave": "rank 1 left with exit code 0 before it was done",
     "hang": "rank 1 hangs: after 3 s it has begun 0 exchanges, others 1",
-    "ahead": "rank 1 hangs: after 3 s it has begun 6 exchanges, others 5",
+    "ahead": "rank 1 hangs: after 3 s it has begun 5 exchanges, others 4",
     "other shapes": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
     "heads is 4 / 4 on rank 1, 2 / 2 on the others",
     "other scheme": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
     "scheme is ring on rank 1, plan on the others",
-    "other order": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
-    "causal is False on rank 1, True on the others",
     "corrupt": "rank 1 differs: PlanMismatch: ranks disagree about which rows move: "
     "rank 0 against rank 1, rank 1 against rank 2",
 }
@@ -53,9 +50,9 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
 def test_ranks_that_all_hang_end_in_time(tmp_path):
     launch.launch(dist.get_rank, 2)  # the server is there
     start = time.monotonic()
-    with pytest.raises(RankFailed, match="hangs: after 6 s it has begun 0 exchanges, others 0"):
-        launch.launch(sleeps, 2, str(tmp_path), timeout_s=6.0)
-    assert 6 <= time.monotonic() - start < 12
+    with pytest.raises(RankFailed, match="hangs: after 4 s it has begun 0 exchanges, others 0"):
+        launch.launch(sleeps, 2, str(tmp_path), timeout_s=4.0)
+    assert 4 <= time.monotonic() - start < 12
 
 
 def test_a_rank_that_never_joins_is_named(monkeypatch):
@@ -70,32 +67,22 @@ def test_a_rank_that_never_joins_is_named(monkeypatch):
 CALLER = """
 from ringlab.ring import launch
 from ring_cases import sleeps
-if __name__ == "__main__":
-    launch.launch(sleeps, 2, {folder!r})
+launch.launch(sleeps, 2, {folder!r})
 """
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def sleeping(folder) -> tuple[int, list[int]]:
-    """The process that forked two ranks which never end, and theirs, once they are there."""
-    deadline, files = time.monotonic() + 90, [folder / f"{rank}.pid" for rank in range(2)]
-    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ranks = [int(f.read_text()) for f in files]
-    assert all(map(alive, [parent(ranks[0]), *ranks])) and parent(ranks[1]) == parent(ranks[0])
-    return parent(ranks[0]), ranks
-
-
 def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
-    script = tmp_path / "caller.py"
+    script, files = tmp_path / "caller.py", [tmp_path / f"{rank}.pid" for rank in range(2)]
     script.write_text(CALLER.format(folder=str(tmp_path)))
     paths = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": paths},
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    server, ranks = sleeping(tmp_path)
+    deadline = time.monotonic() + 90
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks = [int(f.read_text()) for f in files]
+    server, other = (int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in ranks)
+    assert all(map(alive, [server, *ranks])) and server == other, "one process forked both"
     process.kill()
     assert gone([server, *ranks], 60.0)  # at once; a busy machine may take its time
     assert process.wait(5) != 0
@@ -124,18 +111,14 @@ def test_a_script_needs_no_guard(tmp_path):
     [
         (lambda: 0, (), {}, "put it into a module"),
         (fault, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
-        ("f", (), {}, "there is no function to call in 'f'"),
-        (np.ones((2, 2)), (), {}, r"there is no function to call in array\(\[\[1., 1."),
+        (np.ones((2, 2)), (), {}, r"array\(\[\[1., 1..* cannot be imported by other processes: put it into a module"),
         (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
         (fault, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
-        (fault, (), {"timeout_s": 0}, "timeout_s must be positive, got 0"),
-        (fault, (), {"timeout_s": float("nan")}, "timeout_s must be positive, got nan"),
-        (fault, (), {"timeout_s": "9"}, "timeout_s must be a number of seconds up to 1,000,000, got '9'"),
-        (fault, (), {"timeout_s": np.ones((2, 2))}, r"timeout_s must be a number of seconds .*, got array\(\[\[1., 1."),
-        (fault, (), {"timeout_s": float("inf")}, "timeout_s must be a number of seconds up to 1,000,000, got inf"),
+        *((fault, (), {"timeout_s": given}, "timeout_s must be a positive number of seconds up to 1,000,000, got ")
+          for given in (0, float("nan"), float("inf"), "9", np.ones((2, 2)))),
         (fault, (), {"threads": True}, "threads must be a positive integer, got True"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_launched_is_one_line(function, args, options, why):
     options = {"ranks": 2} | options
     with pytest.raises(ValueError, match=why) as failure:
@@ -143,16 +126,11 @@ def test_what_cannot_be_launched_is_one_line(function, args, options, why):
     assert "\n" not in str(failure.value)
 
 
-@pytest.mark.parametrize(
-    "kind, why",
-    [
-        (
-            "unsendable",
-            "^rank 1 raised TypeError: its result, of type lock, cannot be sent back: TypeError: cannot pick",
-        ),
-        ("unreadable", "^rank 1 returned what cannot be read back: TypeError: TwoParts"),
-    ],
-)
+UNSENDABLE = "^rank 1 raised TypeError: its result, of type lock, cannot be sent back: TypeError: cannot pick"
+UNREADABLE = "^rank 1 returned what cannot be read back: TypeError: TwoParts"
+
+
+@pytest.mark.parametrize("kind, why", [("unsendable", UNSENDABLE), ("unreadable", UNREADABLE)])
 def test_a_result_that_cannot_come_back_names_its_rank_and_why(kind, why):
     with pytest.raises(RankFailed, match=why) as failure:
         launch.launch(fault, 2, kind)

@@ -52,6 +52,12 @@ def test_the_last_dimension_may_lie_anywhere():
         assert reference.error(over, attention(q, k, v, pattern), 1.0) <= 1e-12
 
 
+def test_forward_derivatives_are_refused():
+    q = torch.zeros(1, 8, 2, 8)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        attention(q, q, q, Dense(), group=Simulated(2))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # what moves, what is chosen, what is refused
 
@@ -144,7 +150,7 @@ def test_gloo_ranks_are_the_simulated_ones(ranks):
     same = [torch.equal(a, b) for x, y in zip(everyone, copied) for (u, *_), (w, *_) in zip(x, y) for a, b in zip(u, w)]
     assert all(same) and len(same) == 5 * ranks * len(cases)
     again, header = launch(parity, ranks, cases[:1] * 2), 24 * (ranks - 1)  # to each other rank, in each pass
-    assert [[control for *_, control in each] for each in again] == [[2 * header + 8 * (ranks - 1), 2 * header]] * ranks
+    assert [[control for *_, control in each] for each in again] == [[2 * header] * 2] * ranks
 
 
 ONE, OTHER = Dilated([12, 48], [1, 2]), Dilated([12, 48], [1, 2], offsets="block")
@@ -166,9 +172,8 @@ MASKS[1][0, 1] = True  # within a shard: the ranks need the same rows
 def test_ranks_that_disagree_are_told(calls, order, what):
     """In calls that they have made before in one order (``order``), or at once."""
     for told in launch(mismatch, 2, calls, contiguous(48, 2), order, timeout_s=30.0):
-        assert re.fullmatch(
-            f"ranks disagree about what is computed: {what if order is None else re.escape(what)}", told
-        )
+        wanted = what if order is None else re.escape(what)
+        assert re.fullmatch(f"ranks disagree about what is computed: {wanted}", told)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

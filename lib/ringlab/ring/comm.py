@@ -1,8 +1,9 @@
 """Communication between ranks.
 
-An algorithm is a generator that runs on one rank. It yields ``Post(request)`` to start a transfer and ``Wait(ticket)``
-to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one rank over a
-torch.distributed group; ``simulate`` runs those of all ranks in one process, in step. Both can count the bytes.
+An algorithm is a generator that runs on one rank. It yields a request to start a transfer, for which it gets a ticket,
+and ``Wait(ticket)`` to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one
+rank over a torch.distributed group; ``simulate`` runs those of all ranks in one process, in step. Both can count the
+bytes.
 """
 
 from __future__ import annotations
@@ -30,13 +31,10 @@ class AllToAll:
     received: list[int]
     control: bool = False
 
-    def sent_to(self) -> dict[int, tuple[Tensor, ...]]:
-        """The tensors that are sent, by rank."""
-        return {rank: (part,) for rank, part in enumerate(self.send.split(self.sent))}
-
-    def received_from(self) -> dict[int, tuple[Tensor, ...]]:
-        """The tensors that are received, by rank."""
-        return {rank: (part,) for rank, part in enumerate(self.receive.split(self.received))}
+    def by_rank(self) -> tuple[dict, dict]:
+        """The tensors that are sent, and those that are received, by rank."""
+        parts = self.send.split(self.sent), self.receive.split(self.received)
+        return tuple({rank: (part,) for rank, part in enumerate(each)} for each in parts)
 
 
 @dataclass
@@ -47,18 +45,8 @@ class Exchange:
     receive: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     control = False
 
-    def sent_to(self) -> dict[int, tuple[Tensor, ...]]:
-        return self.send
-
-    def received_from(self) -> dict[int, tuple[Tensor, ...]]:
-        return self.receive
-
-
-@dataclass
-class Post:
-    """Start a request; the generator gets a ticket for it."""
-
-    request: AllToAll | Exchange
+    def by_rank(self) -> tuple[dict, dict]:
+        return self.send, self.receive
 
 
 @dataclass
@@ -68,7 +56,7 @@ class Wait:
     ticket: object
 
 
-Steps = Generator[Post | Wait, object, object]
+Steps = Generator[AllToAll | Exchange | Wait, object, object]
 
 
 @dataclass
@@ -90,7 +78,7 @@ class Traffic:
         return sum(size for (source, _), size in self.sent.items() if source == rank)
 
     def add(self, rank: int, request: AllToAll | Exchange) -> None:
-        for to, tensors in request.sent_to().items():
+        for to, tensors in request.by_rank()[0].items():
             size = sum(t.numel() * t.element_size() for t in tensors)
             if to != rank and size and request.control:
                 self.control += size
@@ -128,16 +116,16 @@ def drive(steps: Steps, group: dist.ProcessGroup):
             step = steps.send(answer)
         except StopIteration as end:
             return end.value
-        if isinstance(step, Post):
-            if traffic is not None:
-                traffic.add(rank, step.request)
-            if on_post is not None:
-                on_post()
-            answer = _post(step.request, group)
-        else:
+        if isinstance(step, Wait):
             for work in step.ticket:
                 work.wait()
             answer = work = None
+        else:
+            if traffic is not None:
+                traffic.add(rank, step)
+            if on_post is not None:
+                on_post()
+            answer = _post(step, group)
         step = None  # or the request and its tensors would stay until the next one
 
 
@@ -145,14 +133,17 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
     if isinstance(request, AllToAll):
         return [dist.all_to_all_single(
             request.receive, request.send, request.received, request.sent, group=group, async_op=True)]  # fmt: skip
-    return [_Staged(request, group)] if _through_cpu(request, group) else _direct(request, group)
-
-
-def _direct(request: Exchange, group: dist.ProcessGroup) -> list:
-    ops = []
+    staged, ops, copies = _through_cpu(request, group), [], []
     for op, peers in ((dist.isend, request.send), (dist.irecv, request.receive)):
-        ops += [dist.P2POp(op, t, group=group, group_peer=peer) for peer, tensors in peers.items() for t in tensors]
-    return dist.batch_isend_irecv(ops) if ops else []
+        for peer, t in ((peer, t) for peer, tensors in peers.items() for t in tensors):
+            there = t
+            if staged and op is dist.isend:
+                there = t.cpu()
+            elif staged:
+                there = torch.empty_like(t, device="cpu")
+                copies.append(_Copy(t, there))
+            ops.append(dist.P2POp(op, there, group=group, group_peer=peer))
+    return [*dist.batch_isend_irecv(ops), *copies] if ops else []
 
 
 def _through_cpu(request: Exchange, group: dist.ProcessGroup) -> bool:
@@ -161,20 +152,15 @@ def _through_cpu(request: Exchange, group: dist.ProcessGroup) -> bool:
     return any(t.is_cuda for t in tensors) and "cuda:gloo" in dist.get_backend_config(group)
 
 
-class _Staged:
-    """An exchange of copies in CPU memory: sent tensors are copied at once, received ones in ``wait``."""
+@dataclass
+class _Copy:
+    """The last step of receiving by way of the CPU."""
 
-    def __init__(self, request: Exchange, group: dist.ProcessGroup):
-        sent = {peer: tuple(t.cpu() for t in tensors) for peer, tensors in request.send.items()}
-        came = {peer: tuple(torch.empty_like(t, device="cpu") for t in ts) for peer, ts in request.receive.items()}
-        self.copies = [pair for peer, tensors in request.receive.items() for pair in zip(tensors, came[peer])]
-        self.works = _direct(Exchange(sent, came), group)
+    into: Tensor
+    received: Tensor
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        for tensor, copy in self.copies:
-            tensor.copy_(copy)
+        self.into.copy_(self.received)
 
 
 def simulate(ranks: list[Steps]) -> list:
@@ -196,12 +182,12 @@ def simulate(ranks: list[Steps]) -> list:
         if len(steps) < len(ranks) or len({type(step) for step in steps}) > 1:
             raise RuntimeError("the ranks do not agree on what comes next")
         answer = None
-        if isinstance(steps[0], Post):
-            for rank, step in enumerate(steps if traffic is not None else ()):
-                traffic.add(rank, step.request)
-            answer = [(step.request.sent_to(), step.request.received_from()) for step in steps]
-        else:
+        if isinstance(steps[0], Wait):
             _deliver(steps[0].ticket)
+        else:
+            for rank, step in enumerate(steps if traffic is not None else ()):
+                traffic.add(rank, step)
+            answer = [step.by_rank() for step in steps]
 
 
 def _deliver(posted: list[tuple[dict, dict]]) -> None:

@@ -13,11 +13,12 @@ queries sees a part of the keys whole or not at all. Only a part with itself nee
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, product
 from math import lcm
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -221,17 +222,14 @@ def _without(new: ResidueInterval, old: ResidueInterval) -> Iterator[ResidueInte
     if start >= stop:
         yield new
         return
-    if new.rate % old.rate == 0:
-        held, rate = _held(new.pairs, old.rate, old.pairs), new.rate
-    else:  # neither rate divides the other: split into residues of their common multiple
-        rate = lcm(new.rate, old.rate)
-        every = frozenset((g, x % rate) for g, c in new.pairs for x in _positions(new, c)[: rate // new.rate])
-        held = _held(every, old.rate, old.pairs)
-        if held:
-            new = ResidueInterval(rate, new.start, new.stop, every)
+    rate, pairs = lcm(new.rate, old.rate), new.pairs
+    if rate != new.rate:  # neither rate divides the other: split into residues of their common multiple
+        pairs = frozenset((g, x % rate) for g, c in pairs for x in _positions(new, c)[: rate // new.rate])
+    held = _held(pairs, old.rate, old.pairs)
     if not held:
         yield new
         return
+    new = ResidueInterval(rate, new.start, new.stop, pairs)
     if held != new.pairs:
         yield ResidueInterval(rate, new.start, new.stop, new.pairs - held)
     if new.start < start:
@@ -246,14 +244,20 @@ def _positions(interval: ResidueInterval, residue: int) -> range:
 
 def _strided_rows(interval: ResidueInterval) -> Iterator[StridedRows]:
     """The rows of an interval: together those of heads with equal counts, evenly spaced indices and first positions."""
-    alike: dict[int, list] = {}
-    for head, residue in sorted(interval.pairs):
-        found = _positions(interval, residue)
-        if found:
-            alike.setdefault(len(found), []).append((head, found.start))
-    for count, members in sorted(alike.items()):
+    found = ((head, _positions(interval, residue)) for head, residue in sorted(interval.pairs))
+    for (count,), run in sorted(runs_alike(((len(x),), (head, x.start)) for head, x in found), key=itemgetter(0)):
+        yield StridedRows(interval.rate, count, len(run), *first_and_step(run))
+
+
+def runs_alike(found: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[tuple[tuple[int, ...], list]]:
+    """(counts, progression of members) of pairs (counts, member) with equal counts, none of which is 0."""
+    alike: dict[tuple[int, ...], list] = {}
+    for counts, member in found:
+        if min(counts) > 0:
+            alike.setdefault(counts, []).append(member)
+    for counts, members in alike.items():
         for run in progressions(members):
-            yield StridedRows(interval.rate, count, len(run), *first_and_step(run))
+            yield counts, run
 
 
 @dataclass(frozen=True)

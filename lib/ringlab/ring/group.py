@@ -1,21 +1,23 @@
 """Groups of ranks, and attention over them: a torch.distributed group, or ranks simulated in this process.
 
-Over a process group a forward or backward is one custom operator, so that a compiler sees no communication and
-checkpointing can save its results. Before it moves data it compares with the other ranks what is computed.
+A forward or backward over several ranks is one custom operator, so that a compiler sees no communication and
+checkpointing can save its results. Before it moves data over a process group it compares with the other ranks what is
+computed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, count, product
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import kernels
 from ..checks import check_choice, check_int, short_repr
@@ -23,7 +25,7 @@ from ..engine import Execution
 from ..engine.autograd import IN_GRAPHS, is_followed, local_attention, positive_scale, without_autocast
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
-from .comm import AllToAll, Post, Steps, Wait, drive, simulate
+from .comm import AllToAll, Steps, Wait, drive, simulate
 from .exchange import Problem, RankPlan, digest, plan_rank
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
@@ -109,48 +111,48 @@ class Group:
         """
         if self.process_group is None:  # simulated ranks cannot differ
             return 0
-        past = _history.setdefault(self.process_group, _History())
-        past.calls += passes == "forward"
-        number = number or past.calls
+        agreed, calls = _history.setdefault(self.process_group, (set(), count(1)))
+        number = number or next(calls)
         shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
         stated, mine = _fields(passes, problem, (*shape, *options.items()))
-        on_cpu, new = "cpu:" in dist.get_backend_config(self.process_group), mine not in past.agreed
+        on_cpu, new = "cpu:" in dist.get_backend_config(self.process_group), mine not in agreed
         if on_cpu or new:
-            device = "cpu" if on_cpu else t.device
-            theirs = self._to_all([[mine, number, new and plan is not None]] * self.size, device)
-            if any(row[:2] != [mine, number] for row in theirs):
+            header = [mine, number, new and plan is not None]
+            theirs = drive(_to_all([header] * self.size, "cpu" if on_cpu else t.device), self.process_group)
+            if any(row[:2] != header[:2] for row in theirs):
                 raise _fields_differ(self._gather(stated | {"forward call": f"number {number}"}))
             if any(row[2] for row in theirs):
-                self._compare_rows(plan(), device)
-            past.agreed.add(mine)
+                self._compare_rows(plan())
+            agreed.add(mine)
         return number
 
-    def _compare_rows(self, plan: RankPlan, device) -> None:
+    def _compare_rows(self, plan: RankPlan) -> None:
         """Compare, for every pair of ranks, the rows that one sends with those that the other expects."""
-        theirs = self._to_all([digest(rows) for rows in plan.send], device)
-        wrong = [sender for sender, rows in enumerate(plan.receive) if digest(rows) != theirs[sender]]
-        bad = [(sender, rank) for rank, senders in enumerate(self._gather(wrong)) for sender in senders]
+        sent, expected = zip(*self._gather([[digest(rows) for rows in each] for each in (plan.send, plan.receive)]))
+        pairs = product(range(self.size), repeat=2)
+        bad = [(sender, rank) for rank, sender in pairs if sent[sender][rank] != expected[rank][sender]]
         if bad:
             pairs = ", ".join(f"rank {sender} against rank {receiver}" for sender, receiver in bad)
-            (most, times), *others = Counter(rank for pair in bad for rank in pair).most_common()
+            (most, times), *others = Counter(chain(*bad)).most_common()
             odd = most if not others or times > others[0][1] else None
             raise PlanMismatch(f"ranks disagree about which rows move: {pairs}", odd)
-
-    def _to_all(self, rows: list, device) -> list:
-        """Send integers, element j to rank j; returns what the ranks sent."""
-
-        def steps() -> Steps:
-            send, ones = torch.tensor(rows, device=device), [1] * self.size
-            received = torch.empty_like(send)
-            yield Wait((yield Post(AllToAll(send, ones, received, ones, control=True))))
-            return received.tolist()
-
-        return drive(steps(), self.process_group)
 
     def _gather(self, value) -> list:
         found = [None] * self.size
         dist.all_gather_object(found, value, group=self.process_group)
         return found
+
+
+def _to_all(rows: list[list[int]], device) -> Steps:
+    """Send integers, element j to rank j; returns what the ranks sent."""
+    send, ones = torch.tensor(rows, device=device), [1] * len(rows)
+    received = torch.empty_like(send)
+    yield Wait((yield AllToAll(send, ones, received, ones, control=True)))
+    return received.tolist()
+
+
+# By process group: the digests that its ranks agreed on, and the numbers of its next forward calls.
+_history: WeakKeyDictionary[dist.ProcessGroup, tuple[set[int], Iterator[int]]] = WeakKeyDictionary()
 
 
 class PlanMismatch(RuntimeError):
@@ -186,17 +188,6 @@ def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
     return PlanMismatch(message, odd[0] if len(odd) == 1 else None)
 
 
-@dataclass
-class _History:
-    """What a process group has computed: digests that its ranks agreed on, and the number of forward calls."""
-
-    agreed: set[int] = field(default_factory=set)
-    calls: int = 0
-
-
-_history: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
-
-
 def group_size(group) -> int:
     """The number of ranks of a ProcessGroup, a 1-D DeviceMesh or Simulated ranks."""
     return Group.of(group).size
@@ -217,7 +208,7 @@ class _Call:
     execution: Execution
 
     def forward(self, group: Group, q, k, v, scale: float, backward: bool = True):
-        """out, lse, the number of the call, and for each rank here what else its backward needs.
+        """out, lse, the number of the call, and what else its backward needs, for one rank here after the other.
 
         q, k, v hold the rows of the ranks here. ``backward``: whether the kernel must have one.
         """
@@ -227,16 +218,17 @@ class _Call:
         with without_autocast(q):
             found = group.run([SCHEMES[self.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)])
         out, lse = (group.join([each[i] for each in found], dim, self.problem.layout) for i, dim in ((0, 1), (1, 2)))
-        return out, lse, number, [each[2:] for each in found]
+        return out, lse, number, [t for each in found for t in each[2:]]
 
     def backward(self, group: Group, dout, dlse, q, k, v, out, lse, number: int, saved, scale: float):
-        """dq, dk, dv of the rows here; ``number`` and ``saved`` are those of the forward."""
+        """dq, dk, dv of the rows here; ``number`` and ``saved``, of all ranks here, are those of the forward."""
         ranks, flip = self._ranks(group, q, scale, True)
         options = self._options(scale) | {"gradient of lse": dlse is not None}
         group.agree("backward", self.problem, q, number, **options)
         layout, whole = self.problem.layout, ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
         shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
-        each = zip(ranks, shards, saved)
+        count = len(saved) // len(ranks)
+        each = zip(ranks, shards, (saved[i * count : (i + 1) * count] for i in range(len(ranks))))
         with without_autocast(q):
             found = group.run([SCHEMES[self.scheme][1](rank, *mine, *more) for rank, mine, more in each])
         dq, dk, dv = (group.join([g.to(q.dtype) for g in parts], 1, layout) for parts in zip(*found))
@@ -265,6 +257,8 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     options = {"causal": causal, "scale": scale, "backend": backend, "execution": execution}
     if compiling and (simulated or not IN_GRAPHS):
         return torch.compiler.disable(attend)(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+    if not compiling and getattr(forward_ad, "_current_level", -1) >= 0:  # an operator would drop the tangents
+        raise NotImplementedError("attention over a group does not support forward-mode derivatives; use backward")
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
     group = Group.of(group)
     shape, where = (*q.shape[1:3], k.shape[2]), (group.size, group.process_group)
@@ -274,12 +268,10 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     else:
         call = _call(*about)  # held until the operator has found it
         name = call.name
-    if group.size > 1 and simulated:
-        if is_followed(q, k, v):
-            return _Simulation.apply(q, k, v, scale, call, group)
+    if group.size > 1 and simulated and not is_followed(q, k, v):
         return call.forward(group, q, k, v, scale, False)[:2]
     if group.size > 1:
-        return ranks_forward(q, k, v, scale, group.process_group.group_name, name)[:2]
+        return ranks_forward(q, k, v, scale, "" if simulated else group.process_group.group_name, name)[:2]
     if not simulated or call.problem.layout.grid is None:
         return local_attention(q, k, v, pattern, **options)
     layout = call.problem.layout  # the pattern runs along the curve
@@ -324,7 +316,7 @@ def check_merge(execution: Execution, ranks: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# autograd: one operator over a process group, one function over simulated ranks
+# autograd: one operator a pass
 
 
 def _name_in_graph(*about) -> str:
@@ -339,33 +331,35 @@ def _name_in_graph(*about) -> str:
 _name_in_graph._dynamo_marked_constant = True
 
 
-def _group(name: str) -> Group:
+def _group(name: str, call: str) -> Group:
+    """The process group of this name, or the simulated ranks of a call."""
+    if not name:
+        return Group.of(Simulated(_calls[call].problem.layout.ranks))
     # A private function of torch. It also knows a group that was made anew under the name since a graph was compiled.
-    resolve = getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)
-    return Group.of(resolve(name))
+    return Group.of(getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(name))
 
 
 @torch.library.custom_op("ringlab::ranks_forward", mutates_args=())
 def ranks_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, group: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """out, lse, the number of the call, and what else its backward needs, for one rank of a group."""
+    """out, lse, the number of the call, and what else its backward needs; ``group`` "": over simulated ranks."""
     with seen_inside():
-        out, lse, number, saved = _calls[call].forward(_group(group), q, k, v, scale)
-    return out, lse, torch.tensor(number), list(saved[0])
+        out, lse, number, saved = _calls[call].forward(_group(group, call), q, k, v, scale)
+    return out, lse, torch.tensor(number), saved
 
 
 @ranks_forward.register_fake
 def _(q, k, v, scale, group, call):
-    call, (rank,), (b, s, h, d) = _calls[call], _group(group).here, q.shape
-    n, saved, broad = call.problem.layout.n, [], accumulation_dtype(q.dtype)
-    if call.scheme == "plan":
-        saved = [k.new_empty(sum(plan_rank(call.problem, rank).received), 2, b, d)]
-    elif call.scheme == "ulysses":
-        share = shares(h, k.shape[2], call.problem.layout.ranks)[rank]
-        heads = share.queries, share.keys, share.keys, share.queries
-        saved = [q.new_empty(b, n, len(each), d) for each in heads]
-        saved.append(q.new_empty(b, len(share.queries), n, dtype=broad))
+    here, call, (b, s, h, d), saved = _group(group, call).here, _calls[call], q.shape, []
+    layout, broad = call.problem.layout, accumulation_dtype(q.dtype)
+    for rank in here:
+        if call.scheme == "plan":
+            saved.append(k.new_empty(sum(plan_rank(call.problem, rank).received), 2, b, d))
+        elif call.scheme == "ulysses":
+            queries, keys = (len(heads[rank]) for heads in shares(h, k.shape[2], layout.ranks))
+            saved += [q.new_empty(b, layout.n, heads, d) for heads in (queries, keys, keys, queries)]
+            saved.append(q.new_empty(b, queries, layout.n, dtype=broad))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(b, h, s, dtype=broad), torch.empty((), dtype=torch.long), saved
 
@@ -375,10 +369,9 @@ def ranks_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: Tensor,
     saved: list[Tensor], scale: float, group: str, call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of one rank's shards; ``number`` and ``saved`` are those of the forward."""
+    """dq, dk, dv of the rows here; ``number`` and ``saved`` are those of the forward."""
     with seen_inside():
-        tensors = dout, dlse, q, k, v, out, lse
-        return _calls[call].backward(_group(group), *tensors, int(number), [saved], scale)
+        return _calls[call].backward(_group(group, call), dout, dlse, q, k, v, out, lse, int(number), saved, scale)
 
 
 @ranks_backward.register_fake
@@ -403,25 +396,3 @@ def _backward(ctx, dout, dlse, *_):
 
 
 ranks_forward.register_autograd(_backward, setup_context=_setup)
-
-
-class _Simulation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, scale, call, group):
-        out, lse, _, saved = call.forward(group, q, k, v, scale, any(ctx.needs_input_grad))
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *chain(*saved))
-        ctx.rest = call, group, scale
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, dlse):
-        if dout is None and dlse is None:
-            return (None,) * 6
-        q, k, v, out, lse, *saved = ctx.saved_tensors
-        call, group, scale = ctx.rest
-        dout = torch.zeros_like(out) if dout is None else dout
-        each = len(saved) // group.size
-        by_rank = [saved[i * each : (i + 1) * each] for i in group.here]
-        return *call.backward(group, dout, dlse, q, k, v, out, lse, 0, by_rank, scale), None, None, None

@@ -230,7 +230,7 @@ class RankFailed(RuntimeError):
 
 @dataclass
 class End:
-    """How a rank ended: "ok" with its value, "error" or "network" with a message, "died" with an ``Ended``.
+    """How a rank ended: "ok" with its value, "error" or "network" with a message, "died" with an ``Ended`` or a text.
 
     "network": the error only shows that another rank has gone. ``culprit``: another rank that the error itself names.
     """
@@ -282,10 +282,10 @@ def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
     return (first["network"], "network") if "network" in first else None
 
 
-def collect(processes: list[Process], timeout_s: float, read: Callable[..., End]) -> dict[int, End]:
+def collect(processes: list[Process], timeout_s: float, read: Callable[..., End] | None = None) -> dict[int, End]:
     """How each process ended, by rank: until all have, the time is up, or one has failed and a grace is over.
 
-    ``read`` makes an End of a process's next message.
+    The next message of a process is an End, or ``read`` makes one of it.
     """
     ends: dict[int, End] = {}
     deadline = time.monotonic() + timeout_s
@@ -294,9 +294,12 @@ def collect(processes: list[Process], timeout_s: float, read: Callable[..., End]
         for channel in wait(list(channels), left):
             rank = channels[channel]
             try:
-                ends[rank] = read(processes[rank].receive())
+                message = processes[rank].receive()
+                ends[rank] = read(message) if read else message
             except Ended as ended:
                 ends[rank] = End("died", ended)
+            except Exception as error:  # noqa: BLE001  reading it runs the result's own code
+                ends[rank] = End("died", f"returned what cannot be read back: {End.of(error).value}")
             if ends[rank].kind != "ok":
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return ends
@@ -325,23 +328,16 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
             for rank in range(ranks):
                 job = rank, ranks, folder, timeout_s, threads, function, args
                 processes.append(Process(_rank, *job, modules=(COMPILER, __name__)))
-            # The first message is None when a rank has joined; only when all have does the time begin.
-            ends = collect(processes, JOIN_S, read=lambda message: message or End("ok"))
+            ends = collect(processes, JOIN_S)  # a rank's first message: it has joined. Then the time begins.
             if not culprit(ends, beats(folder, ranks)):
-                ends = collect(processes, timeout_s, read=lambda message: message)
+                ends = collect(processes, timeout_s)
             counts = beats(folder, ranks)
         finally:
             for process in processes:
                 process.end()
     if found := culprit(ends, counts):
         raise _failure(*found, ends, counts, timeout_s)
-    values = []
-    for rank in range(ranks):
-        try:
-            values.append(pickle.loads(ends[rank].value))
-        except Exception as error:  # noqa: BLE001  reading it runs the result's own code
-            raise RankFailed(rank, f"returned what cannot be read back: {End.of(error).value}") from error
-    return values
+    return [ends[rank].value for rank in range(ranks)]
 
 
 def _failure(rank: int, kind: str, ends: dict[int, End], counts: list[int], timeout_s: float) -> RankFailed:
@@ -366,37 +362,37 @@ def most_ranks() -> int:
 def _check(function: Callable, args: tuple, ranks: int, timeout_s: float, threads: int) -> None:
     check_int("ranks", ranks)
     check_int("threads", threads)
-    if not is_real(timeout_s) or timeout_s > LONGEST_S:
-        raise ValueError(f"timeout_s must be a number of seconds up to {LONGEST_S:,}, got {short_repr(timeout_s)}")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    if not is_real(timeout_s) or not 0 < timeout_s <= LONGEST_S:
+        raise ValueError(
+            f"timeout_s must be a positive number of seconds up to {LONGEST_S:,}, got {short_repr(timeout_s)}"
+        )
     if ranks > (most := most_ranks()):
         raise ValueError(f"ranks is {short_repr(ranks)}: this machine has memory and open files for {most:,} at most")
-    if not callable(function) or not hasattr(function, "__module__"):
-        raise ValueError(f"there is no function to call in {short_repr(function)}")
+    importable = "<" not in getattr(function, "__qualname__", "<") and function.__module__ != "__main__"
+    if not callable(function) or not importable:
+        what = f"{short_repr(function)} cannot be imported by other processes"
+        raise ValueError(f"{what}: put it into a module, as a plain function")
     try:
         pickle.dumps(args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"the arguments cannot be sent to other processes: {error}") from None
-    if function.__module__ == "__main__" or "<" in getattr(function, "__qualname__", "<"):
-        raise ValueError(f"{function} cannot be imported by other processes: put it into a module, as a plain function")
 
 
 def _rank(channel: Connection, rank, ranks, folder, timeout_s, threads, function, args) -> None:
     try:
         torch.set_num_threads(threads)
         join_group(folder, rank, ranks, timeout_s)
-        channel.send_bytes(pickle.dumps(None))
+        channel.send_bytes(pickle.dumps(End("ok")))
         result = function(*args)
         dist.barrier()  # none leaves while another still talks to it
         try:
-            end = End("ok", pickle.dumps(result))
+            message = pickle.dumps(End("ok", result))
         except Exception as error:  # noqa: BLE001  pickling runs the result's own code
             what = f"its result, of type {type(result).__name__}, cannot be sent back"
             raise TypeError(f"{what}: {type(error).__name__}: {error}") from None
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  whatever a rank raises is reported to the caller
-        end = End.of(error)
-    channel.send_bytes(pickle.dumps(end))
+        message = pickle.dumps(End.of(error))
+    channel.send_bytes(message)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -77,7 +77,7 @@ class Layout:
     def positions(self, rank: int) -> Tensor:
         """The positions in the sequence of a rank's rows, int64 (size,): for position embeddings."""
         mine = [torch.arange(r.start, r.stop, r.step) for r in self.ranges(rank)]
-        steps = torch.cat(mine) if mine else torch.empty(0, dtype=torch.long)
+        steps = torch.cat([torch.empty(0, dtype=torch.long), *mine])
         return steps if self.grid is None else _curve(*self.grid)[steps]
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:

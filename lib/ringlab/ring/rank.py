@@ -22,7 +22,7 @@ from ..engine.dilated import first_and_step, fold_heads, progressions
 from ..engine.execute import Call, Plan, View, head_block
 from ..kernels.base import HALF, Kernel, accumulation_dtype, supports_lower_right_causal
 from ..patterns import Branch, Dense
-from .exchange import BlockParts, Problem, RankPlan, keys_of, plan_rank
+from .exchange import BlockParts, Problem, RankPlan, keys_of, plan_rank, runs_alike
 
 
 def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
@@ -42,16 +42,14 @@ def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
 
 def _between(branch: Branch, problem: Problem, start: int, asking: range, wanted: range, rows) -> Iterator[Call]:
     """The calls of one branch in the segment from ``start``; ``rows``: where the two parts begin in their shards."""
-    alike: dict[tuple[int, int], list] = {}
+    found = []
     for head, offset in zip(branch.heads, branch.offsets):
         firsts = [(start + offset - part.start) % branch.rate for part in (asking, wanted)]
         counts = tuple(len(part[first :: branch.rate]) for part, first in zip((asking, wanted), firsts))
-        if min(counts) > 0:
-            member = (head, firsts[0] + rows[0], firsts[1] + rows[1], head // (problem.heads // problem.kv_heads))
-            alike.setdefault(counts, []).append(member)
-    for counts, members in alike.items():
-        for run in progressions(members):
-            yield _call(run, branch.rate, *counts)
+        member = (head, firsts[0] + rows[0], firsts[1] + rows[1], head // (problem.heads // problem.kv_heads))
+        found.append((counts, member))
+    for counts, run in runs_alike(found):
+        yield _call(run, branch.rate, *counts)
 
 
 def _call(run: list[tuple[int, ...]], rate: int, q_count: int, k_count: int, causal: bool = False) -> Call:
@@ -125,22 +123,19 @@ def _received(plan: RankPlan) -> dict[int, Tensor]:
 
 def _on_received(branch, problem: Problem, start: int, asking: range, keys: range, row: int, received):
     """The calls of one branch on those of its ``keys`` that came, in the segment from ``start``."""
-    alike: dict[tuple[int, int], list] = {}
+    found, indices = [], {}
     for head, offset in zip(branch.heads, branch.offsets):
         first = (start + offset - asking.start) % branch.rate
         count, kv_head = len(asking[first :: branch.rate]), head // (problem.heads // problem.kv_heads)
         if count and kv_head in received:
             positions, rows = received[kv_head]
             wanted = (positions >= keys.start) & (positions < keys.stop)
-            rows = rows[wanted & ((positions - start - offset) % branch.rate == 0)]
-            if len(rows):
-                alike.setdefault((count, len(rows)), []).append((head, first + row, rows))
-    for (q_count, _), members in alike.items():
-        indices = {head: rows for head, _, rows in members}
-        for run in progressions([(head, first) for head, first, _ in members]):
-            (head, head_step), (q_first, q_shift) = first_and_step(run)
-            queries = View(q_count, q_first, branch.rate, 0, head, head_step, q_shift)
-            yield Call(queries, View.of(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
+            indices[head] = rows[wanted & ((positions - start - offset) % branch.rate == 0)]
+            found.append(((count, len(indices[head])), (head, first + row)))
+    for (count, _), run in runs_alike(found):
+        (head, head_step), (q_first, q_shift) = first_and_step(run)
+        queries = View(count, q_first, branch.rate, 0, head, head_step, q_shift)
+        yield Call(queries, View.of(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
 
 
 @dataclass
@@ -201,32 +196,28 @@ class Rank:
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
         """out (b, s, h, d) and lse (b, h, s) over the keys of the own shard."""
         chunks, pool = self._chunks(q, k, False), self.execution.scratch()
-        out, lse = None, None
-        if len(chunks) != 1:  # no keys so far
+        if len(chunks) == 1:
+            out, lse = execute.forward(q, k, v, chunks[0][1], *self.how, pool=pool)
+        else:  # no keys so far
             out = torch.zeros_like(q, memory_format=torch.contiguous_format)
             lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
             lse = lse.transpose(1, 2)
-        for rows, plan in chunks:
-            part = execute.forward(*(t[:, rows] for t in (q, k, v)), plan, *self.how, pool=pool)
-            if len(chunks) == 1:
-                out, lse = part
-            else:
-                out[:, rows], lse[:, :, rows] = part
-            del part  # before the next one is computed
+            for rows, plan in chunks:
+                given = (t[:, rows] for t in (q, k, v))
+                out[:, rows], lse[:, :, rows] = execute.forward(*given, plan, *self.how, pool=pool)
         self.add_forward(self.rank, q, (k, v), out, lse)
         return out, lse
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
         """dq, dk, dv in fp32 or wider."""
-        chunks, pool = self._chunks(q, k, True), self.execution.scratch()
-        alone = len(chunks) == 1 and not self.calls(self.rank).calls
-        shapes = () if alone else (q.shape, k.shape, v.shape)
-        grads = tuple(torch.zeros(s, dtype=accumulation_dtype(q.dtype), device=q.device) for s in shapes)
+        chunks, pool, dtype = self._chunks(q, k, True), self.execution.scratch(), accumulation_dtype(q.dtype)
+        if len(chunks) == 1 and not self.calls(self.rank).calls:
+            grads = execute.backward(dout, q, k, v, out, lse, chunks[0][1], *self.how, pool=pool)
+            return tuple(grad.to(dtype) for grad in grads)
+        grads = tuple(torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (q, k, v))
         for rows, plan in chunks:
             reads = [t[:, rows] for t in (dout, q, k, v, out)]
             part = execute.backward(*reads, lse[:, :, rows], plan, *self.how, pool=pool)
-            if alone:
-                return tuple(grad.to(accumulation_dtype(grad.dtype)) for grad in part)
             for total, grad in zip(grads, part):
                 total[:, rows] += grad
             del part, grad  # before the next ones are computed
@@ -272,9 +263,8 @@ class BlockRank(Rank):
         return head_block(q, self.problem.kv_heads, q.shape[1])
 
     def keys(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(
-            t.unflatten(1, (-1, self.problem.kv_heads)).squeeze(3) for t in keys_of(message)
-        )  # (b, s, h_kv, d)
+        kv_heads = self.problem.kv_heads
+        return tuple(t.unflatten(1, (-1, kv_heads)).squeeze(3) for t in keys_of(message))  # (b, s, h_kv, d)
 
     def _chunks(self, q: Tensor, k: Tensor, backward: bool) -> list:
         return []

@@ -7,8 +7,11 @@ hop: the backward of each call is exact with the final out and lse.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +19,11 @@ from torch.nn import functional as F
 
 from .. import patterns
 from ..block_patterns import BlockSparse
-from ..engine import blocks as block_engine
-from ..engine import dilated, execute
+from ..engine import blocks, dilated, execute
 from ..engine.autograd import fold_lse_gradient
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
-from .comm import AllToAll, Exchange, Post, Steps, Wait
+from .comm import AllToAll, Exchange, Steps, Wait
 from .exchange import Problem, RankPlan
 from .rank import Rank
 
@@ -32,7 +34,7 @@ from .rank import Rank
 def plan_forward(rank: Rank, q, k, v) -> Steps:
     plan = rank.plan
     rows = k.new_empty(sum(plan.received), 2, q.shape[0], q.shape[3])
-    ticket = yield Post(AllToAll(_packed(plan, k, v), plan.sent, rows, plan.received))
+    ticket = yield AllToAll(_packed(plan, k, v), plan.sent, rows, plan.received)
     out, lse = rank.local_forward(q, k, v)
     yield Wait(ticket)
     del ticket  # it holds the rows sent
@@ -59,7 +61,7 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     if len(rows):
         rank.add_backward(None, (dout, q, out, lse), rank.keys(rows), dq, rank.keys(d_rows))
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
-    ticket = yield Post(AllToAll(d_rows, plan.received, home, plan.sent))
+    ticket = yield AllToAll(d_rows, plan.received, home, plan.sent)
     local = rank.local_backward(dout, q, k, v, out, lse)
     dq += local[0]
     yield Wait(ticket)
@@ -82,9 +84,9 @@ def _hop(rank: Rank, t: int, current, k: Tensor) -> tuple[Exchange, tuple | None
     """The exchange before step t and the shard that comes, of rank - t. No shard goes where no query needs it."""
     p, me, hops = rank.problem.layout.ranks, rank.rank, rank.problem.hops
     exchange, coming = Exchange(), None
-    if t < p and hops[(me - t + 1) % p] >= t:
+    if hops[(me - t + 1) % p] >= t:
         exchange.send[(me + 1) % p] = current
-    if t < p and hops[(me - t) % p] >= t:
+    if hops[(me - t) % p] >= t:
         coming = exchange.receive[(me - 1) % p] = _shard(rank, (me - t) % p, k)
     return exchange, coming
 
@@ -93,7 +95,7 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
     p, current = rank.problem.layout.ranks, (k.contiguous(), v.contiguous())
     for t in range(p):
         exchange, coming = _hop(rank, t + 1, current, k)
-        ticket = yield Post(exchange)
+        ticket = yield exchange
         if t == 0:
             out, lse = rank.local_forward(q, k, v)
             out = out.to(accumulation_dtype(out.dtype))
@@ -110,38 +112,34 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     p, me, hops, d = rank.problem.layout.ranks, rank.rank, rank.problem.hops, q.shape[3]
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
-    dtype, reads = accumulation_dtype(k.dtype), (dout, q, out, lse)
-    current, travelling, home, gradients = (k.contiguous(), v.contiguous()), None, None, None
-    for t in range(p):
+    dtype, travelling, home = accumulation_dtype(k.dtype), None, None
+    exchange, coming = _hop(rank, 1, (k.contiguous(), v.contiguous()), k)
+    ticket = yield exchange
+    total = rank.local_backward(dout, q, k, v, out, lse)
+    gradients = yield Exchange()
+    yield Wait(ticket)
+    for t in range(1, p):
+        current, source, onward = coming, (me - t) % p, Exchange()
         exchange, coming = _hop(rank, t + 1, current, k)
-        ticket = yield Post(exchange)
-        source = (me - t) % p
-        if t == 0:
-            total = rank.local_backward(dout, q, k, v, out, lse)
-            mine = None
-        elif current is not None:
+        ticket = yield exchange
+        if current is not None:
             mine = _shard(rank, source, k, dtype, torch.Tensor.new_zeros)
-            rank.add_backward(source, reads, current, total[0], mine)
-        if gradients is not None:
-            yield Wait(gradients)
-        if t and current is not None and travelling is not None:
-            for a, b in zip(mine, travelling):
+            rank.add_backward(source, (dout, q, out, lse), current, total[0], mine)
+        yield Wait(gradients)
+        if current is not None:
+            for a, b in zip(mine, travelling or ()):
                 a += b
-        onward = Exchange()
-        if t and hops[source] >= t:
             onward.send[(me + 1) % p if hops[source] > t else source] = mine
         travelling = None
-        if t and t + 1 < p and hops[(me - t - 1) % p] >= t + 1:
-            travelling = onward.receive[(me - 1) % p] = _shard(rank, (me - t - 1) % p, k, dtype)
-        if t and hops[me] == t:
+        if coming is not None:
+            travelling = onward.receive[(me - 1) % p] = _shard(rank, (source - 1) % p, k, dtype)
+        if hops[me] == t:
             home = onward.receive[(me + t) % p] = _shard(rank, me, k, dtype)
-        gradients = yield Post(onward)
+        gradients = yield onward
         yield Wait(ticket)
-        current = coming
     yield Wait(gradients)
-    if home is not None:
-        for a, b in zip(total[1:], home):
-            a += b
+    for a, b in zip(total[1:], home or ()):
+        a += b
     return tuple(t[..., :d] for t in total)
 
 
@@ -149,20 +147,19 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
 # all_gather: everyone gets every shard; gradients are scattered back and summed
 
 
-def _gather(rank: Rank, k: Tensor, v: Tensor) -> tuple[Exchange, dict]:
+def _gather(rank: Rank, k: Tensor, v: Tensor) -> Exchange:
     p = rank.problem.layout.ranks
     others = [(rank.rank + i) % p for i in range(1, p)]
-    shards = {j: _shard(rank, j, k) for j in others}
-    return Exchange(dict.fromkeys(others, (k.contiguous(), v.contiguous())), shards), shards
+    return Exchange(dict.fromkeys(others, (k.contiguous(), v.contiguous())), {j: _shard(rank, j, k) for j in others})
 
 
 def all_gather_forward(rank: Rank, q, k, v) -> Steps:
-    exchange, shards = _gather(rank, k, v)
-    ticket = yield Post(exchange)
+    exchange = _gather(rank, k, v)
+    ticket = yield exchange
     out, lse = rank.local_forward(q, k, v)
     out = out.to(accumulation_dtype(out.dtype))
     yield Wait(ticket)
-    for source, shard in shards.items():
+    for source, shard in exchange.receive.items():
         rank.add_forward(source, q, shard, out, lse)
     return out.to(q.dtype), lse
 
@@ -171,15 +168,15 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     p, me, dtype, d = rank.problem.layout.ranks, rank.rank, accumulation_dtype(k.dtype), q.shape[3]
     if dlse is not None:
         dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
-    exchange, shards = _gather(rank, k, v)
-    ticket = yield Post(exchange)
+    exchange = _gather(rank, k, v)
+    ticket = yield exchange
     total = rank.local_backward(dout, q, k, v, out, lse)
     yield Wait(ticket)
     for t in range(1, p):  # one pair of ranks at a time, so that only two foreign gradients are held
         to, source = (me + t) % p, (me - t) % p
         part, coming = _shard(rank, to, k, dtype, torch.Tensor.new_zeros), _shard(rank, me, k, dtype)
-        rank.add_backward(to, (dout, q, out, lse), shards.pop(to), total[0], part)
-        yield Wait((yield Post(Exchange({to: part}, {source: coming}))))
+        rank.add_backward(to, (dout, q, out, lse), exchange.receive.pop(to), total[0], part)
+        yield Wait((yield Exchange({to: part}, {source: coming})))
         for a, b in zip(total[1:], coming):
             a += b
     return tuple(t[..., :d] for t in total)
@@ -201,34 +198,21 @@ class HeadRange:
     kv_heads: int
 
     def branches(self, n: int, heads: int, kv_heads: int) -> tuple[Branch, ...]:
-        found = []
-        for b in self.pattern.branches(n, self.heads, self.kv_heads):
-            if mine := [(h - self.mine.start, o) for h, o in zip(b.heads, b.offsets) if h in self.mine]:
-                found.append(Branch(b.length, b.rate, *map(tuple, zip(*mine))))
-        return tuple(found)
+        whole = self.pattern.branches(n, self.heads, self.kv_heads)
+        mine = [[(h - self.mine.start, o) for h, o in zip(b.heads, b.offsets) if h in self.mine] for b in whole]
+        return tuple(Branch(b.length, b.rate, *zip(*some)) for b, some in zip(whole, mine) if some)
 
 
-@dataclass(frozen=True)
-class Share:
-    """The heads of one rank: query heads, and the K/V heads that they see."""
+def shares(heads: int, kv_heads: int, ranks: int) -> tuple[list[range], list[range]]:
+    """By rank, the query heads that it takes, and the K/V heads that they see.
 
-    queries: range
-    keys: range
-
-
-def shares(heads: int, kv_heads: int, ranks: int) -> list[Share]:
-    """Which heads each rank takes.
-
-    >>> [s.queries for s in shares(5, 5, 2)]
+    >>> shares(5, 5, 2)[0]
     [range(0, 3), range(3, 5)]
     """
-    whole, rest = divmod(heads, ranks)
-    group, found, start = heads // kv_heads, [], 0
-    for rank in range(ranks):
-        stop = start + whole + (rank < rest)
-        found.append(Share(range(start, stop), range(start // group, (stop - 1) // group + 1)))
-        start = stop
-    return found
+    (whole, rest), group = divmod(heads, ranks), heads // kv_heads
+    cuts = [rank * whole + min(rank, rest) for rank in range(ranks + 1)]
+    queries = [range(*pair) for pair in pairwise(cuts)]
+    return queries, [range(q.start // group, (q.stop - 1) // group + 1) for q in queries]
 
 
 def _to_heads(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> Steps:
@@ -239,8 +223,8 @@ def _to_heads(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> St
     received = yield from _all_to_all(parts, shapes)
     whole = [t.new_empty(t.shape[0], layout.n, len(h[rank.rank]), t.shape[3]) for t, h in each]
     for source, shards in enumerate(received):
-        for into, shard in zip(whole, shards):
-            for row, owned in layout.chunks(source):
+        for row, owned in layout.chunks(source):
+            for into, shard in zip(whole, shards):
                 into[:, owned.start : owned.stop : owned.step] = shard[:, row : row + len(owned)]
     return whole
 
@@ -248,7 +232,8 @@ def _to_heads(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> St
 def _to_rows(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> Steps:
     """The way back; what several ranks have of one K/V head is summed."""
     layout, each = rank.problem.layout, list(zip(tensors, heads))
-    parts = [[_rows(t, layout.ranges(u)) for t in tensors] for u in range(layout.ranks)]
+    owned = [[slice(r.start, r.stop, r.step) for r in layout.ranges(u)] for u in range(layout.ranks)]
+    parts = [[torch.cat([t[:, :0], *(t[:, rows] for rows in some)], 1) for t in tensors] for some in owned]
     size = layout.size(rank.rank)
     shapes = [[(t.shape[0], size, len(h[u]), t.shape[3]) for t, h in each] for u in range(layout.ranks)]
     received = yield from _all_to_all(parts, shapes)
@@ -259,71 +244,61 @@ def _to_rows(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> Ste
     return results
 
 
-def _rows(t: Tensor, ranges) -> Tensor:
-    return torch.cat([t[:, :0], *(t[:, r.start : r.stop : r.step] for r in ranges)], 1)
-
-
 def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> Steps:
     """Send lists of tensors of one dtype by rank, get those of these shapes by rank."""
-    sent = [sum(t.numel() for t in part) for part in parts]
-    counts = [[torch.Size(shape).numel() for shape in each] for each in shapes]
+    counts = [[math.prod(shape) for shape in each] for each in shapes]
     send = torch.cat([t.reshape(-1) for part in parts for t in part])
-    receive = send.new_empty(sum(map(sum, counts)))
-    yield Wait((yield Post(AllToAll(send, sent, receive, [sum(c) for c in counts]))))
-    flat = iter(receive.split([c for each in counts for c in each]))
+    sent, received = [sum(t.numel() for t in part) for part in parts], list(map(sum, counts))
+    receive = send.new_empty(sum(received))
+    yield Wait((yield AllToAll(send, sent, receive, received)))
+    flat = iter(receive.split(list(chain(*counts))))
     return [[next(flat).view(shape) for shape in each] for each in shapes]
 
 
-def _on_heads(rank: Rank, share: Share, *tensors) -> tuple[Tensor, ...]:
+def _on_heads(rank: Rank, *tensors) -> tuple[Tensor, ...]:
     """The one-device engine on whole sequences of this rank's heads: forward of q, k, v, else backward."""
-    problem, backward = rank.problem, len(tensors) > 3
-    blocks = isinstance(problem.pattern, BlockSparse)  # all heads see the same blocks
-    engine = block_engine if blocks else execute
-    run = engine.backward if backward else engine.forward
-    if blocks:
-        return run(*tensors, problem.pattern, *rank.how, rank.execution)
-    pattern = HeadRange(problem.pattern, share.queries, problem.heads, problem.kv_heads)
+    problem, backward, how = rank.problem, len(tensors) > 3, (*rank.how, rank.execution)
+    if isinstance(problem.pattern, BlockSparse):  # all heads see the same blocks
+        return (blocks.backward if backward else blocks.forward)(*tensors, problem.pattern, *how)
+    queries, _ = shares(problem.heads, problem.kv_heads, problem.layout.ranks)
+    pattern = HeadRange(problem.pattern, queries[rank.rank], problem.heads, problem.kv_heads)
     q, k = tensors[backward : backward + 2]
     plan = dilated.plan_for(q, k, pattern, rank.execution.cached, backward=backward)
+    run = execute.backward if backward else execute.forward
     return run(*tensors, plan, *rank.how, pool=rank.execution.scratch())
 
 
-def _aligned(share: Share, group: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """k and v for the engine, which needs equal groups: if groups are cut, a K/V head per query head, and the index."""
-    seen = [head // group - share.keys.start for head in share.queries]  # by query head
-    if len(set(Counter(seen).values())) == 1:
-        return k, v, None
-    index = torch.tensor(seen, device=k.device)
-    return k.index_select(2, index), v.index_select(2, index), index
+def _shares(rank: Rank) -> tuple[list[range], list[range], list[int] | None]:
+    """The query heads and the K/V heads of all ranks, and the K/V head of each query head of this rank.
 
-
-def _shares(rank: Rank) -> tuple[Share, list[range], list[range]]:
-    """This rank's heads, then the query heads and the K/V heads of all ranks."""
-    found = shares(rank.problem.heads, rank.problem.kv_heads, rank.problem.layout.ranks)
-    return found[rank.rank], [share.queries for share in found], [share.keys for share in found]
+    The last is None where groups are whole; else the engine, which needs equal groups, gets a K/V head per query head.
+    """
+    problem, me = rank.problem, rank.rank
+    queries, keys = shares(problem.heads, problem.kv_heads, problem.layout.ranks)
+    seen = [head * problem.kv_heads // problem.heads - keys[me].start for head in queries[me]]
+    return queries, keys, None if len(set(Counter(seen).values())) == 1 else seen
 
 
 def ulysses_forward(rank: Rank, q, k, v) -> Steps:
-    (share, queries, keys), group = _shares(rank), q.shape[2] // k.shape[2]
+    queries, keys, seen = _shares(rank)
     whole = yield from _to_heads(rank, [q, k, v], [queries, keys, keys])
-    out, lse = _on_heads(rank, share, whole[0], *_aligned(share, group, *whole[1:])[:2])
+    out, lse = _on_heads(rank, whole[0], *(t if seen is None else t[:, :, seen] for t in whole[1:]))
     (mine,) = yield from _to_rows(rank, [out], [queries])
     (my_lse,) = yield from _to_rows(rank, [lse.transpose(1, 2).unsqueeze(-1)], [queries])
     return mine, my_lse.squeeze(-1).transpose(1, 2), *whole, out.contiguous(), lse.contiguous()
 
 
-def ulysses_backward(
-    rank: Rank, dout, dlse, q, k, v, out, lse, whole_q, whole_k, whole_v, whole_out, whole_lse
-) -> Steps:
-    (share, queries, keys), d = _shares(rank), q.shape[3]
+def ulysses_backward(rank: Rank, dout, dlse, q, k, v, out, lse, *whole) -> Steps:
+    (queries, keys, seen), (whole_q, whole_k, whole_v, whole_out, whole_lse) = _shares(rank), whole
     (whole_dout,) = yield from _to_heads(rank, [dout], [queries])
-    wide_k, wide_v, index = _aligned(share, q.shape[2] // k.shape[2], whole_k, whole_v)
-    tensors = (whole_dout, whole_q, wide_k, wide_v, whole_out, whole_lse)
+    wide = [t if seen is None else t[:, :, seen] for t in (whole_k, whole_v)]
+    tensors = (whole_dout, whole_q, *wide, whole_out, whole_lse)
     if dlse is not None:
         (g,) = yield from _to_heads(rank, [dlse.transpose(1, 2).unsqueeze(-1)], [queries])
         tensors = fold_lse_gradient(*tensors, g.squeeze(-1).transpose(1, 2))
-    grads = [t[..., :d].to(accumulation_dtype(q.dtype)) for t in _on_heads(rank, share, *tensors)]
-    if index is not None:
+    grads = [t[..., : q.shape[3]].to(accumulation_dtype(q.dtype)) for t in _on_heads(rank, *tensors)]
+    if seen is not None:
+        index = torch.tensor(seen, device=k.device)
         grads[1:] = [t.new_zeros(whole_k.shape).index_add_(2, index, t) for t in grads[1:]]
     return tuple((yield from _to_rows(rank, grads, [queries, keys, keys])))
 
@@ -336,8 +311,7 @@ SCHEMES = {
 }
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The scheme that ``scheme="auto"`` takes, and why."""
 
     scheme: str

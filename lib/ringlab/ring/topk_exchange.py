@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..engine import topk
-from .comm import AllToAll, Post, Steps, Wait
+from .comm import AllToAll, Steps, Wait
 from .exchange import Problem
 from .group import Group
 from .layout import contiguous
@@ -29,7 +29,7 @@ def _problem(group: Group, what: str, rows: int, causal: bool, *heads: int) -> P
 def _all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Steps:
     """Send ``sent[j]`` rows to rank j, in order; returns the rows that came, ``received[j]`` from rank j."""
     into = send.new_empty(sum(received), *send.shape[1:])
-    yield Wait((yield Post(AllToAll(send, sent, into, received))))
+    yield Wait((yield AllToAll(send, sent, into, received)))
     return into
 
 

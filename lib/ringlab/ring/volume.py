@@ -5,7 +5,7 @@ A row is one position of one K/V head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,13 +31,13 @@ def sent_bytes(
     narrow, broad, trains = dtype.itemsize, accumulation_dtype(dtype).itemsize, passes == "fwd+bwd"
     own, foreign = layout.size(rank), layout.n - layout.size(rank)
     if scheme == "ulysses":
-        share = shares(problem.heads, kv_heads, p)
-        mine, queries = share[rank], problem.heads - len(share[rank].queries)
-        keys = sum(len(each.keys) for each in share) - len(mine.keys)
-        results = foreign * len(mine.queries)
+        counts = [list(map(len, heads)) for heads in shares(problem.heads, kv_heads, p)]
+        my_queries, my_keys = (count[rank] for count in counts)
+        queries, keys = (sum(count) - count[rank] for count in counts)  # of the others
+        results = foreign * my_queries
         sent = (own * (queries + 2 * keys) + results) * narrow
         if trains:
-            sent += own * queries * narrow + (results + 2 * foreign * len(mine.keys)) * broad
+            sent += own * queries * narrow + (results + 2 * foreign * my_keys) * broad
         return batch * (head_dim * sent + results * broad)  # a log-sum-exp has no head_dim
     # rows of K and of V forward, and rows of gradients back
     if scheme == "plan":
@@ -54,8 +54,7 @@ def sent_bytes(
     return 2 * batch * head_dim * (rows * narrow + (again * narrow + gradients * broad if trains else 0))
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(NamedTuple):
     """Rows per K/V head that the busiest rank receives in a forward pass."""
 
     seq_len: int
@@ -103,8 +102,8 @@ def unevenness(problem: Problem, scheme: str) -> float:
         return 1.0
     ranks, everyone = range(problem.layout.ranks), range(problem.heads)
     if scheme == "ulysses":
-        parts = [(share.queries, [range(problem.layout.n)])
-                 for share in shares(problem.heads, problem.kv_heads, len(ranks))]  # fmt: skip
+        queries, _ = shares(problem.heads, problem.kv_heads, len(ranks))
+        parts = [(heads, [range(problem.layout.n)]) for heads in queries]
     else:
         parts = [(everyone, problem.layout.ranges(rank)) for rank in ranks]
     work = [
