@@ -248,7 +248,9 @@ def _compare(given) -> int:
     else:
         found, failures = check(*sides, tolerance)
         failed = [pair for pair, _ in failures]
-        parts = compare_table.sections(found, [p for p in found.pairs if p.longer or p.shorter or p in failed])
+        parts = compare_table.sections(
+            found, [p for p in found.pairs if p.significantly_slower or p.significantly_faster or p in failed]
+        )
         parts.append(compare_table.worse(found, failures, tolerance))
     if given.csv:
         compare_table.write_csv(given.csv, found)

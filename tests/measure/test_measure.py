@@ -125,14 +125,16 @@ def test_ratio_is_taken_round_by_round():
     a, b = result(seconds=(2.0, 2.0, 8.0, 8.2)), result(seconds=(1.0, 1.0, 4.0, 4.1, 9.0))
     r = ratio(a, b)
     assert (r.value, r.ci, r.rounds, r.paired) == (pytest.approx(2.0), pytest.approx((2.0, 2.0)), 4, True)
-    assert r.longer and not r.shorter and not r.unstable, "the rows drift, their ratio does not"
+    assert r.significantly_slower and not r.significantly_faster and not r.unstable, (
+        "the rows drift, their ratio does not"
+    )
     assert ratio([1.0, 4.0], [1.0, 1.0]).value == pytest.approx(2.0), "the median of logs is their geometric mean"
     undecided = ratio([1.0, 1.0, 2.0], [1.0, 2.0, 1.0])
-    assert not undecided.longer and not undecided.shorter and undecided.unstable
+    assert not undecided.significantly_slower and not undecided.significantly_faster and undecided.unstable
     # What the same work differs by is no difference.
     longer, shorter = stats.Ratio(1.08, 1.05, 1.10, 10, True), stats.Ratio(0.93, 0.90, 0.95, 10, True)
-    assert longer.longer and not replace(longer, resolution=1.06).longer
-    assert shorter.shorter and not replace(shorter, resolution=1.06).shorter
+    assert longer.significantly_slower and not replace(longer, noise_floor=1.06).significantly_slower
+    assert shorter.significantly_faster and not replace(shorter, noise_floor=1.06).significantly_faster
 
 
 def test_only_results_that_share_rounds_of_a_run_are_paired():

@@ -291,7 +291,9 @@ def differences(rng, kind: str, samples: int, size: int, factor: float = 1.0) ->
     pairs = [(row("a", factor), row("b", 1.0)) for _ in range(size)]
     ratios = [ratio(a, b) for a, b in pairs]
     found = compare_chance.holm([compare_chance.chance(a, b, r) for (a, b), r in zip(pairs, ratios)])
-    return sum(r.longer or r.shorter for r in ratios), sum(p <= compare_chance.FALSE_ALARMS for p in found)
+    return sum(r.significantly_slower or r.significantly_faster for r in ratios), sum(
+        p <= compare_chance.FALSE_ALARMS for p in found
+    )
 
 
 @pytest.mark.parametrize("kind, samples, count, size", [

@@ -225,15 +225,17 @@ def test_only_hardware_makes_a_claim_untestable_and_a_rehearsal_decides_nothing(
     assert untestable >= set(keys.split()) and (rehearsal or untestable == set(keys.split()))
 
 
-@pytest.mark.parametrize("ends, low, high, resolution, expected", [
+@pytest.mark.parametrize("ends, low, high, noise_floor, expected", [
     ((1.07, 0.9, 1.3), 1.05, 1.10, 1.0, "undecided"), ((1.07, 1.06, 1.08), 1.05, 1.10, 1.0, "reproduced"),
     ((1.0, 0.99, 1.01), 1.05, 1.10, 1.0, "refuted"), (None, 1.05, 1.10, 1.0, "undecided"),
     ((2.0, 1.9, 2.1), 1.85, 2.15, 1.1, "undecided"), ((2.0, 1.9, 2.1), 2.2, 3.0, 1.1, "undecided"),
 ])  # fmt: skip
-def test_a_verdict_is_by_an_interval_that_includes_what_the_same_work_differs_by(ends, low, high, resolution, expected):
-    ratio = ends and replace(stats.Ratio(*ends, 10, True), resolution=resolution)
+def test_a_verdict_is_by_an_interval_that_includes_what_the_same_work_differs_by(
+    ends, low, high, noise_floor, expected
+):
+    ratio = ends and replace(stats.Ratio(*ends, 10, True), noise_floor=noise_floor)
     assert verdicts.by_interval(ratio, low, high, "x").word == expected
-    if ends and ends[1] < 1 < ends[2] and resolution == 1:
+    if ends and ends[1] < 1 < ends[2] and noise_floor == 1:
         assert verdicts.by_interval(ratio, 1.0, float("inf"), "x").why.endswith("its interval crosses 1")
 
 

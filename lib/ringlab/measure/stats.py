@@ -34,7 +34,7 @@ class Ratio:
     """``value`` = time of a / time of b, its 95 % interval, the number of rounds, and whether they were paired.
 
     ``unstable``: the ratios of the rounds spread or drift too much, or, unpaired, the samples of one side.
-    ``resolution``: the noise floor, the factor by which the same work differed in this run.
+    ``noise_floor``: the factor by which the same work differed in this run.
     """
 
     value: float
@@ -43,21 +43,21 @@ class Ratio:
     rounds: int
     paired: bool
     unstable: bool = False
-    resolution: float = 1.0
+    noise_floor: float = 1.0
 
     @property
     def ci(self) -> tuple[float, float]:
         return self.low, self.high
 
     @property
-    def longer(self) -> bool:
+    def significantly_slower(self) -> bool:
         """a takes longer than b: the interval lies above the noise floor."""
-        return self.low > self.resolution
+        return self.low > self.noise_floor
 
     @property
-    def shorter(self) -> bool:
+    def significantly_faster(self) -> bool:
         """b takes longer than a."""
-        return self.high < 1 / self.resolution
+        return self.high < 1 / self.noise_floor
 
 
 def summary(seconds: Sequence[float]) -> Summary:

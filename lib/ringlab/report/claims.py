@@ -120,9 +120,9 @@ def best_threshold(study: Study, claim: dict) -> Verdict:
     ours = ", ".join(f"{mb:g} MB takes {said(x)} as long" for mb, x in gains.items())
     if study.rehearsal:
         return untestable(CPU_TIMES, ours)
-    if any(x.shorter for x in gains.values()):
+    if any(x.significantly_faster for x in gains.values()):
         return Verdict("refuted", ours, "another threshold is faster")
-    if all(x.longer for x in gains.values()):
+    if all(x.significantly_slower for x in gains.values()):
         return Verdict("reproduced", ours, "every other threshold measured is slower")
     return undecided("not every threshold can be told apart from it", ours)
 
@@ -141,9 +141,9 @@ def pool_by_length(study: Study, claim: dict) -> Verdict:
     ours = f"{said(short)} at {min(found):,}, {said(long)} at {max(found):,} tokens"
     if study.rehearsal:
         return untestable(CPU_TIMES, ours)
-    if long.longer and long.low > short.high:
+    if long.significantly_slower and long.low > short.high:
         return Verdict("reproduced", ours, "it gains more at the longer length")
-    if long.shorter or long.high < short.low:
+    if long.significantly_faster or long.high < short.low:
         return Verdict("refuted", ours, "it does not gain more at the longer length")
     return undecided("the intervals at both lengths overlap", ours)
 

@@ -2,7 +2,7 @@
 
 Rows are alike where group and point agree: system, pattern, shape, dtype, passes, ranks and options. Two runs took no
 turns, so the interval of a ratio comes from the samples of either side and from how unevenly either machine ran
-(``Study.pace``). As in a report, no factor counts that the same work differed by within its run (``Study.resolution``).
+(``Study.pace``). As in a report, no factor counts that the same work differed by in its run (``Study.noise_floor``).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Pair:
     p: float = 1.0
 
     @property
-    def longer(self) -> bool:
+    def significantly_slower(self) -> bool:
         """The first takes longer, significantly."""
-        return self.ratio is not None and self.ratio.longer and self.p <= FALSE_ALARMS
+        return self.ratio is not None and self.ratio.significantly_slower and self.p <= FALSE_ALARMS
 
     @property
-    def shorter(self) -> bool:
-        return self.ratio is not None and self.ratio.shorter and self.p <= FALSE_ALARMS
+    def significantly_faster(self) -> bool:
+        return self.ratio is not None and self.ratio.significantly_faster and self.p <= FALSE_ALARMS
 
     def bytes(self, what: str) -> tuple[int | None, int | None]:
         """``peak`` or ``sent`` of both, None where it is not known or may not be quoted."""
@@ -87,8 +87,8 @@ class Comparison:
         return [pair for pair in self.pairs if pair.reason]
 
     @property
-    def resolution(self) -> float:
-        return max(self.first.study.resolution, self.second.study.resolution)
+    def noise_floor(self) -> float:
+        return max(self.first.study.noise_floor, self.second.study.noise_floor)
 
     @cached_property
     def mean(self) -> measure.Ratio | None:
@@ -146,7 +146,7 @@ def check(now: Side, base: Side, tolerance: float) -> tuple[Comparison, list[tup
 
 
 def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
-    if pair.longer and pair.ratio.value > 1 + tolerance:
+    if pair.significantly_slower and pair.ratio.value > 1 + tolerance:
         yield "slower"
     yield from (what for what in BYTES if (growth := pair.growth(what)) is not None and growth > 1 + GROWTH)
     if pair.first.status not in BY_CHANCE and not objection(pair.second):
@@ -163,7 +163,7 @@ def _pair(a: Result, b: Result, first: Side, second: Side) -> Pair:
         return Pair(a, b)  # a group that is not timed
     studies = first.study, second.study
     pace = math.hypot(*(study.pace for study in studies)) / math.sqrt(2)
-    ratio = replace(apart(measure.ratio(a, b), pace), resolution=max(study.resolution for study in studies))
+    ratio = replace(apart(measure.ratio(a, b), pace), noise_floor=max(study.noise_floor for study in studies))
     return Pair(a, b, ratio, p=chance(a, b, ratio))
 
 

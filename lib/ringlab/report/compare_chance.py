@@ -21,7 +21,7 @@ FEW = 6  # samples below which the ranks of a row cannot tell, and its interval 
 
 
 def chance(a: Result, b: Result, ratio: Ratio) -> float:
-    """p-value of a time of ``a`` over that of ``b`` that differs by more than its resolution, two-sided.
+    """p-value of a time of ``a`` over that of ``b`` that differs by more than the noise floor, two-sided.
 
     The larger of two: that of the 95 % interval (Altman and Bland 2011, BMJ 343, d2304) with Student's t, and, where
     samples are enough and took no turns, the exact one of their ranks, which holds for any distribution. Rows of fewer
@@ -43,7 +43,7 @@ def _distance(ratio: Ratio) -> tuple[float, float]:
     """(log distance of a ratio from what the same work differs by, that of its interval's nearer end from itself)."""
     value, end = ratio.value, ratio.low if ratio.value > 1 else ratio.high
     reach = abs(math.log(value / end)) if 0 < end < math.inf else math.inf
-    return abs(math.log(value)) - math.log(ratio.resolution), reach
+    return abs(math.log(value)) - math.log(ratio.noise_floor), reach
 
 
 def noticed(ratio: Ratio, rows: int) -> float:
@@ -56,7 +56,7 @@ def noticed(ratio: Ratio, rows: int) -> float:
     if n < 2 or _ranked(ratio) and 2 / math.comb(2 * n, n) > level:
         return math.inf
     reach = max(_distance(ratio)[1], 0.0)
-    return ratio.resolution * math.exp(reach * quantile(n - 1, level) / quantile(n - 1))
+    return ratio.noise_floor * math.exp(reach * quantile(n - 1, level) / quantile(n - 1))
 
 
 def holm(chances: Sequence[float]) -> list[float]:
@@ -105,10 +105,10 @@ def quantile(df: int, level: float = 1 - stats.LEVEL) -> float:
 
 
 def _by_ranks(x: Sequence[float], y: Sequence[float], ratio: Ratio) -> float:
-    """Two-sided p-value of Mann and Whitney's U (1947), one side made better by the resolution; ties count for it."""
+    """Two-sided p-value of Mann and Whitney's U (1947), one side made better by the noise floor; ties count for it."""
     if ratio.value < 1:
         x, y = y, x
-    wins = sum(one > other * ratio.resolution for one in x for other in y)
+    wins = sum(one > other * ratio.noise_floor for one in x for other in y)
     ways = _ways(len(x), len(y))
     return min(1.0, 2 * sum(ways[wins:]) / sum(ways))
 

@@ -59,14 +59,14 @@ def verdict(pair: Pair, turned: bool = False) -> str | None:
     """What is said of the first beside the second; ``turned``: of the second beside the first."""
     if pair.ratio is None:
         return "excluded" if pair.reason else None
-    if pair.longer or pair.shorter:
-        return "slower" if pair.longer != turned else "faster"
+    if pair.significantly_slower or pair.significantly_faster:
+        return "slower" if pair.significantly_slower != turned else "faster"
     return "not significant"
 
 
 def _summary(found: Comparison) -> Iterable[str]:
     first, second = found.first.name, found.second.name
-    longer, shorter = sum(p.longer for p in found.timed), sum(p.shorter for p in found.timed)
+    longer, shorter = sum(p.significantly_slower for p in found.timed), sum(p.significantly_faster for p in found.timed)
     if found.first.study.rehearsal:
         yield "Rehearsals: no time says how fast the device of the profile is."
     if found.mean:
@@ -85,8 +85,8 @@ def _summary(found: Comparison) -> Iterable[str]:
         if side.study.pace:
             by = number(100 * side.study.pace, 2)
             yield f"One call differed by {by} % from group to group in {side.name}: in the intervals."
-    if found.resolution > 1:
-        yield f"The same work differed by up to {number(found.resolution)} within a run; no smaller factor counts."
+    if found.noise_floor > 1:
+        yield f"The same work differed by up to {number(found.noise_floor)} within a run; no smaller factor counts."
     if found.probe:
         yield f"Their machines' own matrix product, {first} / {second}: {number(found.probe.value)}."
     if found.first.newest.get("method") != found.second.newest.get("method"):

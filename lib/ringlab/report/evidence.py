@@ -89,6 +89,6 @@ def _compared(study: Study, about: str, quick: tuple, slow: tuple, here: str | N
     return Evidence(
         about, one[about], two[about], ratio.value, ratio.low, ratio.high, ", ".join(filter(None, label)),
         ", ".join(filter(None, origin)), pattern=pattern, dtype=dtype, seq_len=point.seq_len, passes=point.passes,
-        causal=point.causal, ranks=point.world_size, counts=not (foreign or study.rehearsal), least=ratio.resolution,
+        causal=point.causal, ranks=point.world_size, counts=not (foreign or study.rehearsal), least=ratio.noise_floor,
         share=_share(b if pattern == two["pattern"] else a) if about == "pattern" else 0.0,
     )  # fmt: skip

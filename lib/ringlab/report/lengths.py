@@ -33,7 +33,7 @@ def begins(found: list[tuple]) -> int | None:
     """The shortest n from which the pattern is faster than dense at every longer n measured, beyond its interval."""
     start = None
     for n, ratio, *_ in reversed(found):
-        if ratio is None or not ratio.longer:
+        if ratio is None or not ratio.significantly_slower:
             break
         start = n
     return start

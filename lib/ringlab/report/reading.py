@@ -44,5 +44,5 @@ def _resolution(study: Study) -> str:
     count = f"{len(study.twins)} call{'s' * (len(study.twins) > 1)}"
     return (
         f"To see what a run can tell, the same work stands in two rows ({count}): these differ by up to "
-        f"{number(study.resolution)}×. A factor whose interval reaches into that range says: not told apart."
+        f"{number(study.noise_floor)}×. A factor whose interval reaches into that range says: not told apart."
     )

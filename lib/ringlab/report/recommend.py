@@ -57,7 +57,7 @@ def chosen_dtype(study: Study) -> tuple[str, list[str]]:
     if study.rehearsal:
         return policy, [f"{line}; {SHORT[policy]} by the policy"]
     ratio = study.ratio(rows[policy], timed[0])
-    if timed[0] is rows[policy] or not ratio.longer:
+    if timed[0] is rows[policy] or not ratio.significantly_slower:
         return policy, [f"{line}; {SHORT[policy]} by the policy"]
     return timed[0].point.dtype, [f"{line}; faster than the policy's choice"]
 
@@ -72,10 +72,10 @@ def chosen_switches(study: Study, dtype: str) -> tuple[dict, list[str]]:
             continue
         _, one, _, off, on, ratio = min(found, key=lambda x: x[3].point.dtype != dtype)
         word = "not told apart, so the default"
-        if ratio.longer or ratio.shorter:
-            word = "faster" if ratio.longer else "slower"
+        if ratio.significantly_slower or ratio.significantly_faster:
+            word = "faster" if ratio.significantly_slower else "slower"
             if not study.rehearsal:
-                chosen[name] = switches((on if ratio.longer else off).point)[name]
+                chosen[name] = switches((on if ratio.significantly_slower else off).point)[name]
         said.append(
             f"{NAMES[name]} ({with_others(name, one)}, {SHORT[on.point.dtype]}): {number(off.median * 1e3)} to "
             f"{number(on.median * 1e3)} ms, {number(ratio.value)} times ({number(ratio.low)} to {number(ratio.high)}): "

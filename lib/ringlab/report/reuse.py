@@ -204,7 +204,10 @@ def _pool_line(study: Study) -> str:
     lending = [(on, x) for on, x in pairs if lent(on.point, threshold(on.point)).served]
     if not lending:
         return "**Memory pool**: not measured where it lends anything."
-    won, lost = ([x for _, x in lending if test(x)] for test in (lambda x: x.longer, lambda x: x.shorter))
+    won, lost = (
+        [x for _, x in lending if test(x)]
+        for test in (lambda x: x.significantly_slower, lambda x: x.significantly_faster)
+    )
     middle = sorted(x.value for _, x in lending)
     idle = [x for on, x in pairs if not lent(on.point, threshold(on.point)).served]
     said = (

@@ -165,7 +165,7 @@ class Study:
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
-            found = replace(apart(measure.ratio(slow, fast), self.pace), resolution=self.resolution)
+            found = replace(apart(measure.ratio(slow, fast), self.pace), noise_floor=self.noise_floor)
             self._ratios[key] = slow, fast, found  # the rows too, or other rows could get their ids
         return self._ratios[key][2]
 
@@ -179,7 +179,7 @@ class Study:
         return found
 
     @cached_property
-    def resolution(self) -> float:
+    def noise_floor(self) -> float:
         """The largest factor by which the same work differed from itself: no smaller one is called a difference."""
         return max((max(x.value, 1 / x.value) for x in self.twins), default=1.0)
 

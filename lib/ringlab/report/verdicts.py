@@ -58,14 +58,14 @@ def by_interval(ratio, low: float, high: float, what: str) -> Verdict:
     """
     if ratio is None:
         return undecided(f"{what}: no pair of rows that passed")
-    least, most = ratio.low / ratio.resolution, ratio.high * ratio.resolution
+    least, most = ratio.low / ratio.noise_floor, ratio.high * ratio.noise_floor
     if low <= least and most <= high:
         return Verdict("reproduced", said(ratio), f"{what} lies within {span(low, high)}")
     if most < low or least > high:
         return Verdict("refuted", said(ratio), f"{what} lies outside {span(low, high)}")
     edge = "crosses 1" if (low, high) == (1.0, float("inf")) else f"crosses the edge of {span(low, high)}"
-    same = f", widened by the {number(ratio.resolution)}× that the same work differs by here,"
-    its = f"its interval{same if ratio.resolution > 1 else ''}"
+    same = f", widened by the {number(ratio.noise_floor)}× that the same work differs by here,"
+    its = f"its interval{same if ratio.noise_floor > 1 else ''}"
     return undecided(f"{what} is not known well enough: {its} {edge}", said(ratio))
 
 

@@ -123,7 +123,7 @@ def standing(study: Study, seq_len: int) -> list[tuple[int, Entry, object]]:
     ranked: list[tuple[int, Entry, object]] = []
     head = None
     for place, (entry, row) in enumerate(sorted(found, key=lambda x: x[1].median), 1):
-        if head is None or study.ratio(row, head[1]).longer:
+        if head is None or study.ratio(row, head[1]).significantly_slower:
             head = place, row
         ranked.append((head[0], entry, row))
     return ranked
