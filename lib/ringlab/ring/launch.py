@@ -406,13 +406,16 @@ def join_group(folder: str, rank: int, ranks: int, timeout_s: float, backend: st
     # The loopback interface. gloo else looks up the host's name, which may lead nowhere.
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     store = dist.FileStore(str(Path(folder, "store")), ranks)
-    for step in ("here", "joined"):  # none goes on, and may leave, while another still joins
-        if step == "joined":
-            group, limit = dist.PrefixStore("group", store), timedelta(seconds=timeout_s)
-            dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=limit)
+
+    def wait_for_all(step: str) -> None:
         store.set(f"{step}/{rank}", "")
         beat.write(b".")
         store.wait([f"{step}/{other}" for other in range(ranks)], timedelta(seconds=JOIN_S))
+
+    wait_for_all("here")
+    group, limit = dist.PrefixStore("group", store), timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=limit)
+    wait_for_all("joined")  # none goes on, and may leave, while another still joins
     comm.on_post = lambda: beat.write(b".")
 
 
