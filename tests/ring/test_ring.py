@@ -6,10 +6,11 @@ import pytest
 import torch
 from matrix import BLOCK, BLOCK_SPARSE, LADDER, fits
 from ring_cases import call, compiled, mismatch, parity, peaks_of_a_shard, tensors, two_meshes, without_private_names
-from ringlab import Simulated, attention, block_patterns, reference
+from ringlab import Simulated, attention, block_patterns, kernels, reference
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import SCHEMES, Problem, choose, contiguous, counting, hilbert, plan_rank, striped, uneven, zigzag
 from ringlab.ring.launch import launch
+from ringlab.tracking import LiveStorageTracker
 
 SIZE, N = BLOCK, 101  # the last block is short, and no number of ranks divides the sequence
 PATTERNS = BLOCK_SPARSE
@@ -214,3 +215,11 @@ def test_compiled_and_checkpointed_steps_are_the_eager_one(scheme):
             assert all(torch.equal(a, b) for a, b in zip(results[0], other))
         eager, compiled_messages, plain, selective = messages
         assert eager == compiled_messages == selective < plain
+
+
+def test_the_probe_of_a_kernel_is_no_part_of_the_first_call():
+    q = torch.randn(1, 8, 4, 8, requires_grad=True)
+    kernels.forget_probes()
+    with LiveStorageTracker() as tracker:
+        attention(q, q, q, Dense(), group=Simulated(2), scheme="plan")
+    assert tracker.peak_bytes < 64 * q.nbytes

@@ -344,8 +344,10 @@ def ranks_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, group: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, lse, the number of the call, and what else its backward needs; ``group`` "": over simulated ranks."""
+    call, group = _calls[call], _group(group, call)
+    call._ranks(group, q, scale, True)  # probes the kernel, which is no part of the call
     with seen_inside():
-        out, lse, number, saved = _calls[call].forward(_group(group, call), q, k, v, scale)
+        out, lse, number, saved = call.forward(group, q, k, v, scale)
     return out, lse, torch.tensor(number), saved
 
 
@@ -370,8 +372,9 @@ def ranks_backward(
     saved: list[Tensor], scale: float, group: str, call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of the rows here; ``number`` and ``saved`` are those of the forward."""
+    call, group = _calls[call], _group(group, call)
     with seen_inside():
-        return _calls[call].backward(_group(group, call), dout, dlse, q, k, v, out, lse, int(number), saved, scale)
+        return call.backward(group, dout, dlse, q, k, v, out, lse, int(number), saved, scale)
 
 
 @ranks_backward.register_fake
