@@ -30,7 +30,7 @@ from .patterns import Dense, Dilated, Pattern, from_dict
 from .report.places import ReportError, UsageError, reports_folder
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
-CALL = (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError)  # what an impossible call raises
+CALL = (ValueError, NotImplementedError, torch.OutOfMemoryError)  # what an impossible call raises
 OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
 # What pyproject.toml's [report] installs, asked for before minutes are spent on measuring.
 REPORT_PACKAGES = ("ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill", "seaborn")
@@ -121,7 +121,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tolerance", type=float, default=0.10, metavar="PART", help="allowed slowdown (default: 0.10)")
     _add_comparison(add)
 
-    add = command("estimate", _estimate, "what a call would need, and the longest sequence that fits", CALL)
+    add = command(
+        "estimate", _estimate, "what a call would need, and the longest sequence that fits", (*CALL, TypeError)
+    )
     _add_pattern(add)
     add("--seq-len", type=int, metavar="N", help="tokens (default: none, only the longest sequence)")
     _add_shape(add, batch=1, heads=8, kv_heads=None, head_dim=64)
