@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from textwrap import wrap
 
@@ -142,9 +142,8 @@ class Proposal:
 
 def changed(execution: Execution) -> dict:
     """The switches of an execution that are not as it stands by itself."""
-    plain = Execution()
-    values = {f.name: getattr(execution, f.name) for f in fields(execution)}
-    return {name: value for name, value in values.items() if value != getattr(plain, name)}
+    plain = vars(Execution())
+    return {name: value for name, value in vars(execution).items() if value != plain[name]}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -426,15 +425,15 @@ class _Advisor:
         placed = self.place(pattern.value)
         checkpointing = self._checkpointing(placed)
         choices = pattern, self.dtype, self.backend, *placed.across, placed.execution, checkpointing
-        advice = Advice(c, self.seq_len, self.layers, {c.name: c for c in choices}, self.budget)
+        found: dict = {}
         if self.estimates:
             kept = checkpointing.value
-            proposals = self._proposals(pattern.value, isinstance(wanted, Pattern), kept)
-            advice = replace(advice, need_bytes=self._need(placed.estimate, kept), proposals=proposals)
-        if advice.fits is False:
-            longest, ranks = self._longest(placed, kept), self._enough_ranks(placed, kept)
-            advice = replace(advice, longest=longest, enough_ranks=ranks)
-        return advice
+            found["need_bytes"] = self._need(placed.estimate, kept)
+            found["proposals"] = self._proposals(pattern.value, isinstance(wanted, Pattern), kept)
+            if not self._fits(placed.estimate, kept):
+                found["longest"] = self._longest(placed, kept)
+                found["enough_ranks"] = self._enough_ranks(placed, kept)
+        return Advice(c, self.seq_len, self.layers, {c.name: c for c in choices}, self.budget, **found)
 
     # -----------------------------------------------------------------------------------------------------------------
     # from rows
@@ -695,11 +694,6 @@ class Auto:
     ``config``: "auto", which asks for each shape once, or an ``Advice``, which is taken for every shape. The pattern,
     the layout and the dtype of tensors stay as they are. Under torch.compile the graph breaks here.
     Raises ValueError for anything else.
-
-    >>> Auto("fast")
-    Traceback (most recent call last):
-    ...
-    ValueError: config must be None, "auto" or a ringlab.Advice, got 'fast'
     """
 
     def __init__(self, config: str | Advice):
@@ -715,36 +709,34 @@ class Auto:
 
     def fill(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
         """``options`` of ``attention`` with what was left open; q and k (b, n, h, d) are whole, or shards."""
-        filled = torch.compiler.disable(_filled) if torch.compiler.is_compiling() else _filled
+        filled = torch.compiler.disable(Auto._filled) if torch.compiler.is_compiling() else Auto._filled
         return filled(self, options, pattern, q, k)
 
-
-def _filled(auto: Auto, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
-    if auto.asks:
-        group, layout = options.get("group"), options.get("layout", "contiguous")
-        ranks = 1 if group is None else group_size(group)
-        whole = group is None or isinstance(group, Simulated)
-        n = layout.n if isinstance(layout, Layout) else q.shape[1] * (1 if whole else ranks)
-        shape = n, ranks, q.shape[0], q.shape[2], k.shape[2], q.shape[3]
-        passes = "fwd+bwd" if torch.is_grad_enabled() else "fwd"
-        auto.advice = _advised(q.device, pattern, layout, shape, options["causal"], passes, q.dtype)
-    taken = {"execution": replace(auto.advice["execution"], **changed(options["execution"]))}
-    for name in ("backend", "scheme"):
-        if options.get(name) == "auto" and name in auto.advice.choices:
-            taken[name] = auto.advice[name]
-    return options | taken
+    def _filled(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
+        if self.asks:
+            group, layout = options.get("group"), options.get("layout", "contiguous")
+            ranks = 1 if group is None else group_size(group)
+            shards = 1 if isinstance(group, Simulated) else ranks
+            self.advice = _advised(
+                q.device, seq_len=layout.n if isinstance(layout, Layout) else q.shape[1] * shards, ranks=ranks,
+                batch=q.shape[0], heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
+                causal=options["causal"], passes="fwd+bwd" if torch.is_grad_enabled() else "fwd",
+                pattern=pattern, dtype=q.dtype, layout=layout,
+            )  # fmt: skip
+        taken = {"execution": replace(self.advice["execution"], **changed(options["execution"]))}
+        for name in ("backend", "scheme"):
+            if options.get(name) == "auto" and name in self.advice.choices:
+                taken[name] = self.advice[name]
+        return options | taken
 
 
 @lru_cache(maxsize=256)
-def _advised(device: torch.device, pattern, layout, shape, causal: bool, passes: str, dtype) -> Advice:
+def _advised(device: torch.device, **call) -> Advice:
+    """Advice without estimates, for the machine that the tensors are on."""
     profile = hardware.get_profile("cpu")
     if device.type == "cuda":  # this one, with its own memory
         found = torch.cuda.get_device_properties(device)
         gpu = hardware.Gpu(found.name, (found.major, found.minor), found.total_memory)
         machine = hardware.Machine(device="cuda", gpus=(gpu,))
         profile = hardware.resolve("auto", machine).on(machine)
-    n, ranks, batch, heads, kv_heads, head_dim = shape
-    return advise(
-        profile, n, ranks=ranks, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal,
-        passes=passes, pattern=pattern, dtype=dtype, layout=layout, estimates=False,
-    )  # fmt: skip
+    return advise(profile, estimates=False, **call)

@@ -375,9 +375,6 @@ def local_global(before: int, count: int, *, block_size: int = 128) -> BlockSpar
     return BlockSparse([Window(before), Global(count)], block_size)
 
 
-longformer = local_global
-
-
 def bigbird(before: int, count: int, random: int, *, seed: int = 0, block_size: int = 64) -> BlockSparse:
     """Window, global and random blocks (Zaheer et al. 2020, arXiv 2007.14062)."""
     return BlockSparse([Window(before), Global(count), Random(random, seed)], block_size)

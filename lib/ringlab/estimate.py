@@ -11,13 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
-import torch
-
 from . import cost, hardware
-from .attention import DEFAULT
 from .block_patterns import BlockSparse, Given
-from .checks import LARGEST, check_int, is_int, short_repr
-from .engine import Execution
+from .checks import LARGEST, check_int
 from .hardware import Rates
 from .meta_run import MetaCall
 from .patterns import Pattern
@@ -70,25 +66,12 @@ class Estimate:
         return replace(self, bounds={name: size / rate for name, (size, rate) in work.items() if rate and size})
 
 
-def estimate(
-    pattern: Pattern,
-    *,
-    seq_len: int,
-    heads: int = 8,
-    head_dim: int = 64,
-    batch: int = 1,
-    kv_heads: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    causal: bool = False,
-    passes: str = "fwd",
-    ranks: int = 1,
-    scheme: str = "auto",
-    layout="contiguous",
-    backend: str | tuple[str, ...] = "auto",
-    execution: Execution = DEFAULT,
-    profile: hardware.Profile | str | None = None,
-) -> Estimate:
+def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim) tensors, sharded where ``ranks`` > 1.
+
+    Keywords: ``heads=8``, ``head_dim=64``, ``batch=1``, ``kv_heads`` (as many as heads), ``dtype=torch.float32``,
+    ``passes="fwd"`` or "fwd+bwd", ``ranks=1``, ``profile``; and ``causal``, ``scheme``, ``layout``, ``backend`` and
+    ``execution`` of ``ringlab.attention``.
 
     ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
     here: ``MetaCall.kernel``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
@@ -103,11 +86,7 @@ def estimate(
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
     ('plan', 547, {}, 'compute')
     """
-    call = MetaCall(
-        pattern, heads, head_dim, batch, kv_heads, dtype, causal, passes, ranks, scheme, layout, backend,
-        execution, profile,
-    )  # fmt: skip
-    return estimate_of(call, check_int("seq_len", seq_len, most=LARGEST))
+    return estimate_of(MetaCall(pattern, **call), check_int("seq_len", seq_len, most=LARGEST))
 
 
 def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
@@ -151,10 +130,8 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
     1010304
     """
-    if not is_int(memory_bytes) or memory_bytes > MOST_BYTES:
-        given = short_repr(memory_bytes)
-        raise ValueError(f"the memory budget must be a positive number of bytes up to 2**50, got {given}")
-    memory_bytes, call = int(memory_bytes), MetaCall(pattern, **call)
+    memory_bytes = check_int("the memory budget in bytes", memory_bytes, most=MOST_BYTES)
+    call = MetaCall(pattern, **call)
     unit = low = ROWS * call.ranks
     peak, only = lru_cache(maxsize=64)(partial(_peak, call)), False
     if isinstance(pattern, BlockSparse):

@@ -16,9 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _PROC = Path("/proc/self")
-# torch.tensor(...) fills its memory out of sight of a dispatch mode and shows it first as the argument of this op.
-_SHOWS_NEW_MEMORY = {torch.ops.aten.lift_fresh.default}
-
 _ROWS = lambda t: (t.crow_indices(), t.col_indices(), t.values())  # noqa: E731
 _COLUMNS = lambda t: (t.ccol_indices(), t.row_indices(), t.values())  # noqa: E731
 _HELD = {  # the tensors that hold a tensor's bytes, by its layout
@@ -123,7 +120,9 @@ class LiveStorageTracker(TorchDispatchMode):
             self.views += func.is_view
         given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
         out = func(*args, **kwargs)
-        if func in _SHOWS_NEW_MEMORY:
+        if (
+            func is torch.ops.aten.lift_fresh.default
+        ):  # whose argument torch.tensor(...) filled out of this mode's sight
             given = {}
         made = (s for leaf in tree_leaves(out) for s in storages(leaf, self._meta))
         # An output that shares an argument's unregistered storage is a view of foreign memory, unless it grew.
@@ -172,9 +171,6 @@ def reset_high_water() -> bool:
     """Begin the process's high-water mark again at its present resident size; False where that is not possible.
 
     Linux: writes 5 to /proc/self/clear_refs, see proc(5).
-
-    >>> reset_high_water() in (True, False)
-    True
     """
     try:
         (_PROC / "clear_refs").write_text("5")

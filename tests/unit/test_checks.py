@@ -179,7 +179,7 @@ REFUSED = [
     (lambda: patterns.from_dict({"kind": "ring"}), ValueError, "unknown pattern kind 'ring'"),
     (lambda: patterns.from_dict({"kind": "dilated"}), ValueError, "'dilated': .*missing 2 .*'segment_lengths'"),
     (lambda: ring.contiguous(8, 10**9), ValueError, "ranks must be a positive integer up to 2..20, got 1000000000"),
-    (lambda: ringlab.longest(Dense(), 10**30), ValueError, "positive number of bytes up to 2..50, got 10000"),
+    (lambda: ringlab.longest(Dense(), 10**30), ValueError, "in bytes must be .* up to 2..50, got 10000"),
     (lambda: estimate(Dense(), seq_len=64, heads=10**30), ValueError, "heads . head_dim must be .* up to 2..35"),
     (lambda: ringlab.attention(Q, Q, Q, PATTERN, layout=np.array([1, 2])), ValueError, "are for several ranks"),
     (lambda: ringlab.Adaptive(8, 0), ValueError, "top_k must be a positive integer up to 2..40, got 0"),

@@ -134,11 +134,9 @@ class Profile:
             return "float32", f"{here} has no bf16 unit: bf16 is storage, products accumulate in fp32"
         return name, f"{name} arithmetic" + (", fp32 accumulation" if name in ("float16", "bfloat16") else "")
 
-    def bandwidth(self, working_set_bytes: float | None = None) -> float | None:
+    def bandwidth(self, working_set_bytes: float) -> float | None:
         """Return bytes/s of memory; None for a working set that fits the L2 cache, whose speed no sheet states."""
-        if working_set_bytes is not None and self.l2_bytes is not None and working_set_bytes <= self.l2_bytes:
-            return None
-        return self.bandwidth_bytes_per_s
+        return None if working_set_bytes <= (self.l2_bytes or -1) else self.bandwidth_bytes_per_s
 
     def rates(self, dtype: torch.dtype, working_set_bytes: float, machine: Machine | None = None) -> Rates:
         """Return a GPU's rates for calls of a dtype on so many bytes; for links the fastest that it has."""
