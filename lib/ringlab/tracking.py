@@ -120,9 +120,7 @@ class LiveStorageTracker(TorchDispatchMode):
             self.views += func.is_view
         given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
         out = func(*args, **kwargs)
-        if (
-            func is torch.ops.aten.lift_fresh.default
-        ):  # whose argument torch.tensor(...) filled out of this mode's sight
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) filled its argument out of sight of this mode
             given = {}
         made = (s for leaf in tree_leaves(out) for s in storages(leaf, self._meta))
         # An output that shares an argument's unregistered storage is a view of foreign memory, unless it grew.
