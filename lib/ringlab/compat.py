@@ -22,7 +22,7 @@ from .block_patterns import BlockSparse, Segment, sliding_window
 from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_ints, check_unknown, is_real, short_repr
 from .engine import Execution
 from .engine.chunked import Ladder
-from .patterns import Dilated
+from .patterns import Dilated, Pattern
 from .ring import Simulated
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
@@ -57,8 +57,7 @@ class PublishedAttention(nn.Module):
     torch.bfloat16
     """
 
-    gather = False  # index-select copies instead of strided views
-    blocks = "auto"  # how a block-sparse pattern runs
+    switches: dict = {}  # of ``Execution``: how the original runs
     scheme: str | None = None  # how ranks share the work; None: one device
     backend: str | tuple[str, ...] = "auto"
     auto_dtype = False  # dtype=None means the hardware's best, not the inputs' own
@@ -111,7 +110,7 @@ class PublishedAttention(nn.Module):
         self.group = Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
         self.use_gradient_checkpointing = use_gradient_checkpointing
         pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
-        chain, own = self.backend, {"gather": self.gather, "blocks": self.blocks}
+        chain, own = self.backend, self.switches
         if self.auto is not None:  # advice replaces the system's own settings, not those that were asked for
             chain, own, self.scheme = "auto", {}, self.scheme and "auto"
         self.chain = chain if use_flash_attention else FALLBACK
@@ -152,14 +151,15 @@ class PublishedAttention(nn.Module):
         return out.to(q.dtype)
 
     def _attend(self, q, k, v, is_causal):
-        rows, options = q.shape[1], {"causal": is_causal, "backend": self.chain, "execution": self.execution}
-        pattern, options = self._pattern_of(rows, is_causal), options | self._ranks(rows)
+        options = {"causal": is_causal, "backend": self.chain, "execution": self.execution} | self._ranks(q.shape[1])
+        shards = self.group is not None and not isinstance(self.group, Simulated)
+        pattern = self.pattern_for(q.shape[1] * (ring.group_size(self.group) if shards else 1), is_causal)
         if self.auto is not None:
             options = self.auto.fill(options, pattern, q, k)
         return attention(q, k, v, pattern, **options)
 
-    def _pattern_of(self, rows: int, causal: bool):
-        """The pattern for q, k, v of so many rows, of the whole sequence or of a shard."""
+    def pattern_for(self, n: int, causal: bool = False) -> Pattern:
+        """The pattern over ``n`` positions."""
         return self.pattern
 
     @property
@@ -189,7 +189,7 @@ class DilatedAttention(PublishedAttention):
     torch.Size([1, 16, 2, 8])
     """
 
-    gather = True
+    switches = {"gather": True}
 
 
 class ImprovedDilatedAttention(PublishedAttention):
@@ -295,7 +295,7 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     True
     """
 
-    blocks = "rows"
+    switches = {"blocks": "rows"}
     scheme = "plan"
 
     def __init__(self, segment_lengths=None, dilation_rates=None, ring_size=None, *, pattern=None, **options):
@@ -335,18 +335,14 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.density is None else f", density={self.density}")
 
-    def _pattern_of(self, rows, causal):
-        whole = self.group is None or isinstance(self.group, Simulated)
-        return self.pattern_for(rows if whole else rows * ring.group_size(self.group), causal)
-
 
 class BlockSparseOptimized(BlockSparseRingDilatedAttention):
     """The same with one call for all rows that see equally many blocks, on copies of these blocks."""
 
-    blocks = "batched"
+    switches = {"blocks": "batched"}
 
 
 class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
     """The same with the probabilities in a ``torch.sparse`` BSR tensor, in float32 or float64."""
 
-    blocks = "bsr"
+    switches = {"blocks": "bsr"}
