@@ -12,13 +12,10 @@ from .engine.autograd import local_attention
 from .patterns import Pattern
 
 DEFAULT = Execution()
+MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")
 REFUSED = {
-    "attn_mask": "masks are not arguments; use a pattern and causal=True",
-    "mask": "masks are not arguments; use a pattern and causal=True",
-    "attention_mask": "masks are not arguments; use a pattern and causal=True",
-    "key_padding_mask": "masks are not arguments; use a pattern and causal=True",
-    "dropout": "attention dropout is not supported",
-    "dropout_p": "attention dropout is not supported",
+    **dict.fromkeys(MASKS, "masks are not arguments; use a pattern and causal=True"),
+    **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "attention dropout is not supported"),
     "is_causal": "write causal=True",
     "enable_gqa": "k and v may have fewer heads without it",
 }
@@ -109,11 +106,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> N
             raise ValueError(f"{name} is empty: shape {tuple(shape)}")
     (b, n, heads, d), (b_k, n_k, kv_heads, d_k) = q.shape, k.shape
     if k.shape != v.shape or (b, n, d) != (b_k, n_k, d_k):
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        what = (
-            "k and v must have one shape" if k.shape != v.shape else "q, k and v must agree in batch, seq and head_dim"
-        )
-        raise ValueError(f"{what}: {shapes}")
+        what = "q, k and v must agree in batch, seq and head_dim"
+        what = what if k.shape == v.shape else "k and v must have one shape"
+        raise ValueError(f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}")
     if not q.dtype == k.dtype == v.dtype:

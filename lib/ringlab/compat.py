@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import hardware, kernels, memory, ring
 from .advise import Advice, Auto
-from .attention import attention, check_tensors
+from .attention import MASKS, REFUSED, attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
 from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_ints, check_unknown, is_real, short_repr
 from .engine import Execution
@@ -27,13 +27,11 @@ from .ring import Simulated
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
 FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
-NO_MASKS = "masks are not arguments; use is_causal=True"
-REASONS = {
+REASONS = REFUSED | {
     "sparsity_ratio": "it changed nothing in the original; state a density",
     **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
     "need_weights": "the attention weights are never formed",
-    **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "attention dropout is not supported"),
-    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "key_padding_mask"), NO_MASKS),
+    **dict.fromkeys(MASKS, "masks are not arguments; use is_causal=True"),
 }
 
 
