@@ -85,7 +85,7 @@ def test_the_command_line(capsys):
     (["--profile", "gtx180"], "unknown profile 'gtx180'"), (["--ranks", "0", "--seq-len", "8"], "got 0"),
     (["--memory", "10KiB"], "more than the 10,240 there are"), (["--pattern", "dens"], "unknown pattern 'dens'"),
     (["--pattern", "{"], "Expecting"),
-    (["--rates", "1"], "differ in length"), (["--memory", "0", "--seq-len", "64"], "budget in bytes must be a positive"),
+    (["--rates", "1"], "differ in length"), (["--memory", "0", "--seq-len", "64"], "in bytes must be a positive"),
     (["--pattern", '{"kind": "dense"}', "--segments", "5"], "--segments and --rates belong to dilated"),
     (["--pattern", '{"kind":"block_sparse","block_size":64,"parts":[5]}'], "is no pattern's to_dict()"),
     (["--blocks", "bsr", "--seq-len", "64"], "--blocks says how block-sparse patterns run"),
