@@ -34,11 +34,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Dense:
-    """Every query sees every key, ``M = 1``.
-
-    >>> Dense().multiplicity(torch.arange(2), torch.arange(3), head=0, heads=1).tolist()
-    [[1, 1, 1], [1, 1, 1]]
-    """
+    """Every query sees every key, ``M = 1``."""
 
     def branches(self, n: int, heads: int, kv_heads: int | None = None) -> tuple[Branch, ...]:
         """The pattern as dilated branches over a sequence of ``n`` positions: one segment, rate 1."""

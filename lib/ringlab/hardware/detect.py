@@ -266,9 +266,6 @@ class Peaks:
         """Return bytes/s that a working set can see at best: what the cache holds at its speed, the rest at DRAM's.
 
         An unknown cache size counts as large enough, so that the bound stays above the truth.
-
-        >>> Peaks(1e11, 4e10, 1e11, cache_bytes=2**25).bandwidth(2**25)
-        100000000000.0
         """
         working_set_bytes = max(working_set_bytes, 1)
         cached = working_set_bytes if self.cache_bytes is None else min(working_set_bytes, self.cache_bytes)

@@ -156,11 +156,7 @@ class Rates:
 
 
 def measured_rates(peaks: Iterable[Peaks], working_set_bytes: float) -> Rates:
-    """A CPU's rates from its measured peaks, the best of each, raised by ``MARGIN``.
-
-    >>> measured_rates([Peaks(1e11, 4e10, 4e10)], 2**20).bytes_per_s
-    44000000000.0
-    """
+    """A CPU's rates from its measured peaks, the best of each, raised by ``MARGIN``."""
     peaks = list(peaks)
     flops, moved = max(p.flops_per_s for p in peaks), max(p.bandwidth(working_set_bytes) for p in peaks)
     return Rates(MARGIN * flops, MARGIN * moved)
@@ -194,11 +190,7 @@ def _plain(entry):
 
 @cache
 def profiles() -> dict[str, Profile]:
-    """Return all profiles by name: cpu first, then GPUs by age, generic last.
-
-    >>> list(profiles())
-    ['cpu', 'gtx1080', 'v100', 't4', 'rtx3090', 'rtx4090', 'a100', 'h100', 'h200', 'generic']
-    """
+    """Return all profiles by name: cpu first, then GPUs by age, generic last."""
     names = {path.stem for path in FOLDER.glob("*.toml")}
     return {name: load(FOLDER / f"{name}.toml") for name in (*ORDER, *sorted(names - {*ORDER}))}
 
