@@ -106,10 +106,10 @@ def cost_of(call: MetaCall, seq_len: int) -> cost.Cost:
 def rates_of(call: MetaCall, counted: cost.Cost) -> Rates:
     """The rates of one rank of the call's profile, for tensors of its part of ``counted``.
 
-    A GPU's are its profile's; a CPU's are measured here, and it has no link.
+    A GPU's are its profile's; a CPU's are measured here unless its profile has some, and it has no link.
     """
     working_set = counted.floor_bytes // call.ranks
-    if call.profile.kind == "cpu":
+    if call.profile.kind == "cpu" and not call.profile.flops:
         return hardware.measured_rates(map(_probed, {"float32", str(call.dtype).removeprefix("torch.")}), working_set)
     return call.profile.rates(call.dtype, working_set, hardware.detect())
 

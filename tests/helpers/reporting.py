@@ -5,7 +5,7 @@ import functools
 import hashlib
 import random
 import textwrap
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import nbformat
@@ -42,7 +42,7 @@ def made_up(point: Point, group: Group, rehearsal: bool, rounds: int = 10, **cha
         work = cost_of(point)
         slow = (1.6 if options.get("gather") else 1.0) * (2.4 if backend == "eager" else 1.0)
         slow *= (1.1 if point.system == "copying" else 1.0) * (1.3 if point.dtype == "float16" else 1.0)
-        t, floor, cost = slow * work.flops / 1.0e11 + 2e-4, work.floor_bytes, {"flops": work.flops}
+        t, floor, cost = slow * work.flops / 1.0e11 + 2e-4, work.floor_bytes, asdict(work)
     noise = random.Random(point.id)
     taken = tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds)) if group.timed else ()
     names = ["out", "lse"] + (["dq", "dk", "dv"] if point.passes != "fwd" else [])

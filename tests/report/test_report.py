@@ -9,7 +9,7 @@ from ringlab import measure
 from ringlab.report import claims, computed, driver, execute, index, places, rows
 
 # page: the least number of its figures
-PAGES = {"cpu/optimization_results": 4, "gtx1080-rehearsal/optimization_results": 4, "cpu/claims": 1, "index": 0}
+PAGES = {"cpu/optimization_results": 4, "gtx1080-rehearsal/optimization_results": 4, "cpu/claims": 1, "index": 1}
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,14 @@ def reports(tmp_path_factory):
 def test_page_is_one_offline_file_with_alt_text(reports, page):
     text = (reports / f"{page}.html").read_text()
     found = BeautifulSoup(text, "html.parser")
-    assert "@import" not in text and "url(" not in text and not re.search(r"""(src|href)=["']?(https?:|//)""", text)
+    fetched = r"""@import|url\((?!#)|(src|href)=["']?(https?:|//)"""
+    assert not re.search(fetched, text)
     assert not found(["script", "link", "iframe", "object", "embed", "video", "audio"])
     assert all(img["src"].startswith("data:image/") and img["alt"].strip() for img in found("img"))
-    assert len(found("img")) == len(found("details")) >= PAGES[page]  # the data under each figure
+    if page == "index":
+        assert len(found("svg")) == len(found(role="img", attrs={"aria-label": True})) >= PAGES[page]
+    else:
+        assert len(found("img")) == len(found("details")) >= PAGES[page]  # the data under each figure
     assert "prefers-color-scheme: dark" in text and "@media print" in text and found(attrs={"name": "viewport"})
     for link in (a["href"] for a in found("a")):
         assert found(id=link[1:]) if link.startswith("#") else ((reports / page).parent / link).is_file(), link
@@ -46,7 +50,7 @@ def test_markdown_has_no_html_and_its_figures_exist(reports, page):
     text = path.read_text()
     assert not re.search(r"</?[a-zA-Z][^>]*>", re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.S))
     figures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert all((path.parent / name).is_file() and name.startswith("figures/") for name in figures)
+    assert all((path.parent / name).is_file() and "figures/" in name for name in figures)
     assert len(figures) >= PAGES[page]
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1

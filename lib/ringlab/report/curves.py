@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
 
-from .figures import BLUE, GREEN, ORANGE, PURPLE, WIDTH, drawing
-from .tables import number
+from .figures import BLUE, GREEN, ORANGE, PURPLE, RED, WIDTH, drawing
 
 MARKERS = "osD^vPX*h"
 LINE = 11.5  # points from one label to the next
@@ -22,8 +21,11 @@ def lines(
     ylabel: str,
     colors: Sequence[str] = (BLUE, ORANGE, GREEN, PURPLE),
     dashed: Sequence[str] = (),
+    limit: float | None = None,
 ):
     """One line per name over (x, y, low, high), both axes logarithmic base 2 and 10, labelled at the line's end.
+
+    ``limit``: where a vertical line stands.
 
     Raises ValueError for more lines than ``colors`` and markers tell apart.
     """
@@ -32,6 +34,8 @@ def lines(
     with drawing(**{"axes.grid": True}):
         fig, ax = plt.subplots(figsize=(WIDTH, 3.3))
         _draw(ax, series, list(zip(colors, MARKERS)), dashed)
+        if limit:
+            ax.axvline(limit, color=RED, lw=1.5, ls=":")
         ax.set_xlabel(xlabel)
         ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
         return fig
@@ -64,33 +68,40 @@ def _draw(ax, series: dict, looks: Sequence[tuple[str, str]], dashed: Sequence[s
         if all(v is not None for v in low):
             err = [[b - a for a, b in zip(low, y)], [b - a for a, b in zip(y, high)]]
             ax.errorbar(x, y, yerr=err, fmt="none", ecolor=color, elinewidth=1.2, capsize=3.5)
-        ends.append((x[-1], y[-1], name))
+        ends.append((x[-1], y[-1], name, color))
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ticks = sorted({p[0] for points in series.values() for p in points})
+    ticks = _apart(sorted({p[0] for points in series.values() for p in points}))
     ax.set_xticks(ticks, [tokens(t) for t in ticks])
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
     ax.minorticks_off()
-    ax.yaxis.set_major_formatter(lambda y, _: number(y).removesuffix(".0"))
-    longest = max(x for x, *_ in ends)
-    early = [end for end in ends if end[0] < longest]
-    ax.margins(y=0.05 + 0.07 * len(early))
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
     ax.autoscale_view()  # or positions were of the axes before
-    for some in (early, [end for end in ends if end[0] == longest]):
-        used = -math.inf
-        for x, y, name in sorted(some, key=lambda e: e[1]):
-            at = ax.transData.transform((x, y))[1] * 72 / ax.figure.dpi
-            used = max(at, used + LINE)
-            if x < longest:  # left of its end and above, or it would lie on the lines that go on
-                ax.annotate(name, (x, y), (-5, used - at + 6), textcoords="offset points", ha="right", va="center")
-            else:
-                ax.annotate(name, (x, y), (8, used - at), textcoords="offset points", va="center")
+    # All names stand at the right edge, in the order of the lines' ends, each with a line to its own.
+    used, points = -math.inf, 72 / ax.figure.dpi
+    for x, y, name, color in sorted(ends, key=lambda e: e[1]):
+        used = max(ax.transData.transform((x, y))[1] * points, used + LINE)
+        place = 1.04, ax.transData.inverted().transform((0, used / points))[1]
+        leader = {"arrowstyle": "-", "color": color, "lw": 0.8, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
+        ax.annotate(name, (x, y), place, textcoords=ax.get_yaxis_transform(), va="center", arrowprops=leader)
+
+
+def _apart(ticks: list[float]) -> list[float]:
+    """The ticks whose labels do not touch, the longest among them."""
+    kept, least = [], (math.log2(ticks[-1] / ticks[0]) or 1) / 5.5
+    for tick in reversed(ticks):
+        if not kept or math.log2(kept[-1] / tick) >= least:
+            kept.append(tick)
+    return kept[::-1]
 
 
 def tokens(n: float) -> str:
     """A sequence length as people say it.
 
-    >>> tokens(8192), tokens(1000), tokens(262144)
-    ('8K', '1000', '256K')
+    >>> tokens(8192), tokens(1000), tokens(262144), tokens(1 << 20)
+    ('8K', '1000', '256K', '1M')
     """
+    if n >= 1 << 20 and n % (1 << 20) == 0:
+        return f"{int(n) >> 20}M"
     return f"{int(n) // 1024}K" if n >= 1024 and n % 1024 == 0 else str(int(n))

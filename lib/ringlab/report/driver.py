@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .. import hardware, measure
 from . import execute, index
+from .first_screen import first_screen
 from .pages import Pages
 from .places import ReportError, home, locked, note
 from .plan import Plan, plan
@@ -48,6 +49,7 @@ def run(
     has not changed since the last complete run is neither measured again, unless ``remeasure``, nor rendered, unless
     ``force``. Raises UsageError and ReportError with messages of one line.
     """
+    screen = first_screen if notebooks is None else None
     root = home() if reports is None or notebooks is None else None
     reports = Path(reports) if reports is not None else root / "reports"
     notebooks = (
@@ -55,7 +57,7 @@ def run(
     )
     asked = plan(name, machine or hardware.detect(), reports, strict=strict)
     folder = reports / asked.folder
-    pages = Pages(asked, folder, notebooks, own, headline, parameters or {}, cell_timeout_s, force)
+    pages = Pages(asked, folder, notebooks, own, headline, screen, parameters or {}, cell_timeout_s, force)
     if asked.why:
         kind = "rehearsal on this CPU" if asked.rehearsal else "showing the rows recorded elsewhere"
         note(f"{asked.profile.name}: {asked.why}; {kind}")

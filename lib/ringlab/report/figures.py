@@ -192,26 +192,40 @@ def _few_ticks(ax) -> None:
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
 
 
-def show(fig, name: str, caption: str, alt: str, data: Table, *, stamp: str = "") -> None:
-    """Display ``fig`` as ``figures/<name>.png`` and inline SVG, described by ``caption`` and, for those who
-    do not see it, ``alt``; ``data`` is folded under it.
+@dataclass(frozen=True)
+class Figure:
+    """A drawn figure: its name, its caption, for those who do not see it ``alt``, and its image as SVG and PNG."""
 
-    Raises ValueError for an empty ``alt``: a figure that cannot be read aloud is not finished.
-    """
+    name: str
+    caption: str
+    alt: str
+    svg: str
+    png: bytes
+
+    @classmethod
+    def of(cls, fig, name: str, caption: str, alt: str) -> Figure:
+        """Draw ``fig`` and close it. Raises ValueError for an empty ``alt``: a figure must be readable aloud."""
+        if not alt.strip():
+            raise ValueError(f"figure {name!r} needs alt text, got none")
+        with drawing():
+            svg, png = io.StringIO(), io.BytesIO()
+            fig.savefig(svg, format="svg", metadata={"Date": None})
+            fig.savefig(png, format="png", dpi=200, metadata={"Software": None})
+        plt.close(fig)
+        return cls(name, caption, alt, svg.getvalue(), png.getvalue())
+
+
+def show(fig, name: str, caption: str, alt: str, data: Table, *, stamp: str = "") -> None:
+    """Display ``fig`` as ``figures/<name>.png`` and inline SVG, described by ``caption`` and ``alt``; ``data`` is
+    folded under it."""
     from IPython.display import display
 
-    if not alt.strip():
-        raise ValueError(f"figure {name!r} needs alt text, got none")
     if stamp:
         caption, alt = (f"{stamp.capitalize()}: {text}" for text in (caption, alt))
         fig.suptitle(stamp, x=0.99, ha="right", fontsize=10, style="italic", color=RED)
-    with drawing():
-        svg, png = io.StringIO(), io.BytesIO()
-        fig.savefig(svg, format="svg", metadata={"Date": None})
-        fig.savefig(png, format="png", dpi=200, metadata={"Software": None})
-    plt.close(fig)
+    figure = Figure.of(fig, name, caption, alt)
     about = {"alt": alt, "caption": caption}
-    bundle = {"image/svg+xml": svg.getvalue(), "image/png": base64.b64encode(png.getvalue()).decode("ascii")}
+    bundle = {"image/svg+xml": figure.svg, "image/png": base64.b64encode(figure.png).decode("ascii")}
     metadata = {"filename": name, "image/png": about, "image/svg+xml": about}
     display(bundle | {"text/plain": alt}, metadata=metadata, raw=True)
     # Stock templates know no alt text: there it is read as a line under the figure.

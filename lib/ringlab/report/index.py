@@ -10,14 +10,15 @@ from pathlib import Path
 from .places import locked, note
 from .plan import REHEARSAL
 from .render import DATA, css, write
-from .tables import DASH, markdown_text
+from .tables import DASH, inline_html, markdown_text
+from .theme import themed
 
 SCHEMA = 2
-TITLE = "Reports"
+TITLE = "Which attention, how long a sequence, how fast"
 COLUMNS = ("Report", "Answer", "Points quoted", "Not quoted", "Files")
 EXPLAINED = (
-    "A point is quoted if its check against the oracle passed and its time is not below its bound; each page lists the "
-    "others with their reasons."
+    "A measurement is shown only if its output matches a float64 reference and its time is physically possible. Each "
+    "page lists the rejected ones with the reason."
 )
 
 
@@ -87,6 +88,7 @@ class Section:
     state: str  # empty where all is whole
     files: list[tuple[str, str]]
     entries: list[Entry]
+    screen: dict | None = None  # as `FirstScreen.stored` made it, with the images of its figures
 
 
 def sections(reports: Path) -> list[Section]:
@@ -113,7 +115,17 @@ def _section(folder: Path) -> Section:
     files = [(name, f"{folder.name}/data/{name}") for name in DATA if (folder / "data" / name).is_file()]
     rehearsal = bool(manifest.get("rehearsal")) or folder.name.endswith(f"-{REHEARSAL}")
     entries = [_entry(folder, r) for r in manifest.get("reports", ())]
-    return Section(folder.name, rehearsal, [f for f in facts if f], state, files, entries)
+    return Section(folder.name, rehearsal, [f for f in facts if f], state, files, entries, _screen(folder, manifest))
+
+
+def _screen(folder: Path, manifest: dict) -> dict | None:
+    """What the manifest has of the first screen, if its figures are there."""
+    found = manifest.get("first_screen")
+    images = [folder / "figures" / f"{figure['name']}.svg" for figure in found["figures"]] if found else []
+    if not found or not all(path.is_file() for path in images):
+        return None
+    figures = [figure | {"svg": path.read_text()} for figure, path in zip(found["figures"], images)]
+    return found | {"figures": figures}
 
 
 def _entry(folder: Path, report: dict) -> Entry:
@@ -166,8 +178,22 @@ def _html_section(section: Section) -> str:
         f'<div class="table cards" role="region" tabindex="0" aria-label="{escape(section.name, quote=True)}"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>\n"
     )
-    head = f'<h2>{escape(section.name)}{stamp}</h2>\n{state}<p class="facts">{facts}</p>\n'
-    return head + (table if section.entries else "")
+    table = table if section.entries else ""
+    if section.screen is None:
+        return f'<h2>{escape(section.name)}{stamp}</h2>\n{state}<p class="facts">{facts}</p>\n{table}'
+    screen = section.screen
+    lines = "".join(f"<li>{inline_html(line)}</li>" for line in screen["lines"])
+    figures = "".join(
+        f'<figure><div role="img" aria-label="{escape(f["alt"], quote=True)}">{themed(f["svg"])}</div>'
+        f"<figcaption>{escape(f['caption'])}</figcaption></figure>\n"
+        for f in screen["figures"]
+    )
+    return (
+        f"<h2>{escape(section.name)}: {escape(screen['title'])}</h2>\n{state}"
+        f'<div class="answer"><ul>{lines}</ul></div>\n<div class="figures">\n{figures}</div>\n{screen["html"]}\n'
+        f'<details class="data"><summary>{len(section.entries)} pages and the data</summary>\n'
+        f'<p class="facts">{facts}</p>\n{table}</details>\n'
+    )
 
 
 def _html_row(entry: Entry) -> str:
@@ -189,7 +215,14 @@ def _markdown(found: list[Section]) -> str:
 
 def _markdown_section(section: Section) -> str:
     facts = " · ".join([*map(markdown_text, section.facts), *(f"[{text}]({path})" for text, path in section.files)])
-    lines = [f"## {section.name}", ""] + ([f"**{markdown_text(section.state)}**", ""] if section.state else [])
+    screen = section.screen
+    title = f"{section.name}: {screen['title']}" if screen else section.name
+    lines = [f"## {title}", ""] + ([f"**{markdown_text(section.state)}**", ""] if section.state else [])
+    if screen:
+        lines += [*(f"- {line}" for line in screen["lines"]), ""]
+        for f in screen["figures"]:
+            lines += [f"![{f['alt']}]({section.name}/figures/{f['name']}.png)", "", f["caption"], ""]
+        lines += [screen["markdown"], "", "### Pages", ""]
     lines += [facts, ""]
     if section.entries:
         lines += ["| " + " | ".join(COLUMNS) + " |", "|:--|:--|--:|--:|:--|"]

@@ -17,6 +17,7 @@ import torch
 from .. import __version__
 from ..measure import provenance
 from . import execute, index, render
+from .first_screen import FirstScreen
 from .places import ReportError, note
 from .plan import Plan
 from .study import Study, read_study
@@ -34,6 +35,7 @@ class Pages:
     notebooks: Sequence[Path]
     own: Callable[[str, Study], Study]  # the rows of a report
     headline: Callable[[str, Study], str]  # the first line of its answer
+    first_screen: Callable[[Study], FirstScreen] | None  # of the index
     parameters: dict
     cell_timeout_s: int
     force: bool
@@ -77,8 +79,14 @@ class Pages:
             rendered = True
             entries[source.stem], failure = self._report(source, study, about, entry, digest)
             failures += [failure] if failure else []
-        finished = time.time()
         entries = [entries[n.stem] for n in self.notebooks]
+        if self.first_screen:
+            digest = hashlib.sha256(basis).hexdigest()
+            known_screen = self.before.get("first_screen", {})
+            if self.force or known_screen.get("digest") != digest:
+                rendered, known_screen = True, self._screen(study) | {"digest": digest}
+            about |= {"first_screen": known_screen}
+        finished = time.time()
         if not rendered and entries == list(known.values()):
             index.write_manifest(self.folder, self.before, complete=True)
         else:
@@ -118,6 +126,14 @@ class Pages:
         entry |= {"files": _digests(self.folder, [f.relative_to(self.folder).as_posix() for f in written])}
         entry |= {"digest": digest}
         return entry, None
+
+    def _screen(self, study: Study) -> dict:
+        """The first screen, its figures written."""
+        screen = self.first_screen(study)
+        for f in screen.figures:
+            for ending, data in (("svg", f.svg), ("png", f.png)):
+                render.write(self.folder / "figures" / f"{f.name}.{ending}", data)
+        return screen.stored()
 
     def _pages(self, source: Path) -> list[Path]:
         return [self.folder / f"{source.stem}.html", self.folder / f"{source.stem}.md"]

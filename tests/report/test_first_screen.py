@@ -1,0 +1,112 @@
+"""The first screen of a profile: it says what the rows, `advise` and `longest` say, and nothing else."""
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ringlab
+from reporting import longer, made_up
+from ringlab import hardware
+from ringlab.measure import suites
+from ringlab.report import first_screen, index, render, tables
+from ringlab.report.study import Study
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_lengths():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_screen, "LENGTHS", (8192, 131072, 524288))
+        yield
+
+
+def study(profile: str = "cpu", change=lambda r: r) -> Study:
+    about, rehearsal = hardware.get_profile(profile), profile != "cpu"
+    groups = suites.landscape(about, device="cpu", rehearsal=rehearsal)
+    rows = [change(made_up(p, g, rehearsal)) for g in groups for p in g.points]
+    return Study(about, rows, Path(f"{profile}-rehearsal/data" if rehearsal else "cpu/data"))
+
+
+@functools.cache
+def screen(profile: str = "cpu"):
+    return first_screen.first_screen(study(profile))
+
+
+def test_the_finding_is_the_fastest_row_and_its_ratio_to_dense():
+    rows = {r.point.id: r for r in study().results if r.median and r.point.seq_len == 4096}
+    dense = next(r for r in rows.values() if r.point.system == "dense_sdpa")
+    quick = min(rows.values(), key=lambda r: r.median)
+
+    def only_4096(r):
+        return r if r.point.seq_len <= 4096 else replace(r, status="oom", reason="too long")
+
+    said = first_screen.first_screen(study(change=only_4096)).lines[0]
+    assert said.startswith("**At 4,096 tokens the fastest is ") and f"{tables.number(quick.median * 1e3)} ms" in said
+    assert f"{tables.number(dense.median / quick.median, 2)} times less than dense" in said
+
+
+def test_what_the_run_does_not_tell_apart_is_named_together():
+    def even(r):
+        sparse = r.point.system == "ringlab" and r.seconds
+        return longer(r, 0.01 / r.median, bound_seconds=1e-4) if sparse else r
+
+    said = first_screen.first_screen(study(change=even)).lines[0]
+    named = re.findall(r"(Sliding window|BigBird|Local and global|LongNet) \(", said)
+    assert len(named) == 4 and "differ by less than noise" in said
+
+    def but_bigbird(r):
+        return longer(even(r), 2) if "random" in str(r.point.pattern) else even(r)
+
+    said = first_screen.first_screen(study(change=but_bigbird)).lines[0]
+    assert "BigBird" not in said
+
+
+def test_lengths_memory_and_bytes_are_those_of_the_commands():
+    found = screen()
+    most = {p: ringlab.longest(ringlab.Dense(), 16 * GIB, profile="cpu", passes=p) for p in ("fwd", "fwd+bwd")}
+    said = " or ".join(tables.about(n) for n in most.values()).replace(" or ", " tokens in a forward call or ")
+    assert f"**16 GiB hold {said} tokens in training**" in found.lines[1]
+    assert [line[0] for line in found.table.rows] == list(first_screen.LENGTHS)
+    for line in found.table.rows[:2]:
+        n = line[0]
+        forward, across = ringlab.advise("cpu", n, passes="fwd"), ringlab.advise("cpu", n, ranks=2)
+        assert line[-1] == tables.size(across.proposals[0].sent_bytes)
+        assert line[3].sub == tables.size(forward.need_bytes)
+
+
+def test_rooflines_of_a_cpu_come_from_its_rows():
+    def shortest(found):
+        return [float(re.match(r"≥ ([\d.,]+) m?s", line[3].text)[1].replace(",", "")) for line in found.table.rows]
+
+    def half(r):
+        return replace(r, bound_seconds=r.bound_seconds and r.bound_seconds / 2)
+
+    once, twice = screen(), first_screen.first_screen(study(change=half))
+    for a, b in zip(once.table.rows, twice.table.rows):
+        assert a[3].text != b[3].text
+    assert shortest(once)[0] / shortest(twice)[0] > 1.9
+
+
+def test_a_rehearsal_shows_no_time_of_this_machine():
+    found = screen("gtx1080")
+    assert found.title.endswith("GTX 1080, computed") and [f.name for f in found.figures] == ["first-screen-computed"]
+    bound = ringlab.advise("gtx1080", 131072, passes="fwd").proposals[0].bound_s
+    assert f"takes at least {tables.number(bound * 1e3)} ms" in found.lines[0]
+    assert "does not fit" in found.table.markdown and "AMD" not in str(found.lines) + found.table.markdown
+
+
+def test_the_index_shows_it_offline_with_alt_text(tmp_path):
+    found, folder = screen(), tmp_path / "cpu"
+    for f in found.figures:
+        render.write(folder / "figures" / f"{f.name}.svg", f.svg)
+    index.write_manifest(folder, {"reports": [], "first_screen": found.stored()}, complete=True)
+    index.write_index(tmp_path)
+    html, plain = (tmp_path / "index.html").read_text(), (tmp_path / "index.md").read_text()
+    assert html.count("<svg ") == 2 == len(re.findall(r'role="img" aria-label="[^"]{40,}"', html))
+    assert "<script" not in html and not re.search(r'(?:src|href)="http', html)
+    for line in found.lines:
+        assert line in plain
+    assert found.table.html in html and found.table.markdown in plain
