@@ -5,15 +5,16 @@ Descriptors: values by Triton's interpreter. Gluon: values and protocol on a sma
 
 import re
 import subprocess
-from functools import cache
+from dataclasses import replace
 
 import pytest
 import torch
 from compiled import fed, fits, resources
 from gluon_machine import SOURCE, Hazard, running
-from helpers import NAMES, errors, results
+from helpers import NAMES, errors
 from interpreted import DESCRIBED, printed, within_bounds
-from ringlab import Dense, Dilated, block_patterns, reference
+from matrix import Case, judged
+from ringlab import Dense, Dilated, block_patterns
 from ringlab.kernels import experimental, tile_schedule, triton
 from ringlab.kernels.triton import TritonKernel
 from ringlab.kernels.triton_config import TILE_PASSES, Sizes, Use
@@ -22,19 +23,21 @@ pytest.importorskip("triton.experimental.gluon")
 
 BF16, F16 = torch.bfloat16, torch.float16
 LADDER = Dilated([256, 512], [1, 2])  # its branches fold, see ``fold``
-# pattern, n, heads, K/V heads, head_dim, causal, dtype, batch, columns of a tile, stages, how it runs
+# the call, columns of a tile, stages, how it runs
 CASES = {
-    "folded": (LADDER, 1024, 2, 2, 16, False, F16, 1, 64, 2, "gluon"),
+    "folded": (Case(LADDER, 1024, F16, heads=2), 64, 2, "gluon"),
     "folded, causal, grouped, a last segment that ends early": (
-        LADDER, 922, 2, 1, 16, True, BF16, 1, 64, 3, "persistent",
+        Case(LADDER, 922, BF16, True, heads=2, kv_heads=1), 64, 3, "persistent",
     ),
-    "one branch, batch": (Dilated([512], [2]), 1000, 2, 2, 32, True, F16, 2, 32, 2, "persistent"),
-    "a last tile that is not full": (Dilated([320], [1]), 900, 2, 1, 16, False, F16, 1, 128, 2, "persistent"),
-    "head groups": (Dilated([512, 1024], [2, 2], "head_groups"), 1024, 3, 1, 16, False, F16, 1, 64, 2, "gluon"),
-    "dense, causal": (Dense(), 300, 1, 1, 16, True, BF16, 1, 64, 2, "persistent"),
+    "one branch, batch": (Case(Dilated([512], [2]), 1000, F16, True, 2, heads=2, d=32), 32, 2, "persistent"),
+    "a last tile that is not full": (Case(Dilated([320], [1]), 900, F16, heads=2, kv_heads=1), 128, 2, "persistent"),
+    "head groups": (
+        Case(Dilated([512, 1024], [2, 2], "head_groups"), 1024, F16, heads=3, kv_heads=1), 64, 2, "gluon",
+    ),
+    "dense, causal": (Case(Dense(), 300, BF16, True, heads=1, kv_heads=1), 64, 2, "persistent"),
     "block-sparse, grouped, queries that see nothing": (
-        block_patterns.from_mask(torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 1]]) > 0, block_size=128), 384, 2, 1, 16,
-        True, F16, 1, 128, 2, "gluon",
+        Case(block_patterns.from_mask(torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 1]]) > 0, block_size=128), 384, F16,
+             True, heads=2, kv_heads=1), 128, 2, "gluon",
     ),
 }  # fmt: skip
 
@@ -45,34 +48,23 @@ def fold(monkeypatch):
     monkeypatch.setattr(tile_schedule, "LONG", 1)
 
 
-@cache
-def problem(case, seed):
-    """q, k, v, dout, dlse; what the oracle makes of them; and how far off each result may be."""
-    pattern, n, heads, kv_heads, d, causal, dtype, batch, *_ = CASES[case]
-    torch.manual_seed(seed)
-    q, k, v, dout = (torch.randn(batch, n, h, d).to(dtype) for h in (heads, kv_heads, kv_heads, heads))
-    dlse = torch.randn(batch, heads, n)
-    exact = [t.double().requires_grad_() for t in (q, k, v)]
-    want = results(*reference.attention(*exact, pattern, causal=causal), *exact, dout, dlse)
-    return (q, k, v, dout, dlse), want, reference.tolerance(q, k, v, dout, pattern=pattern, causal=causal)
-
-
 def row_sums(dout, out, dlse):
     return ((dout.float() * out).sum(3).transpose(1, 2) - dlse).contiguous()
 
 
 def run(monkeypatch, case, change=lambda source: source, seed=0):
     """For each result, its error over what is allowed."""
-    pattern, n, heads, kv_heads, d, causal, dtype, batch, cols, stages, reads = CASES[case]
+    case, cols, stages, reads = CASES[case]
     monkeypatch.setattr(triton, "row_sums", row_sums)
-    (q, k, v, dout, dlse), want, bound = problem(case, seed % 2)
+    (q, k, v), dout, dlse, want, bound = judged(replace(case, seed=seed % 2))
+    call = case.pattern, case.causal
     kernel = TritonKernel(lambda *_: Sizes(128, cols, 4, stages, reads))
     for name in TILE_PASSES:
-        (launch,) = kernel.launches(name, (q, k, v) if name == "forward" else (dout, q, k, v), pattern, causal)
+        (launch,) = kernel.launches(name, (q, k, v) if name == "forward" else (dout, q, k, v), *call)
         assert launch.why is None and launch.size.reads == reads
     with running(change, seed):
-        out, lse = kernel.attend(q, k, v, pattern, causal, d**-0.5)
-        got = out, lse, *kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, d**-0.5)
+        out, lse = kernel.attend(q, k, v, *call, case.d**-0.5)
+        got = out, lse, *kernel.gradients(dout, dlse, q, k, v, out, lse, *call, case.d**-0.5)
     found = errors(dict(zip(NAMES, got)), want, q, k, dout)
     return {name: found[name] / bound[name] for name in found}
 

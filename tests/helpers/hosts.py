@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from ringlab import hardware
 from ringlab.measure import provenance, session, timing
 from ringlab.measure.session import Session
 from ringlab.measure.workers import Workers
@@ -104,7 +105,7 @@ REPLIES = {
                 "memory": {"tracked_peak_bytes": 8, "floor_bytes": 8}},
     "calibrate": {"estimate": 0.5, "warmups": 2, "loops": 1},
     "sample": {"seconds": 0.5},
-    "probe": {"peaks": {"float32": [1e9, 1e9, 1e9]}},
+    "probe": {"peaks": {"float32": hardware.Peaks(1e9, 1e9, 1e9)}},
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from gluon_machine import running
 from helpers import NAMES, errors, results
+from matrix import Case, judged
 from ringlab import Dense, Dilated, Execution, attention, block_patterns, estimate, kernels, reference
 from ringlab import cache as caches
 from ringlab.engine.autograd import IN_GRAPHS
@@ -102,10 +103,10 @@ class Padded(Eager):
         return tuple(by_head(g.to(q.dtype)) for g in super().backward(dout, q, *rest))
 
 
-def inside_inf(*shape, dtype) -> torch.Tensor:
-    """Random numbers as a view into a buffer of inf, so that a read outside of it shows."""
-    b, n, heads, d = shape
-    return torch.full((b, n + 40, heads, d + 32), torch.inf, dtype=dtype)[:, :n, :, :d].copy_(torch.randn(shape))
+def inside_inf(t: torch.Tensor) -> torch.Tensor:
+    """The same as a view into a buffer of inf, so that a read outside of it shows."""
+    b, n, heads, d = t.shape
+    return torch.full((b, n + 40, heads, d + 32), torch.inf, dtype=t.dtype)[:, :n, :, :d].copy_(t)
 
 
 def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
@@ -113,35 +114,25 @@ def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
     plain, same = Sizes(*tile[:2], 4, 1), tile[2:] != ("specialized",)
     triton_config.sizes = lambda *_: plain
     triton_config.chosen = lambda use, *_: Sizes(*tile[:2], 4, 1, *tile[2:]) if same or use.name == "forward" else None
-    tensors = [inside_inf(batch, n, h, d, dtype=dtype) for h in (heads, heads, kv_heads, kv_heads)]
+    tensors = [inside_inf(torch.zeros(batch, n, h, d, dtype=dtype)) for h in (heads, heads, kv_heads, kv_heads)]
     read = {name: tensors[name == "forward" :] for name in TILE_PASSES}
     launches = [x for name in read for x in KERNELS["triton"].launches(name, read[name], pattern, causal)]
     found = checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, inside_inf, backend="triton")
     return {**found, "reads": sorted({launch.size.reads for launch in launches})}
 
 
-def run_joined(*case, batch=1, draw=inside_inf):
+def run_joined(*case, batch=1, lay=inside_inf):
     with kernels.override_kernel(Padded(), "cuda"):
-        return checked(*case, batch, draw, execution=Execution(merge="fused"))
+        return checked(*case, batch, lay, execution=Execution(merge="fused"))
 
 
-def plain(*shape, dtype) -> torch.Tensor:
-    return torch.randn(shape).to(dtype)
-
-
-def checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, draw, **how):
-    torch.manual_seed(0)
-    q, k, v = (draw(batch, n, h, d, dtype=dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
-    dout, dlse = draw(batch, n, heads, d, dtype=dtype), torch.randn(batch, heads, n, dtype=torch.float64)
-    options = {"causal": causal, "scale": scale}
-    out, lse = attention(q, k, v, pattern, return_lse=True, **how, **options)
-    got = results(out, lse, q, k, v, dout, dlse)
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    want = results(*reference.attention(*exact, pattern, **options), *exact, dout, dlse)
-    # A dense kernel that masks before it scales makes no bound for a negative scale; -q with -scale is the same.
-    flip = -1 if scale is not None and scale < 0 else 1
-    options["scale"] = None if scale is None else flip * scale
-    bound = reference.tolerance(flip * q, k, v, dout, pattern=pattern, **options)
+def checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, lay, **how):
+    case = Case(pattern, n, dtype, causal, batch, heads, kv_heads, d, scale, **how)
+    (q, k, v), dout, dlse, want, bound = judged(case)
+    got = case.run([lay(t) for t in (q, k, v)], lay(dout), dlse)
+    if scale is not None and scale < 0:
+        # A dense kernel that masks before it scales makes no bound for a negative scale; -q with -scale is the same.
+        bound = reference.tolerance(-q, k, v, dout, pattern=pattern, causal=causal, scale=-scale)
     return {"error": errors(got, want, q, k, dout, scale), "bound": bound}
 
 
@@ -234,8 +225,8 @@ def joined():
     """The fused merge: values, bytes moved, bytes held, and wrong merges that must be found."""
     fused_merge.ELEMENTS = 256  # several programs a head
     for name, case in JOINED.items():
-        draw = plain if "folds" in name else inside_inf
-        show(f"joined, {name}", **run_joined(*case, batch=2 if "batch" in name else 1, draw=draw))
+        lay = torch.clone if "folds" in name else inside_inf
+        show(f"joined, {name}", **run_joined(*case, batch=2 if "batch" in name else 1, lay=lay))
     for name in ("in place", "short segments, grouped"):
         show(f"joined, bytes, {name}", **traffic(*JOINED[name][:5]))
     show("joined, held", **held(Dilated([16, 32], [1, 2]), 41))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ringlab import cost, patterns
+from ringlab import cost, hardware, patterns
 from ringlab.measure import Group, Point, Result, load, provenance, ratio, stats, store, timing
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
@@ -170,7 +170,7 @@ def test_l2_is_flushed_before_each_timed_call(monkeypatch):
 def test_a_bound_is_below_what_the_measured_rates_allow():
     """A probe may be disturbed, so its rates are raised by a margin; and the best of all probes counts."""
     rates = iter([2e9, 1e9, 4e9, 1e9])
-    bounds = timing.Bounds("cpu", None, lambda names: {"float32": (next(rates), 1e9, 1e9)})
+    bounds = timing.Bounds("cpu", None, lambda names: {"float32": hardware.Peaks(next(rates), 1e9, 1e9)})
     work = cost.Cost(0, 0, 2_200_000_000, 2_200_000_000, 8)
     bounds.need({"float32"})
     assert bounds.seconds(work, "float32") == pytest.approx(1.0)

@@ -406,12 +406,5 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     return [Group(LANDSCAPE, dict.fromkeys(points)), checks]
 
 
-SUITES: dict[str, Callable[..., list[Group]]] = {
-    "kernels": kernel_suite,
-    "optimization": optimization,
-    "benchmark_summary": benchmark_summary,
-    "performance_comparison": performance_comparison,
-    "hybrid_summary": hybrid_summary,
-    "session_summary": session_summary,
-    "landscape": landscape,
-}
+_PAGES = (optimization, benchmark_summary, performance_comparison, hybrid_summary, session_summary, landscape)
+SUITES: dict[str, Callable[..., list[Group]]] = {"kernels": kernel_suite, **{suite.__name__: suite for suite in _PAGES}}

@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import Execution, Simulated, attention, compat, cost, kernels, memory, patterns, reference
 from ..adaptive import Adaptive, adaptive_attention, best_blocks
 from ..cost import PASSES, Cost
-from ..engine import torch_sparse
+from ..engine import dilated, torch_sparse
+from ..engine.execute import Call
 from ..ring import Problem, Traffic, choose, comm, counting
 from ..ring.layout import layout_named
 from ..ring.volume import sent_bytes
@@ -339,52 +340,33 @@ def sgemm(point: Point, device) -> System:
 UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as in torchscale: finite, with weight 0
 
 
-@dataclass(frozen=True)
-class RowCopy:
-    """The rows of a branch that one kernel call takes: ``rows`` of each of ``segments`` segments from ``start`` on."""
-
-    start: int
-    segments: int
-    length: int
-    rate: int
-    rows: int
-    heads: tuple[tuple[int, list[int]], ...]  # (offset, heads that have it)
-
-    def views(self, t: Tensor) -> list[Tensor]:
-        """The rows of t (b, n, h, ...) at each offset, for all heads: (b, segments, m, h, ...)."""
-        t = t[:, self.start : self.start + self.segments * self.length].unflatten(1, (self.segments, self.length))
-        return [t[:, :, offset :: self.rate] for offset, _ in self.heads]
-
-    def take(self, t: Tensor) -> Tensor:
-        """A contiguous copy (b * segments, m, h', ...) of the selected rows of t (b, n, h, ...)."""
-        picked = [view[:, :, :, _slice(heads)] for view, (_, heads) in zip(self.views(t), self.heads)]
-        return torch.cat(picked, 3).flatten(0, 1).contiguous()
-
-    def put(self, t: Tensor, values: Tensor) -> None:
-        """Write values (b * segments, m, h', ...) back to the rows of t (b, n, h, ...)."""
-        parts = values.unflatten(0, (-1, self.segments)).split([len(heads) for _, heads in self.heads], 3)
-        for view, part, (_, heads) in zip(self.views(t), parts, self.heads):
-            view[:, :, :, _slice(heads)] = part
+def parts_of(branch: patterns.Branch, n: int) -> list[list[Call]]:
+    """The kernel calls of a branch, each as the views of rows that it takes: heads of equal row counts together."""
+    found = defaultdict(list)
+    every = range(max(branch.heads) + 1)
+    for call in dilated._branch_calls(branch, range(n), 1, every, dict.fromkeys(branch.heads, branch)):
+        found[call.nodes, call.q.rows].append(call)
+    return [*found.values()]
 
 
-def _slice(heads: list[int]):
-    """Evenly spaced heads as a slice, which copies faster than an index."""
-    even = slice(heads[0], heads[-1] + 1, heads[1] - heads[0] if len(heads) > 1 else 1)
-    return even if list(range(even.start, even.stop, even.step)) == heads else heads
+def _view(t: Tensor, call: Call) -> Tensor:
+    """The rows of t (b, n, h, ...) that a call reads: (b, segments, m, h', ...)."""
+    rows, (s_b, s_n, s_h, *s_d) = call.q, t.stride()
+    shape = t.shape[0], call.nodes, rows.rows, call.heads, *t.shape[3:]
+    strides = s_b, rows.node_step * s_n, rows.step * s_n, rows.head_step * s_h + rows.shift * s_n, *s_d
+    return t.as_strided(shape, strides, t.storage_offset() + rows.first * s_n + rows.head * s_h)
 
 
-def parts_of(branch, n: int) -> list[RowCopy]:
-    """The kernel calls of a branch: whole segments and a short last one, heads of equal row counts together."""
-    found = []
-    whole, rest = divmod(n, branch.length)
-    for start, segments, length in ((0, whole, branch.length), (whole * branch.length, 1, rest)):
-        calls = defaultdict(lambda: defaultdict(list))  # rows of a segment: offset: heads
-        for head, offset in zip(branch.heads, branch.offsets):
-            calls[len(range(offset, length, branch.rate))][offset].append(head)
-        for rows, heads in calls.items():
-            if rows:
-                found.append(RowCopy(start, segments, length, branch.rate, rows, tuple(heads.items())))
-    return found
+def _take(t: Tensor, part: list[Call]) -> Tensor:
+    """A contiguous copy (b * segments, m, h', ...) of the selected rows of t (b, n, h, ...)."""
+    return torch.cat([_view(t, call) for call in part], 3).flatten(0, 1)
+
+
+def _put(t: Tensor, part: list[Call], values: Tensor) -> None:
+    """Write values (b * segments, m, h', ...) back to the rows of t (b, n, h, ...)."""
+    each = values.unflatten(0, (-1, part[0].nodes)).split([call.heads for call in part], 3)
+    for call, rows in zip(part, each):
+        _view(t, call).copy_(rows)
 
 
 def copying_attention(q, k, v, pattern, causal: bool, kernel) -> Tensor:
@@ -406,10 +388,10 @@ class _Copying(torch.autograd.Function):
             out = torch.zeros_like(q)
             lse = torch.full((b, n, h), UNSEEN, dtype=wide, device=q.device)
             for part in parts:
-                rows = [part.take(t) for t in (q, k, v)]  # (b * segments, m, h', d)
+                rows = [_take(t, part) for t in (q, k, v)]  # (b * segments, m, h', d)
                 o, l = kernel.forward(*rows, causal, scale)
-                part.put(out, o)
-                part.put(lse, l.transpose(1, 2))
+                _put(out, part, o)
+                _put(lse, part, l.transpose(1, 2))
                 kept += [*rows, l]
             outs.append(out)
             lses.append(lse)
@@ -432,9 +414,9 @@ class _Copying(torch.autograd.Function):
             for part in parts:
                 *rows, l = kept[:4]
                 del kept[:4]
-                found = kernel.backward(part.take(d_branch), *rows, part.take(mixed), l, causal, scale)
+                found = kernel.backward(_take(d_branch, part), *rows, _take(mixed, part), l, causal, scale)
                 for t, values in zip(full, found):
-                    part.put(t, values)
+                    _put(t, part, values)
             grads = [g + t for g, t in zip(grads, full)]
         return (*grads, None, None, None)
 

@@ -97,8 +97,8 @@ PROBES = 3  # of the rates, before a row that is faster than its roofline is cal
 class Bounds:
     """``seconds(cost, dtype)``: the least time of a call on this device by its roofline.
 
-    ``probe(names)`` measures the rates of dtypes on the CPU: name -> (FLOP/s, bytes/s from memory, from cache). Other
-    processes can only lower them, which would make correct rows suspect, so the best of all probes counts.
+    ``probe(names)`` measures the rates of dtypes on the CPU: name -> ``Peaks``. Other processes can only lower them,
+    which would make correct rows suspect, so the best of all probes counts.
     """
 
     def __init__(self, device: str, profile: str | None, probe: Callable[[list[str]], dict]):
@@ -110,8 +110,7 @@ class Bounds:
         """Measure the rates of these dtypes once, and of fp32, in which half precision may be computed."""
         wanted = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
         wanted = sorted(wanted if again else wanted - self.peaks.keys())
-        for name, rates in (self.probe(wanted) if wanted else {}).items():
-            found = hardware.Peaks(*rates, self.machine.cache_bytes)
+        for name, found in (self.probe(wanted) if wanted else {}).items():
             self.peaks[name] = found.best(self.peaks.get(name, found))
 
     def seconds(self, cost: Cost, dtype: str) -> float | None:

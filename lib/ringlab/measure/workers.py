@@ -226,12 +226,6 @@ class Worker:
             return {"status": status, "reason": reason, "end": End.of(error)}
 
 
-def probe(dtypes: list[str]) -> dict:
-    """The rates of this CPU: dtype -> FLOP/s, bytes/s from memory, bytes/s from cache."""
-    found = {name: hardware.measure_cpu_peaks(name) for name in dtypes}
-    return {"peaks": {n: [p.flops_per_s, p.bytes_per_s_dram, p.bytes_per_s_cache] for n, p in found.items()}}
-
-
 def serve(channel: Connection, settings: dict) -> None:
     """Answer the session's commands.
 
@@ -244,7 +238,10 @@ def serve(channel: Connection, settings: dict) -> None:
         worker.answer("start")
     while True:
         command, arguments = pickle.loads(channel.recv_bytes())
-        reply = probe(**arguments) if command == "probe" else worker.answer(command, **arguments)
+        if command == "probe":
+            reply = {"peaks": {name: hardware.measure_cpu_peaks(name) for name in arguments["dtypes"]}}
+        else:
+            reply = worker.answer(command, **arguments)
         reply = {"status": "ok", "reason": "", "cpu_s": time.process_time()} | reply
         end = reply.pop("end", None) or End("ok" if reply["status"] == "ok" else "error")
         end.value = reply

@@ -121,7 +121,7 @@ def least_bytes(way: str, point) -> int | None:
         return None
     row = point.head_dim * getattr(torch, point.dtype).itemsize * point.batch
     branches = [
-        row * sum(p.segments * p.rows * len(heads) for p in parts_of(b, point.seq_len) for _, heads in p.heads)
+        row * sum(call.nodes * call.q.rows * call.heads for part in parts_of(b, point.seq_len) for call in part)
         for b in pattern_of(point).branches(point.seq_len, point.heads, point.kv_heads)
     ]
     rows, later = sum(branches), sum(branches) - branches[0]
