@@ -13,6 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from ringlab.hardware.capability import TORCH
 from started import make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def test_every_requirement_is_named_once_and_pinned_in_constraints():
         assert name_of(requirement) in pins(), f"{requirement} has no pin in constraints.txt"
         assert "==" not in requirement.split(";")[0], f"{requirement}: versions are pinned in constraints.txt"
     names = [name_of(r) for r in required]
-    assert len(set(names)) == len(names) and pins()["torch"] == "2.13.0"
+    assert len(set(names)) == len(names) and pins()["torch"] == TORCH == "2.13.0"
     cuda = [name for name in pins() if name.startswith(("nvidia", "cuda"))]
     assert not cuda, f"torch pins its own CUDA packages: {cuda}"
 
