@@ -47,14 +47,18 @@ def made_up(point: Point, group: Group, rehearsal: bool, rounds: int = 10, **cha
     taken = tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds)) if group.timed else ()
     names = ["out", "lse"] + (["dq", "dk", "dv"] if point.passes != "fwd" else [])
     fields = {
-        "status": "ok", "seconds": taken, "errors": dict.fromkeys(names, 4e-7), "tolerance": dict.fromkeys(names, 5e-6),
+        "status": "ok", "errors": dict.fromkeys(names, 4e-7), "tolerance": dict.fromkeys(names, 5e-6),
         "memory": {"floor_bytes": floor, "tracked_peak_bytes": int(1.12 * floor), "high_water_bytes": 2 * floor},
         "cost": cost, "bound_seconds": 0.6 * t, "share": 0.81 if point.system == "ringlab" else None,
     }  # fmt: skip
-    if taken:
-        found = stats.summary(taken)
-        fields |= {"median": found.median, "q1": found.q1, "q3": found.q3, "ci": found.ci}
-    return Result(**{**base, **fields, **changes})
+    made = Result(**base, **fields)
+    return replace(sampled(made, taken) if taken else made, **changes)
+
+
+def sampled(r: Result, seconds, **changes) -> Result:
+    """The row with these samples, and what follows from them."""
+    found, about = stats.summary(tuple(seconds)), {"seconds": tuple(seconds), "rounds": tuple(range(len(seconds)))}
+    return replace(r, **about | {k: getattr(found, k) for k in ("median", "q1", "q3", "ci")} | changes)
 
 
 def longer(r: Result, factor: float, **changes) -> Result:
@@ -94,6 +98,10 @@ class Shown:
             for name in names:
                 self._keep(getattr(document, name)(page))
         self.text = "\n".join(self.texts)
+
+    def table(self, words: str):
+        """The table whose caption has these words."""
+        return next(t for t in self.tables if words in t.caption)
 
     def _keep(self, value) -> None:
         if value is not None:

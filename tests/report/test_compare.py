@@ -12,9 +12,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from reporting import made_up, write_rows
+from reporting import made_up, sampled, write_rows
 from ringlab import cli
-from ringlab.measure import Group, Point, ratio, stats
+from ringlab.measure import Group, Point, ratio
 from ringlab.patterns import Dilated
 from ringlab.report import compare_chance
 from started import make
@@ -30,11 +30,8 @@ def rows(scale=1.0, noise=0.01, seed=0, group=GROUP, rounds=10, about=None, **ch
         rng = random.Random(f"{seed} {point.id}")
         factor = scale(point) if callable(scale) else scale
         taken = tuple(point.seq_len * 1e-5 * factor * math.exp(noise * rng.gauss(0, 1)) for _ in range(rounds))
-        r = made_up(point, group, False)
-        kept = stats.summary(taken)
-        r = replace(r, seconds=taken, rounds=tuple(range(rounds)), median=kept.median, ci=kept.ci, run=f"run {seed}")
-        r = replace(r, bound_seconds=None, provenance={**r.provenance, "threads": 2, "method": "m", **(about or {})})
-        found.append(replace(r, **changes))
+        r = sampled(made_up(point, group, False, run=f"run {seed}", bound_seconds=None), taken)
+        found.append(replace(r, provenance=r.provenance | {"threads": 2, "method": "m"} | (about or {}), **changes))
     return found
 
 

@@ -24,11 +24,6 @@ def text(cell) -> str:
     return tables.cell(cell).text
 
 
-def table(found, caption: str):
-    """The table of a page whose caption has these words."""
-    return next(t for t in found.tables if caption in t.caption)
-
-
 LONG = ("tenth", "Extreme", "pattern cache where", "Scratch")  # a rehearsal leaves them out
 
 
@@ -350,10 +345,10 @@ def test_a_report_takes_its_own_rows_alone():
 
 
 def test_the_cache_and_the_pool_are_shown_by_what_they_may_hold():
-    kept = table(shown("002"), "The pattern cache where 24 patterns")
+    kept = shown("002").table("The pattern cache where 24 patterns")
     assert [line[1] for line in kept.rows] == ["keeps nothing", "0.25 MiB", "1 MiB", "64 MiB", "64 MiB"]
     assert [line[5] for line in kept.rows] == ["0 %", *["88.0 %"] * 4]
-    pool = table(shown("002"), "Scratch")
+    pool = shown("002").table("Scratch")
     assert [line[:2] for line in pool.rows] == [[f"{mb} MiB", n] for mb in (1, 4, 16, 64) for n in (1, 2)]
     assert {line[5] for line in pool.rows} == {"7 of 8"} and "takes at most 1 buffer from a pool" in pool.note
 
@@ -416,7 +411,7 @@ def test_every_row_that_a_verdict_rests_on_stands_in_a_table():
 def test_a_refused_kernel_says_why():
     why = "no C++ compiler"
     found = shown("002", lambda r: replace(r, status="unsupported", reason=why) if system("flex")(r) else r)
-    assert {line[6].text for line in table(found, "tenth").rows if line[6]} == {"unsupported"}
+    assert {line[6].text for line in found.table("tenth").rows if line[6]} == {"unsupported"}
     assert why in found.text and "FlexAttention, blocks of 128" in found.text
 
 

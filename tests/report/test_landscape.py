@@ -281,16 +281,12 @@ def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
     assert "BigBird" not in dict(map(reversed, order(change)))
     found = shown(change)
     assert "wrong: BigBird" in document.answer(page(change)).lines[2]
-    line = next(r for r in table(found, "Without a rank").rows if r[0] == "BigBird")
+    line = next(r for r in found.table("Without a rank").rows if r[0] == "BigBird")
     assert line[1].text == "wrong" and "out is off by 1.3e+00, allowed 5.0e-06" in line[2]
     drawn = [label for labels in found.labels for label in labels]
     assert "BigBird" not in drawn and drawn.count("Sliding window") == 2
-    assert [r[2] for r in table(found, "Over length").rows].count("BigBird") == 0
-    assert [r[2] for r in table(shown(), "Over length").rows].count("BigBird") == 3
-
-
-def table(found: Shown, caption: str):
-    return next(t for t in found.tables if t.caption.startswith(caption))
+    assert [r[2] for r in found.table("Over length").rows].count("BigBird") == 0
+    assert [r[2] for r in shown().table("Over length").rows].count("BigBird") == 3
 
 
 def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
@@ -299,10 +295,10 @@ def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
     change = wrong("torchscale", "fwd+bwd")
     assert "torchscale" not in dict(map(reversed, order(change, peer)))
     found = shown(change, peer)
-    why = next(r for r in table(found, "Without a rank").rows if r[0] == "torchscale")[2]
+    why = next(r for r in found.table("Without a rank").rows if r[0] == "torchscale")[2]
     assert why.startswith("output right, gradients wrong: dq is off by 1.3e+00")
     assert "by its source it takes no gradient" in why
-    line = next(r for r in table(found, "Packages").rows if r[0].text == "torchscale")
+    line = next(r for r in found.table("Packages").rows if r[0].text == "torchscale")
     assert line[0].sub == "9.1" and line[3] == 8192 and line[4].text != "incorrect" and line[6] is not None
 
     def one_length(r):
@@ -312,7 +308,7 @@ def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
 
 
 def test_absent_packages_are_listed_with_their_install_lines():
-    found = table(shown(), "Without a rank")
+    found = shown().table("Without a rank")
     assert [(r[0], r[1].text) for r in found.rows] == [(name, "absent") for name in ABSENT]
     assert [r[2] for r in found.rows] == [f"not installed: {how}" for _, how in peers.PEERS.values()]
     assert f"absent: {', '.join(ABSENT)}" in document.answer(page()).lines[2]
@@ -340,7 +336,7 @@ def test_memory_that_is_not_seen_inside_is_not_drawn():
     found = shown()
     memory, time = found.labels
     assert "FlexAttention" in time and "FlexAttention" not in memory and memory[-1] == "q, k, v and out"
-    flex = next(r for r in table(found, "Ranked").rows if r[1].text == "FlexAttention")
+    flex = next(r for r in found.table("Ranked").rows if r[1].text == "FlexAttention")
     assert flex[6].text == "not seen inside"
 
 

@@ -1,12 +1,11 @@
-"""Predictions beside rows that were measured, and the published memory explained."""
+"""Predictions beside rows that were measured."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ringlab import cli, measure
-from ringlab.report import original_memory, predicted, predictions
-from ringlab.report.documents import published
+from ringlab.report import predicted, predictions
 from ringlab.report.study import Study
 
 DATA = Path(__file__).parent / "recorded"  # rows of reports/cpu/data, one of each kind
@@ -51,20 +50,6 @@ def test_the_tables_of_a_report(known):
     assert "not measured" in predictions.predictions(Study(None, [], DATA)).markdown
     off = replace(rows[0], memory=rows[0].memory | {"tracked_peak_bytes": 2 * rows[0].memory["tracked_peak_bytes"]})
     assert "-50.00 %" in predictions.predictions(Study(None, [off], DATA)).markdown
-
-
-def test_published_memory_is_what_the_original_code_allocated():
-    nine = published("001")["rows"]
-    assert len(nine) == 9
-    for row in nine:
-        found = original_memory.scaling(row["seq_len"], row["ranks"])
-        assert found.mb == pytest.approx(row["mb"], rel=0.01) and min(found.parts.values()) >= 0
-    for row in published("003")["memory"]:
-        assert original_memory.robust(row["seq_len"], 4).mb == pytest.approx(row["robust_mb"], rel=0.01)
-    for row in published("003")["times"]:
-        found = original_memory.robust(4096, 8, causal=row["causal"], counted=4)
-        assert found.mb == pytest.approx(row["robust_mb"], rel=0.001)
-    assert abs(original_memory.scaling(2048, 2, heads=4).mb / 46 - 1) > 0.4
 
 
 def test_the_command_line(capsys):
