@@ -114,21 +114,15 @@ def test_rows_that_are_slower_are_named_and_fail(side, call):
     assert code == 0 and out.count(" faster 1.000 ") == 2, "faster is no failure"
 
 
-def test_all_rows_slower_all_fail_and_the_mean_says_by_how_much(side, call):
-    side("base", rows()), side("now", rows(1.2, seed=2))
-    code, out, _ = call("check", "base", "--against", "now")
-    assert code == 1 and "check FAILED: 8 of 8 rows" in out
-    mean, low, high = re.search(r"over 8 points: (\S+) \((\S+) to (\S+),", out).groups()
-    assert 1.18 < float(low) <= float(mean) <= float(high) < 1.22
+@pytest.mark.parametrize("factor, tolerance, failed", [(1.2, "0.10", 8), (1.05, "0.10", 0), (1.05, "0.03", 8)])
+def test_where_all_rows_are_slower_those_beyond_the_tolerance_fail(side, call, factor, tolerance, failed):
+    side("base", rows(noise=0.003)), side("now", rows(factor, noise=0.003, seed=2))
+    code, out, _ = call("check", "base", "--against", "now", "--tolerance", tolerance)
+    assert code == bool(failed) and (f"check FAILED: {failed} of 8 rows" if failed else "check passed") in out
+    mean, low, high = map(float, re.search(r"over 8 points: (\S+) \((\S+) to (\S+),", out).groups())
+    assert out.count(" slower 1.000 ") == 8 and factor - 0.01 < low <= mean <= high < factor + 0.01
     code, out, _ = call("compare", "now", "base")
     assert code == 0 and "base is faster in 8 rows, slower in 0; not significant in 0." in out
-
-
-def test_a_small_difference_is_one_and_within_the_tolerance_no_failure(side, call):
-    side("base", rows(noise=0.003)), side("now", rows(1.05, noise=0.003, seed=2))
-    code, out, _ = call("check", "base", "--against", "now")
-    assert code == 0 and out.count(" slower 1.000 ") == 8 and "check passed" in out
-    assert call("check", "base", "--against", "now", "--tolerance", "0.03")[0] == 1
 
 
 def test_rows_that_are_not_quoted_enter_no_mean(side, call):
@@ -153,10 +147,7 @@ def test_a_row_that_fails_now_fails_the_check_unless_a_disturbed_machine_explain
 
 def test_bytes_that_grow_by_more_than_a_hundredth_fail(side, call):
     def with_bytes(peak_mib, sent, seed):
-        held = {
-            "memory": {"floor_bytes": 1, "tracked_peak_bytes": peak_mib << 20},
-            "ranks": {"bytes_sent": [sent, sent]},
-        }
+        held = {"memory": {"floor_bytes": 1, "tracked_peak_bytes": peak_mib << 20}, "ranks": {"bytes_sent": [sent] * 2}}
         return rows(seed=seed, group=Group("one", GROUP.points[-1:]), unstable=bool(seed), **held)
 
     side("base", with_bytes(100, 4096, 0))
@@ -168,12 +159,6 @@ def test_bytes_that_grow_by_more_than_a_hundredth_fail(side, call):
         side("now", with_bytes(peak_mib, sent, 1))  # unstable times say nothing against their bytes
         found = call("check", "base", "--against", "now")
         assert found[0] == code and said in found[1] + found[2]
-
-
-def test_rows_of_which_none_can_be_compared_do_not_pass(side, call):
-    side("base", rows()), side("now", [replace(r, seconds=tuple(-s for s in r.seconds)) for r in rows(seed=2)])
-    code, out, err = call("check", "base", "--against", "now")
-    assert (code, out) == (2, "") and "no time of now may be compared with base: now: suspect" in err
 
 
 def test_missing_points_are_said(side, call):
@@ -288,9 +273,8 @@ def differences(rng, kind: str, samples: int, size: int, factor: float = 1.0) ->
     pairs = [(row("a", factor), row("b", 1.0)) for _ in range(size)]
     ratios = [ratio(a, b) for a, b in pairs]
     found = compare_chance.holm([compare_chance.chance(a, b, r) for (a, b), r in zip(pairs, ratios)])
-    return sum(r.significantly_slower or r.significantly_faster for r in ratios), sum(
-        p <= compare_chance.FALSE_ALARMS for p in found
-    )
+    alone = [r.significantly_slower or r.significantly_faster for r in ratios]
+    return sum(alone), sum(p <= compare_chance.FALSE_ALARMS for p in found)
 
 
 @pytest.mark.parametrize("kind, samples, count, size", [

@@ -15,7 +15,7 @@ CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 12
 
 
 def row(point, group, seconds, run=""):
-    made = made_up(point, Group(group, (point,)), False, run=run or group, bound_seconds=None)
+    made = made_up(point, Group(group, (point,)), False, run=run or group, provenance={}, bound_seconds=None)
     return sampled(made, [seconds * (1 + 0.001 * i) for i in range(10)])
 
 

@@ -114,16 +114,6 @@ def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
     assert runs() == ["two"] and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"one.png", "new.png"}
 
 
-def test_comments_of_the_library_leave_pages_alone_and_code_does_not(tmp_path):
-    module = tmp_path / "engine.py"
-    module.write_text("def f(x):\n    return x + 1\n")
-    first = provenance.code_hash([module], tmp_path)
-    module.write_text('"""Now documented."""\n\n\ndef f(x):\n    """Adds."""\n    return x + 1  # one\n')
-    assert provenance.code_hash([module], tmp_path) == first
-    module.write_text("def f(x):\n    return x + 2\n")
-    assert provenance.code_hash([module], tmp_path) != first
-
-
 class Killed(BaseException):
     """Stands for a signal: nothing in the driver may catch it and go on."""
 
