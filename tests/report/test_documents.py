@@ -68,6 +68,12 @@ def spoiled(r, kind: str):
     return replace(r, **{**(times if r.seconds else {}), "memory": LEAN, "share": 0.797, **sent, **BAD[kind]})
 
 
+def spoiling(number: str, kinds, every: int = 1, first: int = 0):
+    """A change that spoils one in ``every`` rows of a document, by these kinds in turn."""
+    order = {id(r): i for i, r in enumerate(made(number))}
+    return lambda r: spoiled(r, kinds[order[id(r)] % len(kinds)]) if order[id(r)] % every == first else r
+
+
 def shows_no_marks(number: str, change):
     """What the page shows but for its lists of reasons, which say how fast is too fast."""
     found, about = shown(number, change, without=("failures", "limits")), page(number, change)
@@ -87,11 +93,7 @@ BY_ARITHMETIC = {
     *(("000", [kind]) for kind in BAD), *((number, [*BAD][:4]) for number in PAGES if number != "000"),
 ], ids=str)  # fmt: skip
 def test_no_bad_row_reaches_a_table_a_figure_a_headline_a_verdict_or_the_recommendation(number, kinds):
-    order = {id(r): i for i, r in enumerate(made(number))}
-
-    def change(r):
-        return spoiled(r, kinds[order[id(r)] % len(kinds)])
-
+    change = spoiling(number, kinds)
     found = shows_no_marks(number, change)
     assert {round(v, 2) for v in found.drawn} <= {1.12}  # peaks of points that are not timed
     decided = {k: w for k, w in words(page(number, change), number).items() if w in ("reproduced", "refuted")}
@@ -100,13 +102,7 @@ def test_no_bad_row_reaches_a_table_a_figure_a_headline_a_verdict_or_the_recomme
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_bad_rows_among_good_ones_reach_nothing(first):
-    order = {id(r): i for i, r in enumerate(made("000"))}
-
-    def change(r):
-        i = order[id(r)]
-        return spoiled(r, [*BAD][i % 7]) if i % 2 == first else r
-
-    assert any("ms" in x for x in shows_no_marks("000", change).texts)
+    assert any("ms" in x for x in shows_no_marks("000", spoiling("000", [*BAD], 2, first)).texts)
 
 
 def test_superlinear_rows_are_suspect_and_reach_no_page():
