@@ -277,9 +277,7 @@ def differences(rng, kind: str, samples: int, size: int, factor: float = 1.0) ->
     return sum(alone), sum(p <= compare_chance.FALSE_ALARMS for p in found)
 
 
-@pytest.mark.parametrize("kind, samples, count, size", [
-    ("normal", 5, 60, 60), ("two speeds", 9, 40, 30),
-])  # fmt: skip
+@pytest.mark.parametrize("kind, samples, count, size", [("normal", 5, 60, 60), ("two speeds", 9, 40, 30)])
 def test_of_many_unchanged_rows_none_is_called_different(kind, samples, count, size):
     rng = random.Random(7)
     alone, together = zip(*(differences(rng, kind, samples, size) for _ in range(count)))

@@ -9,8 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from made_up_suites import slower, study_of
-from reporting import Shown, longer, made_up
+from reporting import Shown, longer, made_up, slower, study_of
 from ringlab import cost, hardware, patterns
 from ringlab.measure import Group, Point, peers, suites
 from ringlab.measure.points import Result

@@ -41,17 +41,6 @@ def test_only_the_same_call_in_another_group_counts():
     assert pace.spread(twins) == pace.spread(same)
 
 
-def test_intervals_of_two_runs_at_other_paces_overlap_only_when_widened():
-    noise = random.Random(2)
-    first, second = (rows_at([math.exp(noise.gauss(0, 0.08)) for _ in range(12)]) for _ in range(2))
-
-    def agree(a, b):
-        return sum(x.ci[0] <= y.ci[1] and y.ci[0] <= x.ci[1] for x, y in zip(a, b)) / len(a)
-
-    assert agree(first, second) < 0.3
-    assert agree(*(pace.widened(rows, pace.spread(rows)) for rows in (first, second))) >= 0.9
-
-
 def test_an_interval_is_widened_by_both_errors_together():
     one = row(CALLS[0], "group", 1.0)
     one = replace(one, ci=(one.median * math.exp(-0.03), one.median * math.exp(0.03)))

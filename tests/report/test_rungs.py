@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up_suites import study_of
-from reporting import made_up, sampled
+from reporting import made_up, sampled, study_of
 from ringlab import cli, hardware
 from ringlab.kernels.triton_config import Sizes, Use
 from ringlab.kernels.triton_tune import Timed
