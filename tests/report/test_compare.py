@@ -300,7 +300,6 @@ def test_the_exact_distribution_of_ranks_is_that_of_all_orders():
 # make
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_passes_both_on_and_wants_them():
     shown = make("-n", "compare", "check", "NOENV=1", "A=cpu", "B= h200 ", "BASE=HEAD~3:cpu", "TOLERANCE=0.2").stdout
     assert 'ringlab compare "cpu" "h200"' in shown
