@@ -284,6 +284,18 @@ def write_two_rows(reports: Path, profile: str = "cpu", **changes) -> None:
     write_rows(reports / profile / "data", rows)
 
 
+FIGURE = """
+from ringlab.report import figures, tables
+fig = figures.bars([figures.Bar("a", VALUE)], xlabel="x")
+figures.show(fig, "NAME", "A caption.", "Alt text.", tables.Table("data", ["a"], [["value VALUE"]]))
+"""
+
+
+def figure(value: int, name: str = "one") -> str:
+    """The text of a cell."""
+    return FIGURE.replace("VALUE", str(value)).replace("NAME", name)
+
+
 def notebook(path: Path, *cells: str) -> Path:
     """A notebook with the parameters of a report and these code cells, saved with a kernel that is not there."""
     elsewhere = {"name": "conda-env", "display_name": "x", "language": "python"}

@@ -192,19 +192,13 @@ def test_an_installed_package_is_measured_with_its_version_beside_this_library(s
 
 def row_of(point: Point, group: Group) -> Result:
     """A made-up row; a package without a version is refused as the builder refuses it."""
+    row = replace(made_up(point.but(system="ringlab", options={}), group, False), point=point)
     if point.system in peers.PEERS and not point.options:
-        refusal = f"not installed: {peers.PEERS[point.system][1]}"
-        return replace(made_up(point, group, False, rounds=1), status="unsupported", reason=refusal, **LOST)
-    row = made_up(point.but(system="ringlab", options={}), group, False)
-    name = next((n for n, e in ENTRIES.items() if is_point_of(e, point)), "")
-    return replace(longer(row, SPEEDS.get(name, 1.0)), point=point)
+        return replace(row, status="unsupported", reason=f"not installed: {peers.PEERS[point.system][1]}", **LOST)
+    return longer(row, next((x for name, x in SPEEDS.items() if of(name)(row)), 1.0))
 
 
 LOST = {"median": None, "ci": None, "seconds": (), "rounds": (), "errors": {}}
-
-
-def is_point_of(entry, point: Point) -> bool:
-    return point.system == entry.system and point.pattern == entry.pattern(point.seq_len).to_dict()
 
 
 @functools.cache
@@ -229,7 +223,8 @@ def shown(change=None, *names: str) -> Shown:
 
 def of(name: str):
     """Whether a row is one of a system of the page."""
-    return lambda r: is_point_of(ENTRIES[name], r.point)
+    entry = ENTRIES[name]
+    return lambda r: r.point.system == entry.system and r.point.pattern == entry.pattern(r.point.seq_len).to_dict()
 
 
 def as_fast():
@@ -239,15 +234,9 @@ def as_fast():
 
 
 def wrong(name: str, passes: str = "fwd"):
-    what = "out" if passes == "fwd" else "dq"
-    said = {"status": "incorrect", "reason": f"{what} is off by 1.3e+00, allowed 5.0e-06"}
-
-    def change(r):
-        if not of(name)(r) or r.point.passes != passes:
-            return r
-        return replace(r, **LOST | said | {"errors": r.errors | {what: 1.3}})
-
-    return change
+    what, picked = "out" if passes == "fwd" else "dq", of(name)
+    lost = LOST | {"status": "incorrect", "reason": f"{what} is off by 1.3e+00, allowed 5.0e-06", "errors": {what: 1.3}}
+    return lambda r: replace(r, **lost) if picked(r) and r.point.passes == passes else r
 
 
 def order(change=None, *names: str, n: int = 8192) -> list[tuple[int, str]]:

@@ -14,21 +14,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from reporting import CPU, NOTEBOOK, notebook, run_in_this_process, two_points, write_two_rows
+from reporting import CPU, NOTEBOOK, figure, notebook, run_in_this_process, two_points, write_two_rows
 from ringlab import cli, measure
 from ringlab.measure import provenance, timing
 from ringlab.report import driver, execute, index, pages, places, render
 from started import gone
-
-FIGURE = """
-from ringlab.report import figures, tables
-fig = figures.bars([figures.Bar("a", VALUE)], xlabel="x")
-figures.show(fig, "NAME", "caption", "alt text", tables.Table("data", ["a"], [["value VALUE"]]))
-"""
-
-
-def figure(value: int, name: str = "one") -> str:
-    return FIGURE.replace("VALUE", str(value)).replace("NAME", name)
 
 
 @pytest.fixture
