@@ -32,18 +32,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True, scope="session")
 def beside_other_tests():
-    """Rows that tests measure count as undisturbed, though other tests run beside them."""
-    from ringlab.measure import session
+    """Rows that tests measure count as undisturbed, though other tests run beside them.
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "CONTENTION", 99.0)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def library_hashed_once():
-    """The code of the library, which no test changes: to read it takes a second for each report."""
-    from ringlab.measure import provenance
+    The code of the library, which no test changes, is hashed once: to read it takes a second for each report.
+    """
+    from ringlab.measure import provenance, session
 
     code_hash = provenance.code_hash
     known = functools.cache(lambda paths: code_hash(paths, provenance.PACKAGE))
@@ -52,6 +45,7 @@ def library_hashed_once():
         return known(frozenset(paths)) if root == provenance.PACKAGE else code_hash(paths, root)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "CONTENTION", 99.0)
         patch.setattr(provenance, "code_hash", once)
         yield
 

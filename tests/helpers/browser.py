@@ -15,7 +15,6 @@ import pytest
 from ringlab.report import pdf, places
 
 LIB = Path(__file__).resolve().parents[2] / "lib"
-TOKEN = "a-token-of-the-tests"
 
 
 def browser() -> list[str]:
@@ -32,15 +31,10 @@ def ended(command, **more):
     """A process in a group of its own, which ends with the block."""
     process = subprocess.Popen(command, start_new_session=True, **more)
     try:
-        yield process
+        yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
 
 
 def until(found, seconds: float, what: str):
@@ -54,32 +48,27 @@ def until(found, seconds: float, what: str):
 
 @contextlib.contextmanager
 def jupyterlab(folder: Path, notebook: Path, startup: str):
-    """JupyterLab over a copy of a notebook in ``folder``, with settings of its own; yields the notebook's address.
+    """JupyterLab over a copy of a notebook in ``folder``, its home; yields the notebook's address.
 
     Its kernels run the Python text ``startup`` first.
     """
     shutil.copy(notebook, folder)
-    place = folder / "jupyter"
-    names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
-    own = {f"JUPYTER_{name}": str(place / name) for name in names} | {"IPYTHONDIR": str(place / "ipython")}
-    own |= {f"JUPYTERLAB_{name}": str(place / name) for name in ("SETTINGS_DIR", "WORKSPACES_DIR")}
-    first = place / "ipython" / "profile_default" / "startup" / "first.py"
-    first.parent.mkdir(parents=True)
-    first.write_text(startup)
-    with places.own_jupyter(**own):
-        env = os.environ | {"PYTHONPATH": str(LIB), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-        command = [
-            sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", "--no-browser", "--allow-root",
-            "--expose-app-in-browser", "--port=0", f"--IdentityProvider.token={TOKEN}", "--ServerApp.ip=127.0.0.1",
-        ]  # fmt: skip
-        settings = place / "SETTINGS_DIR" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-        settings.parent.mkdir(parents=True)
-        settings.write_text('{"fetchNews": "false"}')  # or it asks, over what is shown
-        log = (folder / "jupyter.log").open("w")
-        with log, ended(command, stdout=log, stderr=subprocess.STDOUT, env=env):
-            said = until(lambda: list((place / "RUNTIME_DIR").glob("jpserver-*.json")), 60, "JupyterLab")
-            url = until(lambda: said[0].read_text() and json.loads(said[0].read_text())["url"], 10, "address")
-            yield f"{url}lab/tree/{notebook.name}?token={TOKEN}&reset"
+    first = folder / ".ipython" / "profile_default" / "startup" / "first.py"
+    settings = folder / ".jupyter" / "lab" / "user-settings" / "@jupyterlab" / "apputils-extension"
+    settings /= "notification.jupyterlab-settings"
+    for path, text in ((first, startup), (settings, '{"fetchNews": "false"}')):  # or it asks, over what is shown
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "IPYTHON", "XDG_"))}
+    env |= {"HOME": str(folder), "PYTHONPATH": str(LIB), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    command = [
+        sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", "--no-browser", "--allow-root",
+        "--expose-app-in-browser", "--port=0", "--ServerApp.ip=127.0.0.1",
+    ]  # fmt: skip
+    with (folder / "jupyter.log").open("w") as log, ended(command, stdout=log, stderr=subprocess.STDOUT, env=env):
+        said = until(lambda: [*folder.rglob("jpserver-*.json")], 60, "JupyterLab")
+        server = json.loads(until(said[0].read_text, 10, "address"))
+        yield f"{server['url']}lab/tree/{notebook.name}?token={server['token']}&reset"
 
 
 class Page:

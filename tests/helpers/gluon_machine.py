@@ -43,8 +43,6 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.tensor, self.at + offset)
 
-    __radd__ = __add__
-
     def places(self, mask):
         at = torch.as_tensor(self.at)[mask] if mask is not None else torch.as_tensor(self.at)
         if at.numel() and not (0 <= at.min() and at.max() < self.tensor.numel()):
@@ -244,13 +242,10 @@ class Machine:
         hopper = {"mbarrier": barrier, "tma": own(async_copy_global_to_shared=self.copy)}
         hopper |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.finish}
         gluon = {"jit": lambda f=None, **options: f if f is not None else lambda f: f}
-        name, made = "triton.experimental.gluon", {}
+        name = "triton.experimental.gluon"
         contents = {"triton": {}, "triton.experimental": {}, name: gluon, f"{name}.language": language}
         contents |= {f"{name}.language.nvidia": {}, f"{name}.language.nvidia.hopper": hopper}
-        for module, names in contents.items():
-            made[module] = ModuleType(module)
-            made[module].__dict__.update(names)
-        return made
+        return {module: own(__name__=module, **names) for module, names in contents.items()}
 
 
 class _Kernel:

@@ -90,9 +90,7 @@ def alts(html: str) -> str:
 REFUSED = [
     ({"lengths": "2048, x"}, "segment lengths must be positive integers, as 2048, 4096 or 2K 4K, not 'x'"),
     ({"lengths": ""}, "segment lengths must be positive integers, as 2048, 4096 or 2K 4K, and there is none"),
-    ({"lengths": "0 4", "rates": "1 2"}, "each of segment_lengths must be a positive integer up to 2**40, got 0"),
     ({"rates": "1"}, "segment_lengths and dilation_rates differ in length: 3 and 1"),
-    ({"rates": "1 2 9000"}, "dilation rate 9000 exceeds its segment length 8192"),
     ({"lengths": "97 101 103 107 109", "rates": "1 1 1 1 1", "seq_len": "1G"}, "5 branches that do not nest"),
     ({"lengths": " 8" * 11, "rates": " 1" * 11}, "11 branches are too many to draw; up to 10 are"),
     ({"seq_len": "long"}, "sequence length must be positive integers, as 2048, 4096 or 2K 4K, not 'long'"),
@@ -269,11 +267,8 @@ def test_bad_input_is_one_line_and_nothing_of_another_choice_stays(opened):
 
 
 def test_run_that_fails_is_one_line(opened, monkeypatch):
-    for error, said in (
-        (ValueError("no\nroom"), "no room"),
-        (KeyboardInterrupt(), "Stopped."),
-        (OSError("full"), "full"),
-    ):
+    errors = {"no room": ValueError("no\nroom"), "Stopped.": KeyboardInterrupt(), "full": OSError("full")}
+    for said, error in errors.items():
         monkeypatch.setattr(trial, "run", lambda *a, error=error: (_ for _ in ()).throw(error))
         opened.button.click()
         assert said in opened.places["status"].value and not opened.button.disabled and not opened.results

@@ -9,8 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from made_up_suites import slower, study_of
-from reporting import Shown, longer, made_up
+from reporting import Shown, longer, made_up, slower, study_of
 from ringlab import cost, hardware, patterns
 from ringlab.measure import Group, Point, peers, suites
 from ringlab.measure.points import Result
@@ -193,19 +192,13 @@ def test_an_installed_package_is_measured_with_its_version_beside_this_library(s
 
 def row_of(point: Point, group: Group) -> Result:
     """A made-up row; a package without a version is refused as the builder refuses it."""
+    row = replace(made_up(point.but(system="ringlab", options={}), group, False), point=point)
     if point.system in peers.PEERS and not point.options:
-        refusal = f"not installed: {peers.PEERS[point.system][1]}"
-        return replace(made_up(point, group, False, rounds=1), status="unsupported", reason=refusal, **LOST)
-    row = made_up(point.but(system="ringlab", options={}), group, False)
-    name = next((n for n, e in ENTRIES.items() if is_point_of(e, point)), "")
-    return replace(longer(row, SPEEDS.get(name, 1.0)), point=point)
+        return replace(row, status="unsupported", reason=f"not installed: {peers.PEERS[point.system][1]}", **LOST)
+    return longer(row, next((x for name, x in SPEEDS.items() if of(name)(row)), 1.0))
 
 
 LOST = {"median": None, "ci": None, "seconds": (), "rounds": (), "errors": {}}
-
-
-def is_point_of(entry, point: Point) -> bool:
-    return point.system == entry.system and point.pattern == entry.pattern(point.seq_len).to_dict()
 
 
 @functools.cache
@@ -230,7 +223,8 @@ def shown(change=None, *names: str) -> Shown:
 
 def of(name: str):
     """Whether a row is one of a system of the page."""
-    return lambda r: is_point_of(ENTRIES[name], r.point)
+    entry = ENTRIES[name]
+    return lambda r: r.point.system == entry.system and r.point.pattern == entry.pattern(r.point.seq_len).to_dict()
 
 
 def as_fast():
@@ -240,15 +234,9 @@ def as_fast():
 
 
 def wrong(name: str, passes: str = "fwd"):
-    what = "out" if passes == "fwd" else "dq"
-    said = {"status": "incorrect", "reason": f"{what} is off by 1.3e+00, allowed 5.0e-06"}
-
-    def change(r):
-        if not of(name)(r) or r.point.passes != passes:
-            return r
-        return replace(r, **LOST | said | {"errors": r.errors | {what: 1.3}})
-
-    return change
+    what, picked = "out" if passes == "fwd" else "dq", of(name)
+    lost = LOST | {"status": "incorrect", "reason": f"{what} is off by 1.3e+00, allowed 5.0e-06", "errors": {what: 1.3}}
+    return lambda r: replace(r, **lost) if picked(r) and r.point.passes == passes else r
 
 
 def order(change=None, *names: str, n: int = 8192) -> list[tuple[int, str]]:
@@ -281,16 +269,12 @@ def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
     assert "BigBird" not in dict(map(reversed, order(change)))
     found = shown(change)
     assert "wrong: BigBird" in document.answer(page(change)).lines[2]
-    line = next(r for r in table(found, "Without a rank").rows if r[0] == "BigBird")
+    line = next(r for r in found.table("Without a rank").rows if r[0] == "BigBird")
     assert line[1].text == "wrong" and "out is off by 1.3e+00, allowed 5.0e-06" in line[2]
     drawn = [label for labels in found.labels for label in labels]
     assert "BigBird" not in drawn and drawn.count("Sliding window") == 2
-    assert [r[2] for r in table(found, "Over length").rows].count("BigBird") == 0
-    assert [r[2] for r in table(shown(), "Over length").rows].count("BigBird") == 3
-
-
-def table(found: Shown, caption: str):
-    return next(t for t in found.tables if t.caption.startswith(caption))
+    assert [r[2] for r in found.table("Over length").rows].count("BigBird") == 0
+    assert [r[2] for r in shown().table("Over length").rows].count("BigBird") == 3
 
 
 def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
@@ -299,10 +283,10 @@ def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
     change = wrong("torchscale", "fwd+bwd")
     assert "torchscale" not in dict(map(reversed, order(change, peer)))
     found = shown(change, peer)
-    why = next(r for r in table(found, "Without a rank").rows if r[0] == "torchscale")[2]
+    why = next(r for r in found.table("Without a rank").rows if r[0] == "torchscale")[2]
     assert why.startswith("output right, gradients wrong: dq is off by 1.3e+00")
     assert "by its source it takes no gradient" in why
-    line = next(r for r in table(found, "Packages").rows if r[0].text == "torchscale")
+    line = next(r for r in found.table("Packages").rows if r[0].text == "torchscale")
     assert line[0].sub == "9.1" and line[3] == 8192 and line[4].text != "incorrect" and line[6] is not None
 
     def one_length(r):
@@ -312,7 +296,7 @@ def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
 
 
 def test_absent_packages_are_listed_with_their_install_lines():
-    found = table(shown(), "Without a rank")
+    found = shown().table("Without a rank")
     assert [(r[0], r[1].text) for r in found.rows] == [(name, "absent") for name in ABSENT]
     assert [r[2] for r in found.rows] == [f"not installed: {how}" for _, how in peers.PEERS.values()]
     assert f"absent: {', '.join(ABSENT)}" in document.answer(page()).lines[2]
@@ -340,7 +324,7 @@ def test_memory_that_is_not_seen_inside_is_not_drawn():
     found = shown()
     memory, time = found.labels
     assert "FlexAttention" in time and "FlexAttention" not in memory and memory[-1] == "q, k, v and out"
-    flex = next(r for r in table(found, "Ranked").rows if r[1].text == "FlexAttention")
+    flex = next(r for r in found.table("Ranked").rows if r[1].text == "FlexAttention")
     assert flex[6].text == "not seen inside"
 
 

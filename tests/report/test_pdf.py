@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ringlab import cli, hardware
+from reporting import CPU
+from ringlab import cli
 from ringlab.report import pdf
 from ringlab.report.places import ReportError, UsageError
 from started import gone
 
-CPU = hardware.Machine(cpu_model="a CPU", cores=2)
 PAGE = "<!DOCTYPE html><html lang='en'><title>A report</title><p>hello <img alt='' src='http://example.invalid/x.png'>"
 STAND_IN = """#!/bin/sh
 printf '%s\\n' "$@" >>'{folder}/asked'

@@ -6,7 +6,7 @@ import pytest
 from bs4 import BeautifulSoup
 from reporting import CPU, NOTEBOOK, run_in_this_process, whole_suite, write_rows
 from ringlab import measure
-from ringlab.report import claims, computed, driver, execute, index, places, rows
+from ringlab.report import claims, computed, driver, execute, places, rows
 
 # page: the least number of its figures
 PAGES = {"cpu/optimization_results": 4, "gtx1080-rehearsal/optimization_results": 4, "cpu/claims": 1, "index": 1}
@@ -98,15 +98,6 @@ def test_report_answers_first_and_judges_every_claim(reports):
         assert f"## {section}" in text
     implementations = text.split("## Implementations")[1].split("## ")[0]
     assert "Dense SDPA" in implementations and "another function" in text.split("## How to read the tables")[1][:2000]
-
-
-def test_index_and_manifest_tell_of_both(reports):
-    text = (reports / "index.md").read_text()
-    assert "cpu/optimization_results.md" in text and "gtx1080-rehearsal/optimization_results.md" in text
-    manifest = index.read_manifest(reports / "cpu")
-    assert list(manifest)[-1] == "complete" and manifest["complete"] is True and manifest["commit"]
-    assert manifest["made_by"]["dirty"] in (True, False, "unknown")
-    assert manifest["reports"][0]["headline"].startswith("Fastest correct variant")
 
 
 def test_every_printed_number_has_its_place():

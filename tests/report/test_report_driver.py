@@ -14,21 +14,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from reporting import CPU, NOTEBOOK, notebook, run_in_this_process, two_points, write_two_rows
+from reporting import CPU, NOTEBOOK, figure, notebook, run_in_this_process, two_points, write_two_rows
 from ringlab import cli, measure
 from ringlab.measure import provenance, timing
 from ringlab.report import driver, execute, index, pages, places, render
 from started import gone
-
-FIGURE = """
-from ringlab.report import figures, tables
-fig = figures.bars([figures.Bar("a", VALUE)], xlabel="x")
-figures.show(fig, "NAME", "caption", "alt text", tables.Table("data", ["a"], [["value VALUE"]]))
-"""
-
-
-def figure(value: int, name: str = "one") -> str:
-    return FIGURE.replace("VALUE", str(value)).replace("NAME", name)
 
 
 @pytest.fixture
@@ -72,7 +62,8 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
     assert str(tmp_path) not in (reports / "cpu" / "tmp" / "optimization_results.ipynb").read_text()
     assert os.environ["JUPYTER_PATH"] == str(tmp_path / "elsewhere")
     manifest = index.read_manifest(reports / "cpu")
-    assert manifest["complete"] is True and manifest["reports"][0]["points"] == 2
+    assert list(manifest)[-1] == "complete" and manifest["complete"] is True and manifest["commit"]
+    assert manifest["made_by"]["dirty"] in (True, False, "unknown") and manifest["reports"][0]["points"] == 2
 
     before = state(reports)
     monkeypatch.setattr(execute, "execute", lambda *a, **k: pytest.fail("ran the notebook again"))
@@ -112,16 +103,6 @@ def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
     assert runs() == []
     notebook(two, figure(1, "new"))
     assert runs() == ["two"] and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"one.png", "new.png"}
-
-
-def test_comments_of_the_library_leave_pages_alone_and_code_does_not(tmp_path):
-    module = tmp_path / "engine.py"
-    module.write_text("def f(x):\n    return x + 1\n")
-    first = provenance.code_hash([module], tmp_path)
-    module.write_text('"""Now documented."""\n\n\ndef f(x):\n    """Adds."""\n    return x + 1  # one\n')
-    assert provenance.code_hash([module], tmp_path) == first
-    module.write_text("def f(x):\n    return x + 2\n")
-    assert provenance.code_hash([module], tmp_path) != first
 
 
 class Killed(BaseException):
@@ -348,10 +329,3 @@ def test_stopped_while_a_notebook_runs_and_on_a_full_or_read_only_disk(place, tm
         report(reports, notebook(page, "'done'"))
         assert index.read_manifest(reports / "cpu")["complete"] is True
     assert gone(kernels, 30)
-
-
-def test_a_file_in_place_of_the_folder_is_one_line(tmp_path):
-    (tmp_path / "reports").write_text("a file where a folder should be")
-    with pytest.raises(places.ReportError, match="cannot use .*reports") as error:
-        report(tmp_path / "reports", notebook(tmp_path / "page.ipynb", "1"))
-    assert "\n" not in str(error.value)

@@ -8,7 +8,7 @@ import pytest
 import seaborn
 from bs4 import BeautifulSoup
 from nbconvert import HTMLExporter, MarkdownExporter
-from reporting import CPU, notebook, run_in_this_process, write_two_rows
+from reporting import CPU, figure, notebook, run_in_this_process, write_two_rows
 from ringlab import hardware
 from ringlab.report import curves, driver, figures, index, render, tables, theme
 
@@ -78,16 +78,9 @@ def test_a_table_names_its_rows_aligns_numbers_and_wraps_text():
     assert "| test | a | 1,234 | needs a device that is not here |" in table.markdown
 
 
-CELL = """
-from ringlab.report import figures, tables
-fig = figures.bars([figures.Bar("a", 1.0)], xlabel="x")
-figures.show(fig, "name", "A caption.", "Alt text.", tables.Table("Data", [">a"], [[1]]))
-"""
-
-
 @pytest.fixture
 def executed(tmp_path):
-    source = notebook(tmp_path / "page.ipynb", CELL, "tables.Table('Shown', ['a', '>b'], [['x', 2]])")
+    source = notebook(tmp_path / "page.ipynb", figure(1, "name"), "tables.Table('Shown', ['a', '>b'], [['x', 2]])")
     return run_in_this_process(source, None, {})
 
 

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up_suites import study_of
-from reporting import made_up
+from reporting import made_up, sampled, study_of
 from ringlab import cli, hardware
 from ringlab.kernels.triton_config import Sizes, Use
 from ringlab.kernels.triton_tune import Timed
-from ringlab.measure import stats
 from ringlab.measure import suites as suite
 from ringlab.report import driver, rung_rows, rungs
 from ringlab.report.study import Study, cost_of
@@ -34,15 +32,14 @@ def on_gpu(point, group, rate: float | None = None, noise: float = 0.0):
     work = cost_of(point.but(pattern={"kind": "dense"}) if point.system == "dense_sdpa" else point)
     flops = work.flops / 1.75 if point.system == "contiguous_segments" else work.flops  # of three branches the first
     taken = tuple(flops / (rate or RATES[way_of(point)]) / 1e12 * (1 + noise * (i % 2)) for i in range(10))
-    found = stats.summary(taken)
     where = row.provenance | {"device": "cuda", "device_name": "NVIDIA H200", "device_memory_bytes": 150_000_000_000}
     held = {"floor_bytes": work.floor_bytes, "tracked_peak_bytes": int(1.02 * work.floor_bytes),
             "allocator_peak_bytes": int(1.05 * work.floor_bytes),
             "operator_calls": {"lists": 3, "fused": 20}.get(way_of(point), 40)}  # fmt: skip
-    return replace(
-        row, point=point, composition=group.composition(point), provenance=where, memory=held, cost={"flops": flops},
-        errors=dict.fromkeys(row.errors, 2e-3), tolerance=dict.fromkeys(row.errors, 4e-3), share=None, seconds=taken,
-        rounds=tuple(range(10)), median=found.median, ci=found.ci, bound_seconds=0.5 * taken[0],
+    return sampled(
+        row, taken, point=point, composition=group.composition(point), provenance=where, memory=held, share=None,
+        errors=dict.fromkeys(row.errors, 2e-3), tolerance=dict.fromkeys(row.errors, 4e-3), cost={"flops": flops},
+        bound_seconds=0.5 * taken[0],
     )  # fmt: skip
 
 
@@ -150,9 +147,8 @@ def test_versions_stand_beside_their_prediction_and_cause(whole):
         (eager, "forward, head_dim 128", "1.000 of the useful products, 2.48 GB at least, 40 operator calls, a call"),
     ):
         assert by[system, name]["Cause"].startswith(cause)
-    assert by["Default path", "forward, head_dim 128"]["Cause"].endswith(
-        f"2.48 GB at least, 40 operator calls, as {eager}"
-    )
+    cause = by["Default path", "forward, head_dim 128"]["Cause"]
+    assert cause.endswith(f"2.48 GB at least, 40 operator calls, as {eager}")
     few = changed(whole, is_default(), memory=next(r for r in whole if r.option("backend") == "triton").memory)
     row = next(row for row in rungs.versions(of_kernels(few)).rows if row[0] == "Default path")
     assert row[-1].endswith("as Tile lists (Triton)"), "by the operator calls"

@@ -153,6 +153,7 @@ def test_all_public_callables_are_tried_with_wrong_values():
 
 
 T, TOP2 = torch.zeros(1, 20, 2, 8), ringlab.Adaptive(8, 2)
+OTHER = {"seq_len": 4096, "ranks": 2, "layout": ring.zigzag(64, 2)}  # a layout of another length
 MODULE, LAYER = ringlab.DilatedAttention([16], [2]), MultiheadAttention(16, 4, Dense(), dropout=0.0)
 
 
@@ -213,6 +214,8 @@ REFUSED = [
     (lambda: MODULE(T, T, T, causal=True), TypeError, "'causal': forward takes is_causal=True"),
     (lambda: published(dtype=torch.float32)(*[T.double()] * 3), ValueError, "pass dtype=torch.float64"),
     (lambda: published().type(torch.int32), ValueError, "dtype must be float64, .*, got torch.int32"),
+    (lambda: ringlab.advise(profile="gtx1080", **OTHER), ValueError, "the layout is for 64 positions, the"),
+    (lambda: estimate(Dense(), **OTHER), ValueError, "^the layout is for 64 positions, the sequence has 4096$"),
 ]  # fmt: skip
 
 
@@ -241,9 +244,3 @@ def test_ranges_generators_and_numpys_numbers_are_taken():
     assert ringlab.BlockSparseOptimized(range(16, 33, 16), range(1, 3), block_size=8).pattern.block_size == 8
     assert MultiheadAttention(32, 4, PATTERN, bias=0).q_proj.bias is None
     assert patterns.show(PATTERN, 32, head=2).count("\n") == 31
-
-
-def test_a_layout_of_another_length_is_one_line():
-    given = {"seq_len": 4096, "ranks": 2, "layout": ring.zigzag(64, 2)}
-    for call in (lambda: ringlab.advise(profile="gtx1080", **given), lambda: estimate(Dense(), **given)):
-        assert one_line(call) == "the layout is for 64 positions, the sequence has 4096"

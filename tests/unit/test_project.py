@@ -13,6 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from ringlab.hardware.capability import TORCH
 from started import make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def test_every_requirement_is_named_once_and_pinned_in_constraints():
         assert name_of(requirement) in pins(), f"{requirement} has no pin in constraints.txt"
         assert "==" not in requirement.split(";")[0], f"{requirement}: versions are pinned in constraints.txt"
     names = [name_of(r) for r in required]
-    assert len(set(names)) == len(names) and pins()["torch"] == "2.13.0"
+    assert len(set(names)) == len(names) and pins()["torch"] == TORCH == "2.13.0"
     cuda = [name for name in pins() if name.startswith(("nvidia", "cuda"))]
     assert not cuda, f"torch pins its own CUDA packages: {cuda}"
 
@@ -146,18 +147,12 @@ def test_failed_set_up_shows_the_log_and_leaves_what_is_there_in_use(tmp_path):
     assert ready and (tmp_path / ".venv" / ".ready-x").read_text() == "cpu\n"
 
 
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-
-
-@needs_make
 def test_make_help_lists_every_target():
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
-    listed = subprocess.run(["make", "help"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    listed = make("help").stdout
     for target in ("report", "compare", "check", "pdf", "test", "lab", "profiles", "env", "lint", "clean", "help"):
         assert re.search(rf"^  {target} ", listed, re.M), f"make help does not list {target}"
 
 
-@needs_make
 @pytest.mark.parametrize("target, missing, extra", [
     ("report", "torch", "[report]"), ("pdf", "torch", ""), ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
     ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"), ("lint", "ruff", "[test]"),
@@ -173,7 +168,6 @@ def test_an_interpreter_that_lacks_something_is_one_line(tmp_path, target, missi
     assert f"-e './lib{extra}'" in line
 
 
-@needs_make
 def test_an_interpreter_that_is_none_or_too_old_is_one_line(tmp_path):
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\necho is Python 3.9.2, and 3.11 or newer is needed\n")
@@ -183,7 +177,6 @@ def test_an_interpreter_that_is_none_or_too_old_is_one_line(tmp_path):
         assert done.returncode == 2 and f"ringlab: '{python}' {said}" in done.stderr and done.stderr.count("\n") == 2
 
 
-@needs_make
 def test_gpu_names_the_profile_and_nothing_else_does():
     for given, profile in ((), "auto"), (("GPU=",), "auto"), (("GPU= h100 ",), "h100"), (("GPU=a b",), "a b"):
         shown = make("-n", "report", "pdf", "NOENV=1", *given).stdout
