@@ -16,8 +16,8 @@ for a tile of positions and heads at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ class Plan:
     rows: range
     period: int
 
-    @property
+    @cached_property
     def calls(self) -> list[Call]:
         """All calls of the backward, by sets of heads."""
         return [one for _, _, calls in self.blocks for call in calls for one in call.by_heads()]
@@ -247,44 +247,27 @@ def forward(
             for start, stop in plan.uncovered:
                 out[:, start:stop] = 0.0
                 lse[:, start:stop] = -torch.inf
-    limit = piece_limit(q)
-    for inside, calls, _ in plan.blocks:
-        if whole is not None and not (calls := calls[1:]):
-            break
-        for start, stop in plan.tiles() if narrow else ((0, n),):
-            load = into is not None or bool(plan.uncovered)
-            with _accumulators((out,), (inside,), start, stop, narrow, pool, load=load) as targets:
-                for call in calls:
-                    nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
-                    alone = call.first and into is None
-                    _call_forward(call, nodes, q, k, v, lse, targets[0], limit, alone, causal, scale, kernel)
-    return out, lse.transpose(1, 2)
-
-
-def _call_forward(call: Call, nodes: range, q, k, v, lse, out, limit: int, alone, causal, scale, kernel) -> None:
-    """Run some nodes of a call and merge the results into lse (b, n, h) and out, a tensor with its first (row, head).
-
-    ``alone``: nothing was written there yet.
-    """
-    head_bytes = call.q.rows * q.shape[3] * out[0].element_size()
-    for some in _node_parts(call, nodes, q):
-        mine = _side(call.q, call.heads, some, (q, WHOLE), (lse, WHOLE), out)
-        keys = _side(call.k, call.heads, some, (k, WHOLE), (v, WHOLE))
-        for q_, lse_, out_, k_, v_ in views_of(mine + keys, some, call.heads, head_bytes, limit):
+    load = into is not None or bool(plan.uncovered)
+    for call, nodes, (target,) in _steps(plan, 1, q, (out,), 1, narrow, pool, load, whole is not None):
+        mine = _side(call.q, call.heads, nodes, (q, WHOLE), (lse, WHOLE), target)
+        keys = _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
+        head_bytes = call.q.rows * q.shape[3] * target[0].element_size()
+        for q_, lse_, out_, k_, v_ in views_of(mine + keys, nodes, call.heads, head_bytes, piece_limit(q)):
             o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale)  # (b', m, h, d), (b', h, m)
-            if alone:
+            if call.first and into is None:  # nothing was written there yet
                 out_.copy_(o)
                 lse_.copy_(l)
-            elif len(some) > 1 and call.q.shared:
+            elif len(nodes) > 1 and call.q.shared:
                 for i in range(len(o)):
                     merge_(*(t[i : i + 1] for t in (out_, lse_, o, l)))
             else:
                 merge_(out_, lse_, o, l)
             del o, l  # before the next piece is computed
         if call.q.index is not None:
-            for target, (copy, *_) in zip(((lse, WHOLE), out), mine[1:]):
-                t, index = _indexed(*target, call.q, call.heads, some)
+            for to, (copy, *_) in zip(((lse, WHOLE), target), mine[1:]):
+                t, index = _indexed(*to, call.q, call.heads, nodes)
                 t[:, index] = copy
+    return out, lse.transpose(1, 2)
 
 
 def backward(
@@ -312,19 +295,47 @@ def backward(
             written = narrow or (plan.same_rows and not plan.uncovered and group == 1)
             make = torch.empty if written else torch.zeros
             grads = tuple(make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    limit = piece_limit(q)
-    for inside, _, calls in plan.blocks:
-        if whole is not None and not (calls := calls[1:]):
-            break
-        kv_inside = range(inside.start // group, -(-inside.stop // group))
-        for start, stop in plan.tiles() if narrow else ((0, n),):
-            with _accumulators(grads, (inside, kv_inside, kv_inside), start, stop, narrow, pool) as targets:
-                for call in calls:
-                    nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
-                    # Of calls on the same rows, the first one writes these rows of k and v too.
-                    alone = call.first and plan.same_rows and group == 1 and not narrow and into is None
-                    _call_backward(call, nodes, reads, targets, limit, alone, causal, scale, kernel)
+    for call, nodes, targets in _steps(plan, 2, q, grads, group, narrow, pool, None, whole is not None):
+        # Of calls on the same rows, the first one writes these rows of k and v too.
+        alone = call.first and plan.same_rows and group == 1 and not narrow and into is None
+        _call_backward(call, nodes, reads, targets, piece_limit(q), alone, causal, scale, kernel)
     return grads
+
+
+def _steps(
+    plan: Plan, which: int, q: Tensor, results, group: int, narrow: bool, pool, load: bool | None, skip: bool
+) -> Iterator[tuple[Call, range, list]]:
+    """The calls of a pass, ``which`` as in ``Plan.whole``, some nodes at a time; ``skip``: without the first call.
+
+    Each comes with the tensors to add to and their first (row, head): the results or, if ``narrow``, fp32 tiles of
+    them, which are rounded after their last call. ``load``: tiles begin as the results, or uninitialised; as zeros if
+    None. All tiles use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
+    """
+    n, targets = q.shape[1], [(t, WHOLE) for t in results]
+    spans = [*plan.tiles()] if narrow else [(0, n)]
+    heads = [(block[0], range(block[0].start // group, -(-block[0].stop // group))) for block in plan.blocks]
+    rows, make, memory = max((stop - start for start, stop in spans), default=0), pool.lend if pool else torch.empty, []
+    for i, t in enumerate(results if narrow else ()):
+        most = max(len(pair[i > 0]) for pair in heads)
+        memory.append(make((t.shape[0] * rows * most * t.shape[3],), dtype=torch.float32, device=t.device))
+    for (_, *passes), pair in zip(plan.blocks, heads):
+        for start, stop in spans:
+            parts = []
+            for i, flat in enumerate(memory):
+                inside = pair[i > 0]
+                parts.append(results[i][:, start:stop, inside.start : inside.stop])
+                tile = flat[: parts[i].numel()].view(parts[i].shape)
+                targets[i] = tile, (start, inside.start)
+                if load is None:
+                    tile.zero_()
+                elif load:
+                    tile.copy_(parts[i])
+            for call in passes[which - 1][skip:]:
+                nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
+                for some in _node_parts(call, nodes, q):
+                    yield call, some, targets
+            for part, (tile, _) in zip(parts, targets):
+                part.copy_(tile)
 
 
 def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, causal, scale, kernel) -> None:
@@ -339,31 +350,30 @@ def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, 
     slices = [(at, min(width, rows - at)) for at in range(0, rows, width)]
     # Gradients of shared K/V rows are summed over the heads of a piece: its size is part of the result.
     head_bytes = (rows if call.shares_kv else max(rows, call.q.rows)) * q.shape[3] * targets[2][0].element_size()
-    for some in _node_parts(call, nodes, q):
-        reads = _side(call.q, call.heads, some, *((t, WHOLE) for t in (dout, q, out, lse)))
-        reads += _side(call.k, call.heads, some, (k, WHOLE), (v, WHOLE))
-        grads = _zeros_if_gathered(call.q, call.heads, some, targets[:1])
-        grads += _zeros_if_gathered(call.k, call.heads, some, targets[1:])
-        into = grads
-        if len(slices) > 1:
-            cut = [replace(call.k, first=call.k.first + at, rows=count) for at, count in slices]
-            into = grads[:1] + [(t, origin, view) for t, origin, _ in grads[1:] for view in cut]
-        several = len(some) > 1
-        q_axis = 0 if several and call.q.shared else None
-        k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
-        for piece in views_of(reads + into, some, call.heads, head_bytes, limit):  # (b', m, h, d)
-            dout_, q_, out_, lse_, k_, v_, dq_, *keys = piece
-            dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale)
-            _add(dq_, dq, alone, q_axis)
-            for i, target in enumerate(keys):
-                at, count = slices[i % len(slices)]
-                grad = found[i // len(slices)]
-                _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone, k_axis)
-            del dq, found, grad  # before the next piece is computed
-        for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
-            if view.index is not None:
-                t, index = _indexed(*target, view, call.heads, some)
-                t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
+    reads = _side(call.q, call.heads, nodes, *((t, WHOLE) for t in (dout, q, out, lse)))
+    reads += _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
+    grads = _zeros_if_gathered(call.q, call.heads, nodes, targets[:1])
+    grads += _zeros_if_gathered(call.k, call.heads, nodes, targets[1:])
+    into = grads
+    if len(slices) > 1:
+        cut = [replace(call.k, first=call.k.first + at, rows=count) for at, count in slices]
+        into = grads[:1] + [(t, origin, view) for t, origin, _ in grads[1:] for view in cut]
+    several = len(nodes) > 1
+    q_axis = 0 if several and call.q.shared else None
+    k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
+    for piece in views_of(reads + into, nodes, call.heads, head_bytes, limit):  # (b', m, h, d)
+        dout_, q_, out_, lse_, k_, v_, dq_, *keys = piece
+        dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale)
+        _add(dq_, dq, alone, q_axis)
+        for i, target in enumerate(keys):
+            at, count = slices[i % len(slices)]
+            grad = found[i // len(slices)]
+            _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone, k_axis)
+        del dq, found, grad  # before the next piece is computed
+    for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
+        if view.index is not None:
+            t, index = _indexed(*target, view, call.heads, nodes)
+            t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
 
 
 def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
@@ -517,26 +527,3 @@ def in_head_blocks(key: tuple, build: Callable[[], Plan], q, kv_heads: int, back
         if block < q.shape[2]:
             return cached((*key, block), lambda: (cut or Plan.in_head_blocks)(plan, block))
     return plan
-
-
-@contextmanager
-def _accumulators(results, ranges, start: int, stop: int, narrow: bool, pool, load: bool | None = None):
-    """Yield the tensors to add to, each with its first (row, head): the results, or fp32 tiles that are then rounded.
-
-    ``load``: tiles begin as the results, or uninitialised; as zeros if None.
-    """
-    if not narrow:
-        yield [(result, WHOLE) for result in results]
-        return
-    parts = [t[:, start:stop, inside.start : inside.stop] for t, inside in zip(results, ranges)]
-    make = torch.empty if pool is None else pool.lend
-    tiles = []  # the only name of a tile: a pool must see that none outlives this scope
-    for part in parts:
-        tiles.append(make(part.shape, dtype=torch.float32, device=part.device))
-        if load is None:
-            tiles[-1].zero_()
-        elif load:
-            tiles[-1].copy_(part)
-    yield [(tiles[i], (start, inside.start)) for i, inside in enumerate(ranges)]
-    for i, part in enumerate(parts):
-        part.copy_(tiles[i])

@@ -23,7 +23,7 @@ from ..engine import blocks, dilated, execute
 from ..engine.autograd import fold_lse_gradient
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
-from .comm import AllToAll, Exchange, Steps, Wait
+from .comm import AllToAll, Exchange, Steps, Wait, all_to_all
 from .exchange import Problem, RankPlan
 from .rank import Rank
 
@@ -249,9 +249,7 @@ def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) 
     counts = [[math.prod(shape) for shape in each] for each in shapes]
     send = torch.cat([t.reshape(-1) for part in parts for t in part])
     sent, received = [sum(t.numel() for t in part) for part in parts], list(map(sum, counts))
-    receive = send.new_empty(sum(received))
-    yield Wait((yield AllToAll(send, sent, receive, received)))
-    flat = iter(receive.split(list(chain(*counts))))
+    flat = iter((yield from all_to_all(send, sent, received)).split(list(chain(*counts))))
     return [[next(flat).view(shape) for shape in each] for each in shapes]
 
 
