@@ -240,6 +240,8 @@ def forward(
         if whole is not None:  # one call writes every row: its result becomes the output
             out, lse = kernel.forward(*views, causal and whole.causal, scale)  # (b', m, h, d), (b', h, m)
             out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(b, n, heads)
+            if len(plan.blocks[0][1]) == 1:
+                return out, lse.transpose(1, 2)
         else:
             make = torch.empty if results is None else results.lend
             out = make(q.shape, dtype=q.dtype, device=q.device)
@@ -247,12 +249,12 @@ def forward(
             for start, stop in plan.uncovered:
                 out[:, start:stop] = 0.0
                 lse[:, start:stop] = -torch.inf
-    load = into is not None or bool(plan.uncovered)
+    limit, load = piece_limit(q), into is not None or bool(plan.uncovered)
     for call, nodes, (target,) in _steps(plan, 1, q, (out,), 1, narrow, pool, load, whole is not None):
         mine = _side(call.q, call.heads, nodes, (q, WHOLE), (lse, WHOLE), target)
         keys = _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
         head_bytes = call.q.rows * q.shape[3] * target[0].element_size()
-        for q_, lse_, out_, k_, v_ in views_of(mine + keys, nodes, call.heads, head_bytes, piece_limit(q)):
+        for q_, lse_, out_, k_, v_ in views_of(mine + keys, nodes, call.heads, head_bytes, limit):
             o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale)  # (b', m, h, d), (b', h, m)
             if call.first and into is None:  # nothing was written there yet
                 out_.copy_(o)
@@ -295,10 +297,11 @@ def backward(
             written = narrow or (plan.same_rows and not plan.uncovered and group == 1)
             make = torch.empty if written else torch.zeros
             grads = tuple(make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    limit = piece_limit(q)
     for call, nodes, targets in _steps(plan, 2, q, grads, group, narrow, pool, None, whole is not None):
         # Of calls on the same rows, the first one writes these rows of k and v too.
         alone = call.first and plan.same_rows and group == 1 and not narrow and into is None
-        _call_backward(call, nodes, reads, targets, piece_limit(q), alone, causal, scale, kernel)
+        _call_backward(call, nodes, reads, targets, limit, alone, causal, scale, kernel)
     return grads
 
 
@@ -311,25 +314,22 @@ def _steps(
     them, which are rounded after their last call. ``load``: tiles begin as the results, or uninitialised; as zeros if
     None. All tiles use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
     """
-    n, targets = q.shape[1], [(t, WHOLE) for t in results]
-    spans = [*plan.tiles()] if narrow else [(0, n)]
-    heads = [(block[0], range(block[0].start // group, -(-block[0].stop // group))) for block in plan.blocks]
-    rows, make, memory = max((stop - start for start, stop in spans), default=0), pool.lend if pool else torch.empty, []
-    for i, t in enumerate(results if narrow else ()):
-        most = max(len(pair[i > 0]) for pair in heads)
-        memory.append(make((t.shape[0] * rows * most * t.shape[3],), dtype=torch.float32, device=t.device))
-    for (_, *passes), pair in zip(plan.blocks, heads):
-        for start, stop in spans:
+    n, targets, memory = q.shape[1], [(t, WHOLE) for t in results], []
+    for inside, *passes in plan.blocks:
+        for start, stop in plan.tiles() if narrow else ((0, n),):
             parts = []
-            for i, flat in enumerate(memory):
-                inside = pair[i > 0]
-                parts.append(results[i][:, start:stop, inside.start : inside.stop])
-                tile = flat[: parts[i].numel()].view(parts[i].shape)
-                targets[i] = tile, (start, inside.start)
+            for i, t in enumerate(results if narrow else ()):
+                heads = range(inside.start // group, -(-inside.stop // group)) if i else inside
+                parts.append(part := t[:, start:stop, heads.start : heads.stop])
+                if len(memory) == i:  # no other tile is larger, and no block has more heads
+                    size = (t.shape[0] * min(n, plan.period) * len(heads) * t.shape[3],)
+                    memory.append((pool.lend if pool else torch.empty)(size, dtype=torch.float32, device=t.device))
+                tile = memory[i][: part.numel()].view(part.shape)
+                targets[i] = tile, (start, heads.start)
                 if load is None:
                     tile.zero_()
                 elif load:
-                    tile.copy_(parts[i])
+                    tile.copy_(part)
             for call in passes[which - 1][skip:]:
                 nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
                 for some in _node_parts(call, nodes, q):

@@ -317,7 +317,7 @@ def forward(
         steps = [SCHEMES[call.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)]
         found = drive(steps, group.process_group)
         out, lse = (group.join([each[i] for each in found], dim, layout) for i, dim in ((0, 1), (1, 2)))
-    return out, lse, torch.tensor(number), [t for each in found for t in each[2:]]
+    return out, lse, torch.full((), number), [t for each in found for t in each[2:]]
 
 
 ranks_forward = torch.library.custom_op(
