@@ -138,26 +138,20 @@ class NoVmap(torch.autograd.Function):
         raise NotImplementedError("attention does not support forward-mode derivatives (torch.func.jvp); use backward")
 
 
-class NoDoubleBackward(NoVmap):
-    """A backward pass that refuses to be differentiated, so that no second derivative is silently zero."""
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *second):
-        raise NotImplementedError("attention is differentiable once: double backward is not supported")
-
-
 def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Function]:
     """The autograd function of ``out, lse = forward(*tensors, *rest)`` for ``count`` tensors.
 
     ``backward(dout, dlse, *tensors, out, lse, *rest)`` gives the gradients of the first tensors; dlse may be None.
     """
 
-    class Gradients(NoDoubleBackward):
-        pass
+    class Gradients(NoVmap):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *second):  # or a second derivative would silently be zero
+            raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
     class Attention(NoVmap):
         @staticmethod
@@ -184,14 +178,10 @@ _Attention = differentiable_once(forward, backward, 3)
 def positive_scale(scale: float):
     """(what makes q, and dq, of theirs, a positive scale): kernels take the maximum before they scale."""
     if scale > 0:
-        return _unchanged, scale
+        return lambda t: t, scale
     if scale < 0:
         return torch.neg, -scale
     return torch.zeros_like, 1.0
-
-
-def _unchanged(t: Tensor) -> Tensor:
-    return t
 
 
 def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor):

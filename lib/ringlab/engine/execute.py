@@ -15,7 +15,7 @@ for a tile of positions and heads at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -77,7 +77,7 @@ class Call:
     """Dense attention of the rows ``q`` by the rows ``k``, for ``heads`` heads and ``nodes`` such sets of rows.
 
     ``causal``: the causal mask applies if the attention is causal. The last query of a node then sees all its keys,
-    each query before it one fewer. ``first``: no earlier call wrote these query rows, and no two nodes share them. A
+    each query before it one fewer. ``first``: no earlier call wrote these query rows, and no two nodes share them.
     Where all nodes have the same queries, their results are merged.
     """
 
@@ -106,17 +106,18 @@ class Call:
         entries = [(t, WHOLE, self.k if i in kv else self.q) for i, t in enumerate(tensors)]
         return list(views_of(entries, range(self.nodes), self.heads))
 
-    def by_heads(self) -> Iterator[Call]:
-        """The same without nodes that have other heads: a call for each of these."""
-        if not self.q.node_head:
-            yield self
-            return
+    def each_node(self) -> Iterator[Call]:
+        """Each node as a call of its own."""
         for i in range(self.nodes):
             q, k = (
                 replace(v, first=v.first + i * v.node_step, head=v.head + i * v.node_head, node_step=0, node_head=0)
                 for v in (self.q, self.k)
             )
             yield replace(self, q=q, k=k, nodes=1)
+
+    def by_heads(self) -> Iterable[Call]:
+        """The same without nodes that have other heads: a call for each of these."""
+        return self.each_node() if self.q.node_head else (self,)
 
     def part(self, start: int, stop: int) -> Call | None:
         """The call for those of its query heads that are among heads start .. stop - 1; None if there are none."""
