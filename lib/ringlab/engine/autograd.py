@@ -82,9 +82,7 @@ def backward(dout, dlse, q, k, v, out, lse, pattern: Pattern, causal: bool, scal
         if execution.plain and hasattr(kernel, "gradients"):
             dq, dk, dv = kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, scale, execution.cached)
             return flip(dq), dk, dv
-        kernel, d, tensors = execution.tiled(kernel), q.shape[3], (dout, q, k, v, out, lse)
-        if dlse is not None:
-            tensors = fold_lse_gradient(*tensors, dlse)
+        kernel, d, tensors = execution.tiled(kernel), q.shape[3], fold_lse_gradient(dout, q, k, v, out, lse, dlse)
         tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:5]] + [lse]
         _, q, k, *_ = tensors
         if execution.merge == "fused":
@@ -184,12 +182,14 @@ def positive_scale(scale: float):
     return torch.zeros_like, 1.0
 
 
-def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor):
+def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor | None):
     """Widen the heads so that a flash backward, which takes no lse cotangent g, computes ``rowsum(dO * O) - g``.
 
     Two more columns of O hold -g, its rounded value and the remainder; those of dO hold 1. q, k and v get zeros, so no
-    score and no ``dO v^T`` changes. Padded to 8 columns, as every kernel's alignment allows.
+    score and no ``dO v^T`` changes. Padded to 8 columns, as every kernel's alignment allows. None changes nothing.
     """
+    if dlse is None:
+        return dout, q, k, v, out, lse
     g = -dlse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
     dead = lse.transpose(1, 2).unsqueeze(-1) == -torch.inf
     g = g.masked_fill(dead, 0.0)

@@ -61,10 +61,6 @@ class View:
             return View(rows, first, step, head_step=0, shift=shift)
         return View(rows, head_step=0, index=index[None])
 
-    def reads_all(self, t: Tensor) -> bool:
-        """Whether one node with as many heads as t (b, n, heads, d) reads t as it is."""
-        return self == View(t.shape[1], node_step=self.node_step)
-
     def from_head(self, start: int, stop: int) -> View:
         """The same rows for heads start .. stop - 1 of the call."""
         index = self.index if self.index is None or self.index.dim() == 2 else self.index[..., start:stop]
@@ -404,7 +400,7 @@ def _whole_call(plan: Plan, which: int, q, k, v, *more):
     if call is None:
         return None, None
     rows, nodes = call.q, range(call.nodes)
-    if call.nodes == 1 and call.k.reads_all(k):
+    if call.nodes == 1 and call.k == View(k.shape[1], node_step=call.k.node_step):  # k as it is
         return call, [q, k, v, *(t if t.dim() == 4 else t.transpose(1, 2) for t in more)]
     # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes fold into no larger batch.
     if call.nodes > 1 and call.k.shared and (b > 1 or not on_cpu):

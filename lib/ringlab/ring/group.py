@@ -85,7 +85,9 @@ class Group:
         """The shards of the ranks here: those of a layout, or equal ones."""
         if t is None or self.process_group is not None:
             return [t] * len(self.here)
-        return t.chunk(self.size, dim) if layout is None else [layout.shard(t, rank, dim) for rank in self.here]
+        if layout is None or layout.kind == "contiguous":
+            return t.chunk(self.size, dim) if layout is None else t.split_with_sizes(layout.sizes, dim)
+        return [layout.shard(t, rank, dim) for rank in self.here]
 
     def join(self, parts: Sequence[Tensor], dim: int, layout: Layout | None = None) -> Tensor:
         """The rows of the ranks here from their shards, contiguous."""
