@@ -266,6 +266,8 @@ def forward(
             for to, (copy, *_) in zip(((lse, WHOLE), target), mine[1:]):
                 t, index = _indexed(*to, call.q, call.heads, nodes)
                 t[:, index] = copy
+            del copy
+        del mine, keys, q_, lse_, out_, k_, v_  # gathered copies, before the next ones are made
     return out, lse.transpose(1, 2)
 
 
@@ -329,7 +331,7 @@ def _steps(
                     tile.copy_(part)
             for call in passes[which - 1][skip:]:
                 nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
-                for some in _node_parts(call, nodes, q):
+                for some in _node_parts(call, nodes, q) if nodes else ():
                     yield call, some, targets
             for part, (tile, _) in zip(parts, targets):
                 part.copy_(tile)

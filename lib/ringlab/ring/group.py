@@ -115,8 +115,8 @@ class Group:
         on_cpu, new = "cpu:" in dist.get_backend_config(self.process_group), mine not in agreed
         if on_cpu or new:
             header, ones = [mine, number, new and plan is not None], [1] * self.size
-            mine_to_all = torch.tensor([header] * self.size, device="cpu" if on_cpu else t.device)
-            theirs = drive([all_to_all(mine_to_all, ones, ones, control=True)], self.process_group)[0].tolist()
+            headers = torch.tensor([header] * self.size, device="cpu" if on_cpu else t.device)
+            theirs = drive([all_to_all(headers, ones, ones, control=True)], self.process_group)[0].tolist()
             if any(row[:2] != header[:2] for row in theirs):
                 raise _fields_differ(self._gather(stated | {"forward call": f"number {number}"}))
             if any(row[2] for row in theirs):
