@@ -264,7 +264,7 @@ def peaks_of_a_shard(cases, n, heads, d):
         for _ in range(2):  # the first call makes the plan
             with LiveStorageTracker() as tracker:
                 tracker.register(q, k, v)
-                comm.drive(SCHEMES[scheme][0](rank, q, k, v), dist.group.WORLD)
+                comm.drive([SCHEMES[scheme][0](rank, q, k, v)], dist.group.WORLD)
         peaks.append(tracker.peak_bytes)
     return peaks
 

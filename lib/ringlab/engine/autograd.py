@@ -82,9 +82,7 @@ def backward(dout, dlse, q, k, v, out, lse, pattern: Pattern, causal: bool, scal
         if execution.plain and hasattr(kernel, "gradients"):
             dq, dk, dv = kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, scale, execution.cached)
             return flip(dq), dk, dv
-        kernel, d, tensors = execution.tiled(kernel), q.shape[3], (dout, q, k, v, out, lse)
-        if dlse is not None:
-            tensors = fold_lse_gradient(*tensors, dlse)
+        kernel, d, tensors = execution.tiled(kernel), q.shape[3], fold_lse_gradient(dout, q, k, v, out, lse, dlse)
         tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:5]] + [lse]
         _, q, k, *_ = tensors
         if execution.merge == "fused":
@@ -138,26 +136,20 @@ class NoVmap(torch.autograd.Function):
         raise NotImplementedError("attention does not support forward-mode derivatives (torch.func.jvp); use backward")
 
 
-class NoDoubleBackward(NoVmap):
-    """A backward pass that refuses to be differentiated, so that no second derivative is silently zero."""
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *second):
-        raise NotImplementedError("attention is differentiable once: double backward is not supported")
-
-
 def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Function]:
     """The autograd function of ``out, lse = forward(*tensors, *rest)`` for ``count`` tensors.
 
     ``backward(dout, dlse, *tensors, out, lse, *rest)`` gives the gradients of the first tensors; dlse may be None.
     """
 
-    class Gradients(NoDoubleBackward):
-        pass
+    class Gradients(NoVmap):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *second):  # or a second derivative would silently be zero
+            raise NotImplementedError("attention is differentiable once: double backward is not supported")
 
     class Attention(NoVmap):
         @staticmethod
@@ -184,22 +176,20 @@ _Attention = differentiable_once(forward, backward, 3)
 def positive_scale(scale: float):
     """(what makes q, and dq, of theirs, a positive scale): kernels take the maximum before they scale."""
     if scale > 0:
-        return _unchanged, scale
+        return lambda t: t, scale
     if scale < 0:
         return torch.neg, -scale
     return torch.zeros_like, 1.0
 
 
-def _unchanged(t: Tensor) -> Tensor:
-    return t
-
-
-def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor):
+def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor | None):
     """Widen the heads so that a flash backward, which takes no lse cotangent g, computes ``rowsum(dO * O) - g``.
 
     Two more columns of O hold -g, its rounded value and the remainder; those of dO hold 1. q, k and v get zeros, so no
-    score and no ``dO v^T`` changes. Padded to 8 columns, as every kernel's alignment allows.
+    score and no ``dO v^T`` changes. Padded to 8 columns, as every kernel's alignment allows. None changes nothing.
     """
+    if dlse is None:
+        return dout, q, k, v, out, lse
     g = -dlse.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
     dead = lse.transpose(1, 2).unsqueeze(-1) == -torch.inf
     g = g.masked_fill(dead, 0.0)

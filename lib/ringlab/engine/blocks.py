@@ -307,7 +307,7 @@ def tile(
     calls = _strided_calls([part for entry in entries for part in _split_queries(entry)])
     calls = [part for call in calls for part in _split_keys(call)]
     for call in _strided_calls(squares, causal=True):
-        calls += _nodes(call) if way == "rows" else [call]
+        calls += call.each_node() if way == "rows" else [call]
     return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
 
 
@@ -408,13 +408,6 @@ def _calls(
 def _call(rows: int, keys: int, nodes: int, query: tuple[int, int], key: tuple[int, int], causal: bool = False) -> Call:
     """``nodes`` calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first, step) of the nodes' rows."""
     return Call(View(rows, query[0], node_step=query[1]), View(keys, key[0], node_step=key[1]), nodes, causal=causal)
-
-
-def _nodes(call: Call) -> Iterator[Call]:
-    """Each node as a call of its own."""
-    for i in range(call.nodes):
-        views = (replace(v, first=v.first + i * v.node_step, node_step=0) for v in (call.q, call.k))
-        yield Call(*views, causal=call.causal)
 
 
 def _strided_calls(entries: list[Entry], causal: bool = False) -> list[Call]:

@@ -15,9 +15,9 @@ for a tile of positions and heads at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,10 +61,6 @@ class View:
             return View(rows, first, step, head_step=0, shift=shift)
         return View(rows, head_step=0, index=index[None])
 
-    def reads_all(self, t: Tensor) -> bool:
-        """Whether one node with as many heads as t (b, n, heads, d) reads t as it is."""
-        return self == View(t.shape[1], node_step=self.node_step)
-
     def from_head(self, start: int, stop: int) -> View:
         """The same rows for heads start .. stop - 1 of the call."""
         index = self.index if self.index is None or self.index.dim() == 2 else self.index[..., start:stop]
@@ -77,7 +73,7 @@ class Call:
     """Dense attention of the rows ``q`` by the rows ``k``, for ``heads`` heads and ``nodes`` such sets of rows.
 
     ``causal``: the causal mask applies if the attention is causal. The last query of a node then sees all its keys,
-    each query before it one fewer. ``first``: no earlier call wrote these query rows, and no two nodes share them. A
+    each query before it one fewer. ``first``: no earlier call wrote these query rows, and no two nodes share them.
     Where all nodes have the same queries, their results are merged.
     """
 
@@ -106,17 +102,18 @@ class Call:
         entries = [(t, WHOLE, self.k if i in kv else self.q) for i, t in enumerate(tensors)]
         return list(views_of(entries, range(self.nodes), self.heads))
 
-    def by_heads(self) -> Iterator[Call]:
-        """The same without nodes that have other heads: a call for each of these."""
-        if not self.q.node_head:
-            yield self
-            return
+    def each_node(self) -> Iterator[Call]:
+        """Each node as a call of its own."""
         for i in range(self.nodes):
             q, k = (
                 replace(v, first=v.first + i * v.node_step, head=v.head + i * v.node_head, node_step=0, node_head=0)
                 for v in (self.q, self.k)
             )
             yield replace(self, q=q, k=k, nodes=1)
+
+    def by_heads(self) -> Iterable[Call]:
+        """The same without nodes that have other heads: a call for each of these."""
+        return self.each_node() if self.q.node_head else (self,)
 
     def part(self, start: int, stop: int) -> Call | None:
         """The call for those of its query heads that are among heads start .. stop - 1; None if there are none."""
@@ -146,7 +143,7 @@ class Plan:
     rows: range
     period: int
 
-    @property
+    @cached_property
     def calls(self) -> list[Call]:
         """All calls of the backward, by sets of heads."""
         return [one for _, _, calls in self.blocks for call in calls for one in call.by_heads()]
@@ -240,6 +237,8 @@ def forward(
         if whole is not None:  # one call writes every row: its result becomes the output
             out, lse = kernel.forward(*views, causal and whole.causal, scale)  # (b', m, h, d), (b', h, m)
             out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(b, n, heads)
+            if len(plan.blocks[0][1]) == 1:
+                return out, lse.transpose(1, 2)
         else:
             make = torch.empty if results is None else results.lend
             out = make(q.shape, dtype=q.dtype, device=q.device)
@@ -247,44 +246,29 @@ def forward(
             for start, stop in plan.uncovered:
                 out[:, start:stop] = 0.0
                 lse[:, start:stop] = -torch.inf
-    limit = piece_limit(q)
-    for inside, calls, _ in plan.blocks:
-        if whole is not None and not (calls := calls[1:]):
-            break
-        for start, stop in plan.tiles() if narrow else ((0, n),):
-            load = into is not None or bool(plan.uncovered)
-            with _accumulators((out,), (inside,), start, stop, narrow, pool, load=load) as targets:
-                for call in calls:
-                    nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
-                    alone = call.first and into is None
-                    _call_forward(call, nodes, q, k, v, lse, targets[0], limit, alone, causal, scale, kernel)
-    return out, lse.transpose(1, 2)
-
-
-def _call_forward(call: Call, nodes: range, q, k, v, lse, out, limit: int, alone, causal, scale, kernel) -> None:
-    """Run some nodes of a call and merge the results into lse (b, n, h) and out, a tensor with its first (row, head).
-
-    ``alone``: nothing was written there yet.
-    """
-    head_bytes = call.q.rows * q.shape[3] * out[0].element_size()
-    for some in _node_parts(call, nodes, q):
-        mine = _side(call.q, call.heads, some, (q, WHOLE), (lse, WHOLE), out)
-        keys = _side(call.k, call.heads, some, (k, WHOLE), (v, WHOLE))
-        for q_, lse_, out_, k_, v_ in views_of(mine + keys, some, call.heads, head_bytes, limit):
+    limit, load = piece_limit(q), into is not None or bool(plan.uncovered)
+    for call, nodes, (target,) in _steps(plan, 1, q, (out,), 1, narrow, pool, load, whole is not None):
+        mine = _side(call.q, call.heads, nodes, (q, WHOLE), (lse, WHOLE), target)
+        keys = _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
+        head_bytes = call.q.rows * q.shape[3] * target[0].element_size()
+        for q_, lse_, out_, k_, v_ in views_of(mine + keys, nodes, call.heads, head_bytes, limit):
             o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale)  # (b', m, h, d), (b', h, m)
-            if alone:
+            if call.first and into is None:  # nothing was written there yet
                 out_.copy_(o)
                 lse_.copy_(l)
-            elif len(some) > 1 and call.q.shared:
+            elif len(nodes) > 1 and call.q.shared:
                 for i in range(len(o)):
                     merge_(*(t[i : i + 1] for t in (out_, lse_, o, l)))
             else:
                 merge_(out_, lse_, o, l)
             del o, l  # before the next piece is computed
         if call.q.index is not None:
-            for target, (copy, *_) in zip(((lse, WHOLE), out), mine[1:]):
-                t, index = _indexed(*target, call.q, call.heads, some)
+            for to, (copy, *_) in zip(((lse, WHOLE), target), mine[1:]):
+                t, index = _indexed(*to, call.q, call.heads, nodes)
                 t[:, index] = copy
+            del copy
+        del mine, keys, q_, lse_, out_, k_, v_  # gathered copies, before the next ones are made
+    return out, lse.transpose(1, 2)
 
 
 def backward(
@@ -313,18 +297,44 @@ def backward(
             make = torch.empty if written else torch.zeros
             grads = tuple(make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     limit = piece_limit(q)
-    for inside, _, calls in plan.blocks:
-        if whole is not None and not (calls := calls[1:]):
-            break
-        kv_inside = range(inside.start // group, -(-inside.stop // group))
-        for start, stop in plan.tiles() if narrow else ((0, n),):
-            with _accumulators(grads, (inside, kv_inside, kv_inside), start, stop, narrow, pool) as targets:
-                for call in calls:
-                    nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
-                    # Of calls on the same rows, the first one writes these rows of k and v too.
-                    alone = call.first and plan.same_rows and group == 1 and not narrow and into is None
-                    _call_backward(call, nodes, reads, targets, limit, alone, causal, scale, kernel)
+    for call, nodes, targets in _steps(plan, 2, q, grads, group, narrow, pool, None, whole is not None):
+        # Of calls on the same rows, the first one writes these rows of k and v too.
+        alone = call.first and plan.same_rows and group == 1 and not narrow and into is None
+        _call_backward(call, nodes, reads, targets, limit, alone, causal, scale, kernel)
     return grads
+
+
+def _steps(
+    plan: Plan, which: int, q: Tensor, results, group: int, narrow: bool, pool, load: bool | None, skip: bool
+) -> Iterator[tuple[Call, range, list]]:
+    """The calls of a pass, ``which`` as in ``Plan.whole``, some nodes at a time; ``skip``: without the first call.
+
+    Each comes with the tensors to add to and their first (row, head): the results or, if ``narrow``, fp32 tiles of
+    them, which are rounded after their last call. ``load``: tiles begin as the results, or uninitialised; as zeros if
+    None. All tiles use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
+    """
+    n, targets, memory = q.shape[1], [(t, WHOLE) for t in results], []
+    for inside, *passes in plan.blocks:
+        for start, stop in plan.tiles() if narrow else ((0, n),):
+            parts = []
+            for i, t in enumerate(results if narrow else ()):
+                heads = range(inside.start // group, -(-inside.stop // group)) if i else inside
+                parts.append(part := t[:, start:stop, heads.start : heads.stop])
+                if len(memory) == i:  # no other tile is larger, and no block has more heads
+                    size = (t.shape[0] * min(n, plan.period) * len(heads) * t.shape[3],)
+                    memory.append((pool.lend if pool else torch.empty)(size, dtype=torch.float32, device=t.device))
+                tile = memory[i][: part.numel()].view(part.shape)
+                targets[i] = tile, (start, heads.start)
+                if load is None:
+                    tile.zero_()
+                elif load:
+                    tile.copy_(part)
+            for call in passes[which - 1][skip:]:
+                nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
+                for some in _node_parts(call, nodes, q) if nodes else ():
+                    yield call, some, targets
+            for part, (tile, _) in zip(parts, targets):
+                part.copy_(tile)
 
 
 def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, causal, scale, kernel) -> None:
@@ -339,31 +349,30 @@ def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, 
     slices = [(at, min(width, rows - at)) for at in range(0, rows, width)]
     # Gradients of shared K/V rows are summed over the heads of a piece: its size is part of the result.
     head_bytes = (rows if call.shares_kv else max(rows, call.q.rows)) * q.shape[3] * targets[2][0].element_size()
-    for some in _node_parts(call, nodes, q):
-        reads = _side(call.q, call.heads, some, *((t, WHOLE) for t in (dout, q, out, lse)))
-        reads += _side(call.k, call.heads, some, (k, WHOLE), (v, WHOLE))
-        grads = _zeros_if_gathered(call.q, call.heads, some, targets[:1])
-        grads += _zeros_if_gathered(call.k, call.heads, some, targets[1:])
-        into = grads
-        if len(slices) > 1:
-            cut = [replace(call.k, first=call.k.first + at, rows=count) for at, count in slices]
-            into = grads[:1] + [(t, origin, view) for t, origin, _ in grads[1:] for view in cut]
-        several = len(some) > 1
-        q_axis = 0 if several and call.q.shared else None
-        k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
-        for piece in views_of(reads + into, some, call.heads, head_bytes, limit):  # (b', m, h, d)
-            dout_, q_, out_, lse_, k_, v_, dq_, *keys = piece
-            dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale)
-            _add(dq_, dq, alone, q_axis)
-            for i, target in enumerate(keys):
-                at, count = slices[i % len(slices)]
-                grad = found[i // len(slices)]
-                _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone, k_axis)
-            del dq, found, grad  # before the next piece is computed
-        for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
-            if view.index is not None:
-                t, index = _indexed(*target, view, call.heads, some)
-                t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
+    reads = _side(call.q, call.heads, nodes, *((t, WHOLE) for t in (dout, q, out, lse)))
+    reads += _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
+    grads = _zeros_if_gathered(call.q, call.heads, nodes, targets[:1])
+    grads += _zeros_if_gathered(call.k, call.heads, nodes, targets[1:])
+    into = grads
+    if len(slices) > 1:
+        cut = [replace(call.k, first=call.k.first + at, rows=count) for at, count in slices]
+        into = grads[:1] + [(t, origin, view) for t, origin, _ in grads[1:] for view in cut]
+    several = len(nodes) > 1
+    q_axis = 0 if several and call.q.shared else None
+    k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
+    for piece in views_of(reads + into, nodes, call.heads, head_bytes, limit):  # (b', m, h, d)
+        dout_, q_, out_, lse_, k_, v_, dq_, *keys = piece
+        dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale)
+        _add(dq_, dq, alone, q_axis)
+        for i, target in enumerate(keys):
+            at, count = slices[i % len(slices)]
+            grad = found[i // len(slices)]
+            _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone, k_axis)
+        del dq, found, grad  # before the next piece is computed
+    for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
+        if view.index is not None:
+            t, index = _indexed(*target, view, call.heads, nodes)
+            t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
 
 
 def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
@@ -393,7 +402,7 @@ def _whole_call(plan: Plan, which: int, q, k, v, *more):
     if call is None:
         return None, None
     rows, nodes = call.q, range(call.nodes)
-    if call.nodes == 1 and call.k.reads_all(k):
+    if call.nodes == 1 and call.k == View(k.shape[1], node_step=call.k.node_step):  # k as it is
         return call, [q, k, v, *(t if t.dim() == 4 else t.transpose(1, 2) for t in more)]
     # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes fold into no larger batch.
     if call.nodes > 1 and call.k.shared and (b > 1 or not on_cpu):
@@ -517,26 +526,3 @@ def in_head_blocks(key: tuple, build: Callable[[], Plan], q, kv_heads: int, back
         if block < q.shape[2]:
             return cached((*key, block), lambda: (cut or Plan.in_head_blocks)(plan, block))
     return plan
-
-
-@contextmanager
-def _accumulators(results, ranges, start: int, stop: int, narrow: bool, pool, load: bool | None = None):
-    """Yield the tensors to add to, each with its first (row, head): the results, or fp32 tiles that are then rounded.
-
-    ``load``: tiles begin as the results, or uninitialised; as zeros if None.
-    """
-    if not narrow:
-        yield [(result, WHOLE) for result in results]
-        return
-    parts = [t[:, start:stop, inside.start : inside.stop] for t, inside in zip(results, ranges)]
-    make = torch.empty if pool is None else pool.lend
-    tiles = []  # the only name of a tile: a pool must see that none outlives this scope
-    for part in parts:
-        tiles.append(make(part.shape, dtype=torch.float32, device=part.device))
-        if load is None:
-            tiles[-1].zero_()
-        elif load:
-            tiles[-1].copy_(part)
-    yield [(tiles[i], (start, inside.start)) for i, inside in enumerate(ranges)]
-    for i, part in enumerate(parts):
-        part.copy_(tiles[i])

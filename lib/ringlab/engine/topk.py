@@ -61,10 +61,8 @@ def forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, backen
 def backward(dout, dlse, q, k, v, log_m, picks, out, lse, size, causal, scale, backend, first=0, unrounded=False):
     """dq, dk, dv and dlog_m or None; ``unrounded``: dk and dv in fp32 or wider, for others to add to."""
     flip, scale = positive_scale(scale)
-    d, tensors = q.shape[3], (dout, flip(q), k, v, out, lse)
-    if dlse is not None:
-        tensors = fold_lse_gradient(*tensors, dlse)
-    dout, q, k, v, out, lse = tensors
+    d = q.shape[3]
+    dout, q, k, v, out, lse = fold_lse_gradient(dout, flip(q), k, v, out, lse, dlse)
     kernel = _kernel(q, log_m, causal, True, backend)
     wide = lse.dtype if unrounded else k.dtype
     grads = [torch.empty(t.shape, dtype=x, device=t.device) for t, x in ((q, q.dtype), (k, wide), (v, wide))]

@@ -2,13 +2,12 @@
 
 An algorithm is a generator that runs on one rank. It yields a request to start a transfer, for which it gets a ticket,
 and ``Wait(ticket)`` to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one
-rank over a torch.distributed group; ``simulate`` runs those of all ranks in one process, in step. Both can count the
-bytes.
+rank over a torch.distributed group, or those of all ranks in one process, in step. It can count the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ class AllToAll:
 
     def by_rank(self) -> tuple[dict, dict]:
         """The tensors that are sent, and those that are received, by rank."""
-        parts = self.send.split(self.sent), self.receive.split(self.received)
+        parts = self.send.split_with_sizes(self.sent), self.receive.split_with_sizes(self.received)
         return tuple({rank: (part,) for rank, part in enumerate(each)} for each in parts)
 
 
@@ -108,25 +107,42 @@ def counting():
         _counter.reset(token)
 
 
-def drive(steps: Steps, group: dist.ProcessGroup):
-    """Run one rank's algorithm over a process group (gloo, NCCL) and return its result."""
-    rank, traffic, answer = dist.get_rank(group), _counter.get(), None
+def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> list:
+    """The results of algorithms: of this rank's over a process group (gloo, NCCL), or of all ranks' in step (None).
+
+    A message arrives only when it is waited for: reading too early is as wrong in one process as over a network. Raises
+    RuntimeError if the requests of simulated ranks do not fit together.
+    """
+    first = 0 if group is None else dist.get_rank(group)
+    traffic, ticket, results = _counter.get(), None, [None] * len(algorithms)
     while True:
-        try:
-            step = steps.send(answer)
-        except StopIteration as end:
-            return end.value
-        if isinstance(step, Wait):
-            for work in step.ticket:
+        steps = []  # the earlier requests and their tensors are kept no longer
+        for i, algorithm in enumerate(algorithms):
+            try:
+                steps.append(algorithm.send(ticket))
+            except StopIteration as end:
+                results[i] = end.value
+        if not steps:
+            return results
+        if len(steps) < len(algorithms) or len({type(step) for step in steps}) > 1:
+            raise RuntimeError("the ranks do not agree on what comes next")
+        if isinstance(steps[0], Wait):
+            for work in steps[0].ticket:
                 work.wait()
-            answer = work = None
-        else:
-            if traffic is not None:
-                traffic.add(rank, step)
-            if on_post is not None:
-                on_post()
-            answer = _post(step, group)
-        step = None  # or the request and its tensors would stay until the next one
+            ticket = work = None
+            continue
+        for i in range(len(steps) if traffic is not None else 0):
+            traffic.add(first + i, steps[i])
+        if group is not None and on_post is not None:
+            on_post()
+        ticket = [_Simulated([step.by_rank() for step in steps])] if group is None else _post(steps[0], group)
+
+
+def all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int], control: bool = False) -> Steps:
+    """Send ``sent[j]`` rows to rank j, in order; returns the rows that came, ``received[j]`` from rank j."""
+    into = send.new_empty(sum(received), *send.shape[1:])
+    yield Wait((yield AllToAll(send, sent, into, received, control)))
+    return into
 
 
 def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
@@ -163,40 +179,18 @@ class _Copy:
         self.into.copy_(self.received)
 
 
-def simulate(ranks: list[Steps]) -> list:
-    """Run the algorithms of all ranks in this process, in step, and return their results by rank.
+@dataclass
+class _Simulated:
+    """A request of all ranks of this process: what each sends, by destination, and where it receives, by source."""
 
-    A message arrives only when it is waited for: reading too early is as wrong here as over a network. Raises
-    RuntimeError if the requests of the ranks do not fit together.
-    """
-    traffic, answer, results = _counter.get(), None, [None] * len(ranks)
-    while True:
-        steps = []
-        for rank, algorithm in enumerate(ranks):
-            try:
-                steps.append(algorithm.send(answer))
-            except StopIteration as end:
-                results[rank] = end.value
-        if not steps:
-            return results
-        if len(steps) < len(ranks) or len({type(step) for step in steps}) > 1:
-            raise RuntimeError("the ranks do not agree on what comes next")
-        answer = None
-        if isinstance(steps[0], Wait):
-            _deliver(steps[0].ticket)
-        else:
-            for rank, step in enumerate(steps if traffic is not None else ()):
-                traffic.add(rank, step)
-            answer = [step.by_rank() for step in steps]
+    posted: list[tuple[dict, dict]]
 
-
-def _deliver(posted: list[tuple[dict, dict]]) -> None:
-    """Copy what each rank sends, by destination, to where the destination receives it, by source; once."""
-    for to, (_, receive) in enumerate(posted):
-        for source, into in receive.items():
-            message = posted[source][0].get(to, ())
-            if [(t.shape, t.dtype) for t in message] != [(t.shape, t.dtype) for t in into]:
-                raise RuntimeError(f"rank {source} sends rank {to} other rows than it expects")
-            for t, value in zip(into, message):
-                t.copy_(value)
-    posted.clear()
+    def wait(self) -> None:
+        for to, (_, receive) in enumerate(self.posted):
+            for source, into in receive.items():
+                message = self.posted[source][0].get(to, ())
+                if [(t.shape, t.dtype) for t in message] != [(t.shape, t.dtype) for t in into]:
+                    raise RuntimeError(f"rank {source} sends rank {to} other rows than it expects")
+                for t, value in zip(into, message):
+                    t.copy_(value)
+        self.posted.clear()  # the tickets of all ranks hold it

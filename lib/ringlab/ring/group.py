@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, count, product
@@ -25,7 +26,7 @@ from ..engine import Execution
 from ..engine.autograd import IN_GRAPHS, is_followed, local_attention, positive_scale, without_autocast
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
-from .comm import AllToAll, Steps, Wait, drive, simulate
+from .comm import all_to_all, drive
 from .exchange import Problem, RankPlan, digest, plan_rank
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
@@ -80,17 +81,13 @@ class Group:
         found = None if group is None else cls.of(group)
         return found if found is not None and found.size > 1 else None
 
-    def run(self, algorithms: list[Steps]) -> list:
-        """Run the algorithms of the ranks here, with those of all others; returns their results."""
-        if self.process_group is None:
-            return simulate(algorithms)
-        return [drive(steps, self.process_group) for steps in algorithms]
-
     def split(self, t: Tensor | None, dim: int = 1, layout: Layout | None = None) -> Sequence[Tensor | None]:
         """The shards of the ranks here: those of a layout, or equal ones."""
         if t is None or self.process_group is not None:
             return [t] * len(self.here)
-        return t.chunk(self.size, dim) if layout is None else [layout.shard(t, rank, dim) for rank in self.here]
+        if layout is None or layout.kind == "contiguous":
+            return t.chunk(self.size, dim) if layout is None else t.split_with_sizes(layout.sizes, dim)
+        return [layout.shard(t, rank, dim) for rank in self.here]
 
     def join(self, parts: Sequence[Tensor], dim: int, layout: Layout | None = None) -> Tensor:
         """The rows of the ranks here from their shards, contiguous."""
@@ -117,8 +114,9 @@ class Group:
         stated, mine = _fields(passes, problem, (*shape, *options.items()))
         on_cpu, new = "cpu:" in dist.get_backend_config(self.process_group), mine not in agreed
         if on_cpu or new:
-            header = [mine, number, new and plan is not None]
-            theirs = drive(_to_all([header] * self.size, "cpu" if on_cpu else t.device), self.process_group)
+            header, ones = [mine, number, new and plan is not None], [1] * self.size
+            headers = torch.tensor([header] * self.size, device="cpu" if on_cpu else t.device)
+            theirs = drive([all_to_all(headers, ones, ones, control=True)], self.process_group)[0].tolist()
             if any(row[:2] != header[:2] for row in theirs):
                 raise _fields_differ(self._gather(stated | {"forward call": f"number {number}"}))
             if any(row[2] for row in theirs):
@@ -141,14 +139,6 @@ class Group:
         found = [None] * self.size
         dist.all_gather_object(found, value, group=self.process_group)
         return found
-
-
-def _to_all(rows: list[list[int]], device) -> Steps:
-    """Send integers, element j to rank j; returns what the ranks sent."""
-    send, ones = torch.tensor(rows, device=device), [1] * len(rows)
-    received = torch.empty_like(send)
-    yield Wait((yield AllToAll(send, ones, received, ones, control=True)))
-    return received.tolist()
 
 
 # By process group: the digests that its ranks agreed on, and the numbers of its next forward calls.
@@ -207,41 +197,14 @@ class _Call:
     backend: str | tuple[str, ...]
     execution: Execution
 
-    def forward(self, group: Group, q, k, v, scale: float, backward: bool = True):
-        """out, lse, the number of the call, and what else its backward needs, for one rank here after the other.
-
-        q, k, v hold the rows of the ranks here. ``backward``: whether the kernel must have one.
-        """
-        ranks, flip = self._ranks(group, q, scale, backward)
-        number = group.agree("forward", self.problem, q, plan=lambda: ranks[0].plan, **self._options(scale))
-        shards = zip(*(group.split(t, 1, self.problem.layout) for t in (flip(q), k, v)))
-        with without_autocast(q):
-            found = group.run([SCHEMES[self.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)])
-        out, lse = (group.join([each[i] for each in found], dim, self.problem.layout) for i, dim in ((0, 1), (1, 2)))
-        return out, lse, number, [t for each in found for t in each[2:]]
-
-    def backward(self, group: Group, dout, dlse, q, k, v, out, lse, number: int, saved, scale: float):
-        """dq, dk, dv of the rows here; ``number`` and ``saved``, of all ranks here, are those of the forward."""
-        ranks, flip = self._ranks(group, q, scale, True)
-        options = self._options(scale) | {"gradient of lse": dlse is not None}
-        group.agree("backward", self.problem, q, number, **options)
-        layout, whole = self.problem.layout, ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
-        shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
-        count = len(saved) // len(ranks)
-        each = zip(ranks, shards, (saved[i * count : (i + 1) * count] for i in range(len(ranks))))
-        with without_autocast(q):
-            found = group.run([SCHEMES[self.scheme][1](rank, *mine, *more) for rank, mine, more in each])
-        dq, dk, dv = (group.join([g.to(q.dtype) for g in parts], 1, layout) for parts in zip(*found))
-        return flip(dq), dk, dv
-
-    def _ranks(self, group: Group, q: Tensor, scale: float, backward: bool) -> tuple[list[Rank], Callable]:
+    def ranks(self, group: Group, q: Tensor, scale: float, backward: bool) -> tuple[list[Rank], Callable]:
         """The work of the ranks here, for a positive scale, and what makes q, and dq of its, one for that scale."""
         needs = {"causal": self.problem.causal, "backward": backward, "backend": self.backend}
         kernel = kernels.choose(q.device, q.dtype, q.shape[3], **needs).kernel
         flip, scale = positive_scale(scale)
         return [rank_of(self.problem, rank, kernel, scale, self.execution) for rank in group.here], flip
 
-    def _options(self, scale: float) -> dict:
+    def options(self, scale: float) -> dict:
         """What all ranks must have equal beside the problem."""
         return {"scheme": self.scheme, "scale": scale, "backend": self.backend}
 
@@ -269,7 +232,7 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
         call = _call(*about)  # held until the operator has found it
         name = call.name
     if group.size > 1 and simulated and not is_followed(q, k, v):
-        return call.forward(group, q, k, v, scale, False)[:2]
+        return forward(q, k, v, scale, "", name, operator=False)[:2]
     if group.size > 1:
         return ranks_forward(q, k, v, scale, "" if simulated else group.process_group.group_name, name)[:2]
     if not simulated or call.problem.layout.grid is None:
@@ -331,31 +294,45 @@ def _name_in_graph(*about) -> str:
 _name_in_graph._dynamo_marked_constant = True
 
 
-def _group(name: str, call: str) -> Group:
-    """The process group of this name, or the simulated ranks of a call."""
-    if not name:
-        return Group.of(Simulated(_calls[call].problem.layout.ranks))
+def _found(name: str, group: str) -> tuple[_Call, Group]:
+    """The call of a name, and the process group of a name or, of "", its simulated ranks."""
+    call = _calls[name]
+    if not group:
+        return call, Group(call.problem.layout.ranks, range(call.problem.layout.ranks))
     # A private function of torch. It also knows a group that was made anew under the name since a graph was compiled.
-    return Group.of(getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(name))
+    return call, Group.of(getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(group))
 
 
-@torch.library.custom_op("ringlab::ranks_forward", mutates_args=())
-def ranks_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, group: str, call: str
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, group: str, name: str, operator: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """out, lse, the number of the call, and what else its backward needs; ``group`` "": over simulated ranks."""
-    call, group = _calls[call], _group(group, call)
-    call._ranks(group, q, scale, True)  # probes the kernel, which is no part of the call
-    with seen_inside():
-        out, lse, number, saved = call.forward(group, q, k, v, scale)
-    return out, lse, torch.tensor(number), saved
+    """out, lse, the number of the call, and what else its backward needs, for one rank here after the other.
+
+    q, k, v hold the rows of the ranks here. ``operator``: it is one, hence needs a kernel that has a backward.
+    """
+    call, group = _found(name, group)
+    ranks, flip = call.ranks(group, q, scale, operator)  # probes the kernel, which is no part of the call
+    layout = call.problem.layout
+    with seen_inside() if operator else nullcontext(), without_autocast(q):
+        number = group.agree("forward", call.problem, q, plan=lambda: ranks[0].plan, **call.options(scale))
+        shards = zip(*(group.split(t, 1, layout) for t in (flip(q), k, v)))
+        steps = [SCHEMES[call.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)]
+        found = drive(steps, group.process_group)
+        out, lse = (group.join([each[i] for each in found], dim, layout) for i, dim in ((0, 1), (1, 2)))
+    return out, lse, torch.full((), number), [t for each in found for t in each[2:]]
+
+
+ranks_forward = torch.library.custom_op(
+    "ringlab::ranks_forward", forward, mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, float scale, str group, str name) -> (Tensor, Tensor, Tensor, Tensor[])",
+)  # fmt: skip
 
 
 @ranks_forward.register_fake
-def _(q, k, v, scale, group, call):
-    here, call, (b, s, h, d), saved = _group(group, call).here, _calls[call], q.shape, []
+def _(q, k, v, scale, group, name):
+    (call, group), (b, s, h, d), saved = _found(name, group), q.shape, []
     layout, broad = call.problem.layout, accumulation_dtype(q.dtype)
-    for rank in here:
+    for rank in group.here:
         if call.scheme == "plan":
             saved.append(k.new_empty(sum(plan_rank(call.problem, rank).received), 2, b, d))
         elif call.scheme == "ulysses":
@@ -369,12 +346,22 @@ def _(q, k, v, scale, group, call):
 @torch.library.custom_op("ringlab::ranks_backward", mutates_args=())
 def ranks_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: Tensor,
-    saved: list[Tensor], scale: float, group: str, call: str,
+    saved: list[Tensor], scale: float, group: str, name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of the rows here; ``number`` and ``saved`` are those of the forward."""
-    call, group = _calls[call], _group(group, call)
-    with seen_inside():
-        return call.backward(group, dout, dlse, q, k, v, out, lse, int(number), saved, scale)
+    """dq, dk, dv of the rows here; ``number`` and ``saved``, of all ranks here, are those of the forward."""
+    call, group = _found(name, group)
+    with seen_inside(), without_autocast(q):
+        ranks, flip = call.ranks(group, q, scale, True)
+        options = call.options(scale) | {"gradient of lse": dlse is not None}
+        group.agree("backward", call.problem, q, int(number), **options)
+        layout, whole = call.problem.layout, ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
+        shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
+        count = len(saved) // len(ranks)
+        each = zip(ranks, shards, (saved[i * count : (i + 1) * count] for i in range(len(ranks))))
+        steps = [SCHEMES[call.scheme][1](rank, *mine, *more) for rank, mine, more in each]
+        found = drive(steps, group.process_group)
+        dq, dk, dv = (group.join([g.to(q.dtype) for g in parts], 1, layout) for parts in zip(*found))
+        return flip(dq), dk, dv
 
 
 @ranks_backward.register_fake

@@ -197,21 +197,19 @@ class Rank:
         """out (b, s, h, d) and lse (b, h, s) over the keys of the own shard."""
         chunks, pool = self._chunks(q, k, False), self.execution.scratch()
         if len(chunks) == 1:
-            out, lse = execute.forward(q, k, v, chunks[0][1], *self.how, pool=pool)
-        else:  # no keys so far
-            out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-            lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
-            lse = lse.transpose(1, 2)
-            for rows, plan in chunks:
-                given = (t[:, rows] for t in (q, k, v))
-                out[:, rows], lse[:, :, rows] = execute.forward(*given, plan, *self.how, pool=pool)
+            return execute.forward(q, k, v, chunks[0][1], *self.how, pool=pool)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # no keys so far
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device).transpose(1, 2)
+        for rows, plan in chunks:
+            given = (t[:, rows] for t in (q, k, v))
+            out[:, rows], lse[:, :, rows] = execute.forward(*given, plan, *self.how, pool=pool)
         self.add_forward(self.rank, q, (k, v), out, lse)
         return out, lse
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
         """dq, dk, dv in fp32 or wider."""
         chunks, pool, dtype = self._chunks(q, k, True), self.execution.scratch(), accumulation_dtype(q.dtype)
-        if len(chunks) == 1 and not self.calls(self.rank).calls:
+        if len(chunks) == 1:
             grads = execute.backward(dout, q, k, v, out, lse, chunks[0][1], *self.how, pool=pool)
             return tuple(grad.to(dtype) for grad in grads)
         grads = tuple(torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (q, k, v))

@@ -23,7 +23,7 @@ from ..engine import blocks, dilated, execute
 from ..engine.autograd import fold_lse_gradient
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Pattern
-from .comm import AllToAll, Exchange, Steps, Wait
+from .comm import AllToAll, Exchange, Steps, Wait, all_to_all
 from .exchange import Problem, RankPlan
 from .rank import Rank
 
@@ -53,8 +53,8 @@ def _packed(plan: RankPlan, k: Tensor, v: Tensor) -> Tensor:
 
 def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     plan, d = rank.plan, q.shape[3]
+    dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     if dlse is not None:
-        dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
         rows = F.pad(rows, (0, q.shape[3] - d))
     dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     d_rows = torch.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
@@ -110,8 +110,7 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
 def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     """dK and dV of a shard follow it one hop behind, and return to its owner from the last rank that used it."""
     p, me, hops, d = rank.problem.layout.ranks, rank.rank, rank.problem.hops, q.shape[3]
-    if dlse is not None:
-        dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
+    dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     dtype, travelling, home = accumulation_dtype(k.dtype), None, None
     exchange, coming = _hop(rank, 1, (k.contiguous(), v.contiguous()), k)
     ticket = yield exchange
@@ -166,8 +165,7 @@ def all_gather_forward(rank: Rank, q, k, v) -> Steps:
 
 def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     p, me, dtype, d = rank.problem.layout.ranks, rank.rank, accumulation_dtype(k.dtype), q.shape[3]
-    if dlse is not None:
-        dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
+    dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     exchange = _gather(rank, k, v)
     ticket = yield exchange
     total = rank.local_backward(dout, q, k, v, out, lse)
@@ -249,9 +247,7 @@ def _all_to_all(parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) 
     counts = [[math.prod(shape) for shape in each] for each in shapes]
     send = torch.cat([t.reshape(-1) for part in parts for t in part])
     sent, received = [sum(t.numel() for t in part) for part in parts], list(map(sum, counts))
-    receive = send.new_empty(sum(received))
-    yield Wait((yield AllToAll(send, sent, receive, received)))
-    flat = iter(receive.split(list(chain(*counts))))
+    flat = iter((yield from all_to_all(send, sent, received)).split(list(chain(*counts))))
     return [[next(flat).view(shape) for shape in each] for each in shapes]
 
 

@@ -8,7 +8,7 @@ its gradients return the same way in fp32 or wider.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..engine import topk
-from .comm import AllToAll, Steps, Wait
+from .comm import Steps, all_to_all, drive
 from .exchange import Problem
 from .group import Group
 from .layout import contiguous
@@ -24,13 +24,6 @@ from .layout import contiguous
 
 def _problem(group: Group, what: str, rows: int, causal: bool, *heads: int) -> Problem:
     return Problem(what, contiguous(rows // len(group.here) * group.size, group.size), causal, *heads)
-
-
-def _all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Steps:
-    """Send ``sent[j]`` rows to rank j, in order; returns the rows that came, ``received[j]`` from rank j."""
-    into = send.new_empty(sum(received), *send.shape[1:])
-    yield Wait((yield AllToAll(send, sent, into, received)))
-    return into
 
 
 def gather(group: Group, parts: list[list[Tensor]], size: int) -> list[tuple[Tensor, Tensor]]:
@@ -45,25 +38,25 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, problem, *means):
         ctx.rest = group, problem, group.agree("forward", problem, means[0])
-        return tuple(group.run([_everyone(group.size, mine) for mine in means]))
+        return tuple(drive([_everyone(group.size, mine) for mine in means], group.process_group))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         group, problem, number = ctx.rest
         group.agree("backward", problem, grads[0], number)
-        return None, None, *group.run([_home(group.size, grad) for grad in grads])
+        return None, None, *drive([_home(group.size, grad) for grad in grads], group.process_group)
 
 
 def _everyone(ranks: int, mine: Tensor) -> Steps:
     """The blocks (b, h, c, d) of all ranks as (b, h, blocks, d)."""
-    found = yield from _all_to_all(torch.stack([mine] * ranks), [1] * ranks, [1] * ranks)
+    found = yield from all_to_all(torch.stack([mine] * ranks), [1] * ranks, [1] * ranks)
     return torch.cat(found.unbind(), 2)
 
 
 def _home(ranks: int, grad: Tensor) -> Steps:
     """The sum of all ranks' gradients for a rank's own blocks."""
-    found = yield from _all_to_all(torch.stack(grad.chunk(ranks, 2)), [1] * ranks, [1] * ranks)  # (p, b, h, c, d)
+    found = yield from all_to_all(torch.stack(grad.chunk(ranks, 2)), [1] * ranks, [1] * ranks)  # (p, b, h, c, d)
     return found.sum(0)
 
 
@@ -80,7 +73,8 @@ class _Attention(torch.autograd.Function):
         options = {"scale": scale, "backend": backend, "weighed": log_m is not None}
         number, needs = group.agree("forward", problem, q, **options), any(ctx.needs_input_grad)
         shards = zip(*(group.split(t, dim) for t, dim in ((q, 1), (k, 1), (v, 1), (log_m, 2), (picks, 2))))
-        found = group.run([_forward(group.size, rank, *mine, *rest, needs) for rank, mine in zip(group.here, shards)])
+        steps = [_forward(group.size, rank, *mine, *rest, needs) for rank, mine in zip(group.here, shards)]
+        found = drive(steps, group.process_group)
         outs, lses, rows, moves = zip(*found)
         out, lse = group.join(outs, 1), group.join(lses, 2)
         ctx.set_materialize_grads(False)
@@ -99,7 +93,8 @@ class _Attention(torch.autograd.Function):
         given = (dout, 1), (dlse, 2), (q, 1), (k, 1), (v, 1), (log_m, 2), (out, 1), (lse, 2)
         shards = zip(*(group.split(t, dim) for t, dim in given))
         each = zip(group.here, moves, rows, shards)
-        dq, dk, dv, dlog_m = zip(*group.run([_backward(*got, *mine, *rest) for *got, mine in each]))
+        steps = [_backward(*got, *mine, *rest) for *got, mine in each]
+        dq, dk, dv, dlog_m = zip(*drive(steps, group.process_group))
         grads = [group.join(parts, 1).to(k.dtype) for parts in (dq, dk, dv)]
         return *grads, None if log_m is None else group.join(dlog_m, 2), *[None] * 7
 
@@ -148,7 +143,7 @@ def _ask(ranks: int, rank: int, picks: Tensor, kv_heads: int, causal: bool) -> S
     used, wanted = used.expand(picks.shape), used.new_zeros(ranks * c, kv_heads)
     wanted[picks[used], kv_head.expand(picks.shape)[used]] = True
     wanted[own] = False
-    asked = yield from _all_to_all(wanted.to(torch.uint8), [c] * ranks, [c] * ranks)
+    asked = yield from all_to_all(wanted.to(torch.uint8), [c] * ranks, [c] * ranks)
     asked, block = asked.unflatten(0, (ranks, c)).bool(), c - 1 + wanted.cumsum(0)
     block[own] = torch.arange(c, device=picks.device)[:, None]
     received, sent = (t.view(ranks, -1).sum(1).tolist() for t in (wanted, asked))
@@ -161,7 +156,7 @@ def _forward(ranks, rank, q, k, v, log_m, picks, size, causal, scale, backend, n
     moves = yield from _ask(ranks, rank, picks, k.shape[2], causal)
     _, *asked = moves.asked.nonzero().unbind(1)
     send = torch.stack([_blocks(t, size)[tuple(asked)] for t in (k, v)], 1)  # (R', 2, b, size, d)
-    rows = yield from _all_to_all(send, moves.sent, moves.received)
+    rows = yield from all_to_all(send, moves.sent, moves.received)
     rest = log_m, moves.picks, size, causal, scale, backend, rank * picks.shape[2], needs_backward
     return *topk.forward(q, *moves.held((k, v), rows), *rest), rows, moves
 
@@ -171,7 +166,7 @@ def _backward(rank, moves, rows, dout, dlse, q, k, v, log_m, out, lse, size, cau
     rest = log_m, moves.picks, out, lse, size, causal, scale, backend, rank * moves.picks.shape[2], True
     dq, *d_held, dlog_m = topk.backward(dout, dlse, q, *moves.held((k, v), rows), *rest)
     send = torch.stack([_blocks(t, size)[moves.came] for t in d_held], 1)  # (R, 2, b, size, d)
-    home = yield from _all_to_all(send, moves.received, moves.sent)
+    home = yield from all_to_all(send, moves.received, moves.sent)
     for asked, part in zip(moves.asked, home.split(moves.sent)):
         for i, t in enumerate(d_held):
             _blocks(t[:, : k.shape[1]], size)[asked] += part[:, i]
