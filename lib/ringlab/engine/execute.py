@@ -263,9 +263,9 @@ def forward(
                 merge_(out_, lse_, o, l)
             del o, l  # before the next piece is computed
         if call.q.index is not None:
+            index = _flat_index(call.q, nodes, q.device)
             for to, (copy, *_) in zip(((lse, WHOLE), target), mine[1:]):
-                t, index = _indexed(*to, call.q, call.heads, nodes)
-                t[:, index] = copy
+                _heads_of(*to, call.q, call.heads)[:, index] = copy
             del copy
         del mine, keys, q_, lse_, out_, k_, v_  # gathered copies, before the next ones are made
     return out, lse.transpose(1, 2)
@@ -371,7 +371,7 @@ def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, 
         del dq, found, grad  # before the next piece is computed
     for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
         if view.index is not None:
-            t, index = _indexed(*target, view, call.heads, nodes)
+            t, index = _heads_of(*target, view, call.heads), _flat_index(view, nodes, q.device)
             t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
 
 
@@ -463,12 +463,9 @@ def _side(view: View, heads: int, nodes: range, *tensors) -> list[tuple]:
     if view.index is None:
         return [(t, origin, view) for t, origin in tensors]
     dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
-    found = []
-    for t, origin in tensors:
-        t, index = _indexed(t, origin, view, heads, nodes)
-        copy = t[:, index]
-        found.append((copy if view.index.dim() == 2 else copy.unflatten(1, (-1, heads)), WHOLE, dense))
-    return found
+    index = _flat_index(view, nodes, tensors[0][0].device)
+    copies = [_heads_of(t, origin, view, heads)[:, index] for t, origin in tensors]
+    return [(c if view.index.dim() == 2 else c.unflatten(1, (-1, heads)), WHOLE, dense) for c in copies]
 
 
 def _zeros_if_gathered(view: View, heads: int, nodes: range, targets) -> list[tuple]:
@@ -480,15 +477,20 @@ def _zeros_if_gathered(view: View, heads: int, nodes: range, targets) -> list[tu
     return [(torch.zeros(s, dtype=t.dtype, device=t.device), WHOLE, dense) for s, (t, _) in zip(shapes, targets)]
 
 
-def _indexed(t: Tensor, origin: tuple[int, int], view: View, heads: int, nodes: range) -> tuple[Tensor, Tensor]:
-    """A view of t (b, n, heads, d) and the flat index of gathered rows into its dimension 1."""
-    index, first = view.index[nodes.start : nodes.stop], view.head - origin[1]
+def _flat_index(view: View, nodes: range, device: torch.device) -> Tensor:
+    """The gathered rows of some nodes, one after the other."""
+    index = view.index[nodes.start : nodes.stop]
     if index.shape[1] < view.rows:
         index = index + torch.arange(view.rows)
-    index = index.flatten().to(t.device)
+    return index.flatten().to(device)
+
+
+def _heads_of(t: Tensor, origin: tuple[int, int], view: View, heads: int) -> Tensor:
+    """The heads of t (b, n, heads, d) that gathered rows are of; without their dimension if that is one for all."""
+    first = view.head - origin[1]
     if view.index.dim() == 3:
-        return t[:, :, first], index
-    return t[:, :, first : first + (heads - 1) * view.head_step + 1 : view.head_step], index
+        return t[:, :, first]
+    return t[:, :, first : first + (heads - 1) * view.head_step + 1 : view.head_step]
 
 
 # Bytes of a kernel's result at most (or one head per thread): on a CPU small enough for the allocator to reuse it, on
