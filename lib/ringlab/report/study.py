@@ -202,7 +202,7 @@ class Study:
         return pandas.DataFrame([_flat(r) for r in self.results])
 
     def table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence], **more) -> Table:
-        if len(rows) == 1 and rows[0][0] == NOT_MEASURED:  # a table of one dash after another says no more
+        if not rows or len(rows) == 1 and rows[0][0] == NOT_MEASURED:  # one dash after another says no more
             more, columns = {}, ["What"]
             rows = [[NOT_MEASURED]]
         return Table(caption, columns, rows, stamp=self.stamp, **more)
