@@ -47,7 +47,7 @@ def _fastest_line(study: Study) -> str:
     share = field.density(row.point)
     other = "" if share == 1 else f"; it computes {percent(share, 2)} of the pairs, another function than dense SDPA"
     equal = [e.name for rank, e, _ in first[1:] if rank == 1]
-    tied = f", not told apart from {', '.join(equal)}" if equal else ""
+    tied = f", within noise of {', '.join(equal)}" if equal else ""
     return (
         f"**Fastest at {ns[-1]:,} tokens**: {entry.name}, **{number(row.median * 1e3)} ms** ({low} to {high}){tied}"
         f"{other}."

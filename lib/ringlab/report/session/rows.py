@@ -66,7 +66,7 @@ def saved(ratio) -> Cell | None:
     """The part of the time that the second of two rows saves."""
     if ratio is None:
         return None
-    doubt = "" if ratio.significantly_slower or ratio.significantly_faster else "; not told apart"
+    doubt = "" if ratio.significantly_slower or ratio.significantly_faster else "; within noise"
     if ratio.value < 1:
         value, low, high = (number(1 / x) for x in (ratio.value, ratio.high, ratio.low))
         return Cell(f"none, {value}× as long", f"{low} to {high}{doubt}")
