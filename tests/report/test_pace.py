@@ -97,9 +97,8 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     side = compare_sides.read_side(str(tmp_path), tmp_path)
     assert [r.point.seq_len for r in side.study.results if r.unstable] == marked
     shown = "\n".join([*reading.reading(found).lines, *findings.limits(found).lines])
-    agree = f"Of {count} points that an earlier run of this code measured too, {count - len(marked)} agree"
-    assert f"{agree} within their intervals." in shown
-    assert f"Whether {len(marked)} of {count} times, which an earlier run of this code measured too, are what" in shown
+    assert f"{count - len(marked)} of {count} times agree with an earlier run" in shown
+    assert f"{len(marked)} of {count} times do not agree with an earlier run" in shown
 
 
 def test_a_ratio_is_of_the_rows_that_are_asked_for(tmp_path):

@@ -17,7 +17,7 @@ from ..ring.volume import sent_bytes
 from . import curves, figures
 from .figures import Figure
 from .landscape import field
-from .landscape.drawn import COLORS
+from .landscape.document import COLORS
 from .rows import SHORT
 from .session.rows import percent
 from .study import Study, best, pattern_of, together
