@@ -46,7 +46,7 @@ def limits(study: Study, *more: str) -> Text:
     if study.pace:
         lines.append(
             f"The machine's speed drifted by about {number(100 * study.pace, 1)} % between parts of the run. Intervals "
-            "of times include it; speed-ups of paired calls are not affected."
+            "of times include it; speed-ups of calls that took turns are not affected by it."
         )
     count, agreed = study.repeats
     if count > agreed:
