@@ -59,7 +59,7 @@ FIELD = (
     Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.LANDSCAPE_WINDOW)),
     Entry("BigBird", "neighbours, a global block and a random one", "ringlab", _always(suite.BIGBIRD)),
     Entry("Local and global", "neighbours and global blocks, as Longformer", "ringlab", _always(suite.LOCAL_GLOBAL)),
-    Entry("LongNet", "dilated segments, one softmax over all", "ringlab",
+    Entry("LongNet from 256", "dilated segments, one softmax over all", "ringlab",
           suite.landscape_ladder),
     Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
           _always(suite.LOCAL_GLOBAL)),
