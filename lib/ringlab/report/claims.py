@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from .. import hardware
 from ..measure import Ratio
-from .columns import peak_bytes, sent_bytes, timed
+from .columns import peak_bytes, per_token, sent_bytes, timed
 from .documents import BETWEEN, DOCUMENTS, published
 from .study import Study, best
 from .tables import Cell, number
@@ -98,7 +98,7 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
     if finding.impossible:
         return Verdict("impossible as printed", ours, finding.impossible, finding.apart)
     if finding.contradiction:
-        return Verdict("contradicts itself", ours, finding.contradiction, finding.apart)
+        return Verdict("contradicts itself", ours, _sentence(finding.contradiction, finding.why), finding.apart)
     if why := _elsewhere(study, claim, finding):
         return Verdict("not reproduced here" if ours else "untested", ours, _sentence(why, finding.why))
     if finding.missing or not values and finding.holds is None:
@@ -123,6 +123,8 @@ def _elsewhere(study: Study, claim: dict, finding: Finding) -> str:
             return f"it is about GPUs like the {about.title}, compute capability {'.'.join(map(str, about.capability))}"
     if study.rehearsal and finding.timed:
         return "these are times of a CPU, not of the GPU"
+    if claim.get("gpus") and study.device_type == "cpu":
+        return "these ranks are processes of a CPU"
     return finding.elsewhere
 
 
@@ -235,10 +237,10 @@ def select(study: Study, **wanted) -> list:
 
 
 def over(study: Study, first, second, quantity: str = "time") -> Ratio | float | None:
-    """One row over another: a Ratio of times, or a number by peak memory or sent bytes; None unless both are known."""
+    """One row over another: a Ratio of times, or a number by bytes; None unless both are known."""
     if quantity == "time":
         return study.ratio(first, second) if timed(first) and timed(second) else None
-    a, b = map({"peak": peak_bytes, "sent": sent_bytes}[quantity], (first, second))
+    a, b = map({"peak": peak_bytes, "per token": per_token, "sent": sent_bytes}[quantity], (first, second))
     return a / b if a and b else None
 
 

@@ -123,10 +123,11 @@ def _line(study: Study, entry: Entry) -> list:
 
 
 def contradicting(study: Study) -> Table:
-    """Printed figures of one thing that cannot all be right, those furthest apart first."""
-    found = sorted((x for x in compared() if x.contradict), key=lambda x: -x.apart * x.factor)
+    """Printed figures of one thing that cannot all be right and stand with no claim, those furthest apart first."""
+    told = {f"{e.document} {e.claim['contradiction']}" for e in judged(study) if "contradiction" in e.claim}
+    found = sorted((x for x in compared() if x.contradict and x.key not in told), key=lambda x: -x.apart * x.factor)
     return study.table(
-        f"{len(found)} quantities that are printed twice, with different figures",
+        f"{len(found)} more quantities that are printed twice, with different figures",
         ["What", "Printed (document, place)", ">Apart"],
         [[x.text, x.said, f"{number(x.apart)}×" if x.factor else None] for x in found],
         note="Apart: the largest over the smallest figure, by the closest ends of ranges. Listed only if that is more "
