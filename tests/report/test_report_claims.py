@@ -256,6 +256,22 @@ def test_another_device_and_a_rehearsal_decide_no_times(number, profile, rehears
     assert not [k for k in keys.split() if (found[k].word == "untested") != (not found[k].ours or "two-c" in k)]
 
 
+def refuse_flash(r: Result) -> Result:
+    return fails(lambda r: "flash" in str(r.option("backend")), status="unsupported")(r)
+
+
+@pytest.mark.parametrize("name, profile, rehearsal, change, expected, why", [
+    ("001 speedup", "cpu", False, quick_on_two, "not reproduced here", "these ranks are processes of a CPU"),
+    ("000 flash-turing", "t4", True, refuse_flash, "untested", "it is about GPUs like the NVIDIA T4"),
+    ("001 fastest-system", "cpu", False, slower(0.5, system(THREE[1])), "not reproduced here", "not above 1×"),
+    ("001 fastest-system", "cpu", False, fails(system(THREE[2])), "untested", "not measured: HilbertGPUOptimized"),
+])  # fmt: skip
+def test_what_is_missing_or_of_another_device_decides_nothing(name, profile, rehearsal, change, expected, why):
+    number, claim = CLAIMS[name]
+    found = claims_code.verdict(page(number, change, profile, rehearsal), number, claim)
+    assert found.word == expected and found.why.startswith(why)
+
+
 INTERVAL = (1.07, 0.9, 1.3)
 
 
