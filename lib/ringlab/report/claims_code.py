@@ -52,7 +52,7 @@ def verdict(study: Study, document: str, claim: dict) -> Verdict:
         entry = next(x for x in compared() if x.key == f"{document} {claim['contradiction']}")
         if entry.contradict:
             text = f"{entry.text[0].lower()}{entry.text[1:]}: {entry.said}"
-            found = replace(found, contradiction=text, apart=entry.apart)
+            found = replace(found, contradiction=text, apart=entry.apart if entry.factor else 1.0)
     return judge(study, claim, found)
 
 
