@@ -9,7 +9,7 @@ from ...measure import cache_systems
 from ...measure import suites as suite
 from ...measure.points import Point
 from ...patterns import Dense
-from .. import columns, curves, figures, findings
+from .. import claims_code, columns, curves, figures, findings
 from .. import study as studies
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, shown, table, times
 from ..findings import failures
@@ -21,7 +21,7 @@ from ..ring import rows as shared
 from ..rows import SHORT
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number, size
-from . import claims, rows
+from . import rows
 
 __all__ = [
     "answer", "block_sparse", "cache_workload", "efficiency", "extreme", "failures", "journey", "ledger",
@@ -161,8 +161,12 @@ def steps(study: Study) -> list[dict]:
     found = [
         ("Row by row, the plan built in each call", f"{j['launches']} launches", None, off),
         ("Row by row, the plan cached", span("cache"), off, on),
-        ("Batched: keys of many blocks copied together", f"{span('batching')}, to {j['batched_launches']} launches",
-         on, batched),
+        (
+            "Batched: keys of many blocks copied together",
+            f"{span('batching')}, to {j['batched_launches']} launches",
+            on,
+            batched,
+        ),
         ("torch.sparse tensors, fp32", "slower", optimized, sparse),
         ("Views: neighbouring blocks read in place", None, batched, views),
         ("Views, the plan built in each call", None, views, rows.way(study, "views", cache=False)),
@@ -451,7 +455,7 @@ def extreme(study: Study) -> Table:
 
 def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
-    return findings.ledger(study, claims.judge(study))
+    return findings.ledger(study, claims_code.judged(study, "002"))
 
 
 def limits(study: Study) -> Text:
