@@ -11,6 +11,7 @@ from functools import partial
 
 from ..advise import Advice, advise
 from ..estimate import longest
+from ..hardware import Profile
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
@@ -57,13 +58,14 @@ def first_screen(study: Study) -> FirstScreen:
            "head_dim": SHAPE["head_dim"]}  # fmt: skip
     most = {passes: longest(Dense(), budget, passes=passes, **how) for passes in WORDS} if budget else {}
     measured = {} if study.rehearsal else series(study)
+    of_forward = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)}
     lines = [_fastest(study) if measured else _roofline(advised), _memory(study, advised, most), _call(_known(advised))]
     found = [_measured_figure(study, measured)] if measured else []
     return FirstScreen(
         f"{study.profile.title}, computed" if study.rehearsal else study.device,
         [*lines, _trust(study)],
         _decisions(study, advised),
-        [*found, _computed_figure(study, advised, most)],
+        [*found, rooflines(replace(study.profile, memory_bytes=budget), of_forward, most.get("fwd"))],
     )
 
 
@@ -253,18 +255,18 @@ def _time(study: Study, n: int, advice: Advice | str) -> Cell:
     return Cell(time, size(advice.need_bytes))
 
 
-def _computed_figure(study: Study, advised: dict, most: dict) -> Figure:
-    """Rooflines of a forward call over length, up to where the memory is full."""
+def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> Figure:
+    """Rooflines of a call over length, by the advice for each; ``end``: the length at which the memory is full."""
     points: dict[str, list] = {}
-    for (n, passes), advice in advised.items():
-        for p in advice.proposals if passes == "fwd" and isinstance(advice, Advice) else ():
+    for n, advice in advised.items():
+        for p in advice.proposals:
             if p.bound_s and p.name in LINES:
                 points.setdefault(LINES[p.name][0], []).append((n, p.bound_s * 1e3, None, None))
     colors = dict(LINES.values())
-    end = most.get("fwd")
-    fig = curves.lines(points, xlabel="Tokens", ylabel="Shortest possible time of a forward call (ms)",
+    call = "training" if any(advice.call.passes != "fwd" for advice in advised.values()) else "forward"
+    fig = curves.lines(points, xlabel="Tokens", ylabel=f"Shortest possible time of a {call} call (ms)",
                        colors=[colors[name] for name in points], limit=end)  # fmt: skip
-    full = f" The line shows where {size(study.memory_bytes)} are full: {number(end, 4)} tokens." if end else ""
-    caption = f"Computed for {study.profile.title}: rooflines over length.{full}"
+    full = f" The line shows where {size(profile.memory_bytes)} are full: {number(end, 4)} tokens." if end else ""
+    caption = f"Computed for {profile.title}: rooflines over length.{full}"
     ends = "; ".join(f"{name} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for name, p in points.items())
     return Figure.of(fig, "first-screen-computed", caption, f"{caption} {ends}.")
