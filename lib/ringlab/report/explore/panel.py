@@ -78,9 +78,9 @@ class Panel:
         self.places = {name: widgets.HTML() for name in ("alert", *SHOWN, "advice", "status", "measured")}
         at = self.places
         self.preset = widgets.Dropdown(options=(CUSTOM, *PRESETS), description="preset")
-        self.slider = widgets.SelectionSlider(
-            options=LENGTHS, description="length", continuous_update=False, layout={"width": "500px"}
-        )
+        length = start.seq_len if start.seq_len in LENGTHS else "8K"
+        look = {"description": "length", "continuous_update": False, "layout": {"width": "500px"}}
+        self.slider = widgets.SelectionSlider(options=LENGTHS, value=length, **look)
         self.run_button = widgets.Button(description="Run on this machine", button_style="primary", icon="play")
         self.advise_button = widgets.Button(description="Advise me", icon="lightbulb-o")
         wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="8px 16px")
