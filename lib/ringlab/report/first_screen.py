@@ -12,6 +12,7 @@ from statistics import quantiles
 
 from ..advise import Advice, advise, ladder
 from ..estimate import longest
+from ..hardware import Profile
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
@@ -62,12 +63,14 @@ def first_screen(study: Study) -> FirstScreen:
     most = _longest(study, known)
     measured = {} if study.rehearsal else series(study)
     lines = [fastest(study) if measured else _roofline(advised), _memory(study, most), _call(known), _trust(study)]
+    of_forward = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)}
+    there = replace(study.profile, memory_bytes=study.memory_bytes)
     found = [_measured_figure(study, measured)] if measured else []
     return FirstScreen(
         f"{study.profile.title}, computed" if study.rehearsal else f"{study.device}, measured",
         lines,
         _decisions(study, advised),
-        [*found, _computed_figure(study, advised, most)],
+        [*found, rooflines(there, of_forward, most["fwd"][0] if most else None)],
         [_overview(study, n, advised) for n in OVERVIEW if n in LENGTHS],
     )
 
@@ -291,19 +294,18 @@ def _time(study: Study, n: int, advice: Advice | str) -> Cell:
     return Cell(time, size(advice.need_bytes))
 
 
-def _computed_figure(study: Study, advised: dict, most: dict) -> Figure:
-    """Rooflines of a forward call over length, up to where the memory is full."""
-    end = most["fwd"][0] if most else None
+def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> Figure:
+    """Rooflines of a call over length, by the advice for each; ``end``: the length at which the memory is full."""
     points: dict[str, list] = {}
-    for n in LENGTHS:
-        advice = advised[n, "fwd"]
-        for p in advice.proposals if isinstance(advice, Advice) and advice.fits is not False else ():
+    for n, advice in advised.items():
+        for p in advice.proposals if advice.fits is not False else ():
             if p.bound_s and p.name in LINES:
                 points.setdefault(LINES[p.name][0], []).append((n, p.bound_s, None, None))
     colors = dict(LINES.values())
-    fig = curves.lines(points, xlabel="Tokens", ylabel="Computed: shortest possible time of a forward call (s)",
+    call = "training" if any(advice.call.passes != "fwd" for advice in advised.values()) else "forward"
+    fig = curves.lines(points, xlabel="Tokens", ylabel=f"Computed: shortest possible time of a {call} call (s)",
                        colors=[colors[name] for name in points], limit=end, limit_label="memory full")  # fmt: skip
-    full = f" {size(study.memory_bytes)} are full at {end:,} tokens." if end else ""
-    caption = f"Computed for {study.profile.title}: rooflines over length, lower bounds of the time.{full}"
+    full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
+    caption = f"Computed for {profile.title}: rooflines over length, lower bounds of the time.{full}"
     ends = "; ".join(f"{name} at least {_seconds(p[-1][1])} at {p[-1][0]:,} tokens" for name, p in points.items())
     return Figure.of(fig, "first-screen-computed", caption, f"{caption} {ends}.")

@@ -1,38 +1,31 @@
-"""The explorer itself: controls, what follows from them at once, and Run; ipywidgets is asked for when it is opened."""
+"""The explorer: controls, and what follows from them at once. It needs ipywidgets; ``overview`` does not."""
 
 from __future__ import annotations
 
-import threading
+import base64
 from html import escape
 
-from ... import hardware, measure, patterns
-from ...estimate import estimate, longest
+from ... import cost, hardware, measure, patterns, ring
 from ..tables import Table, Text
-from . import pictures, trial, view
-from .choice import DTYPES, KINDS, LAYOUTS, MOST_BLOCKS, PASSES, SCHEMES, Choice
+from . import view
+from .view import KINDS, PRESETS, Choice
 
-SOUGHT = 8  # ranks on which the longest sequence is sought at most
-MARKED = 16  # shards that are marked in the pattern at most
 MISSING = "The explorer needs ipywidgets: `python -m pip install -c lib/constraints.txt -e './lib[report,lab]'`"
 STYLE = """<style>
-.ringlab-explore.jp-RenderedHTMLCommon table { margin: 0 0 .5em; }
-.ringlab-explore.jp-RenderedHTMLCommon :is(th, td) { text-align: left; vertical-align: top; max-width: 24em; }
-.ringlab-explore.jp-RenderedHTMLCommon tbody th { font-weight: normal; white-space: normal; }
+.ringlab-explore.jp-RenderedHTMLCommon :is(th, td) { text-align: left; vertical-align: top; font-weight: normal; }
 .ringlab-explore.jp-RenderedHTMLCommon .n { text-align: right; }
 .ringlab-explore.jp-RenderedHTMLCommon small { display: block; color: var(--jp-ui-font-color2); }
-.ringlab-explore.jp-RenderedHTMLCommon .n small { white-space: nowrap; }
-.ringlab-explore.jp-RenderedHTMLCommon .caption { font-weight: bold; }
 </style>"""
 OPTIONS = {
-    "kind": tuple(KINDS), "mixing": patterns.MIXINGS, "offsets": patterns.OFFSETS, "dtype": DTYPES, "passes": PASSES,
-    "scheme": SCHEMES, "layout": LAYOUTS,
+    "kind": tuple(KINDS), "mixing": patterns.MIXINGS, "offsets": patterns.OFFSETS, "passes": tuple(cost.PASSES),
+    "dtype": ("float32", "bfloat16", "float16", "float64"), "ranks": (1, 2, 4, 8), "scheme": ("auto", *ring.SCHEMES),
+    "layout": ("contiguous", "zigzag", "striped"), "profile": tuple(hardware.profiles()),
 }  # fmt: skip
 LABELS = {
     "Pattern": {
         "kind": "pattern", "lengths": "segments", "rates": "dilation rates", "mixing": "mixing",
         "offsets": "offsets by", "block_size": "block size", "window": "window",
-        "global_blocks": "global blocks", "random_blocks": "random blocks", "levels": "stride × reach",
-        "causal": "causal",
+        "global_blocks": "global blocks", "random_blocks": "random blocks", "causal": "causal",
     },
     "Tensors": {
         "seq_len": "length n", "batch": "batch", "heads": "heads", "kv_heads": "K/V heads",
@@ -43,6 +36,20 @@ LABELS = {
         "head": "head drawn", "at": "from position",
     },
 }  # fmt: skip
+CUSTOM = "choose a preset"
+LENGTHS = [f"{1 << i}K" for i in range(11)]  # 1K to 1M
+SHOWN = ("seen", "facts", "traffic", "memory", "code", "compared", "over_length")
+
+
+def overview(profile: str = "auto", **start) -> Table:
+    """Show the figure over length and return the table of variants, for those who see no widgets."""
+    from IPython.display import display
+
+    choice = Choice(profile=hardware.resolve(profile).name, **start)
+    figure = view.over_length(choice)
+    about = {"image/png": {"alt": figure.alt, "width": 500}}
+    display({"image/png": base64.b64encode(figure.png).decode(), "text/plain": figure.alt}, metadata=about, raw=True)
+    return view.compared(choice)
 
 
 def explorer(profile: str = "auto", **start):
@@ -58,152 +65,132 @@ def explorer(profile: str = "auto", **start):
 
 
 class Panel:
-    """Controls by name of the field, places by name of what they show; ``results`` holds what was run, oldest first."""
+    """Controls by the field of ``Choice`` that they set, and places by what they show. ``results`` holds what was run,
+    the oldest first."""
 
     def __init__(self, widgets, start: Choice):
-        self.machine = hardware.detect()
         self.results: list[tuple[Choice, measure.Result]] = []
-        self.summary = ""
-        self.known: dict[tuple, int | str] = {}  # what was found, by all that it depends on
-        self.wanted: tuple | None = None  # what the thread is to find next
-        self.thread: threading.Thread | None = None
-        self.lock = threading.Lock()
         self.controls = {
             name: _control(widgets, name, label, getattr(start, name))
             for group in LABELS.values()
             for name, label in group.items()
         }
-        names = ("alert", "pattern", "facts", "memory", "traffic", "bounds", "code", "status", "measured")
-        self.places = {name: widgets.HTML() for name in names}
-        self.button = widgets.Button(description="Run on this machine", button_style="primary", icon="play")
-        self.button.layout.width = "200px"
+        self.places = {name: widgets.HTML() for name in ("alert", *SHOWN, "advice", "status", "measured")}
+        at = self.places
+        self.preset = widgets.Dropdown(options=(CUSTOM, *PRESETS), description="preset")
+        length = start.seq_len if start.seq_len in LENGTHS else "8K"
+        look = {"description": "length", "continuous_update": False, "layout": {"width": "500px"}}
+        self.slider = widgets.SelectionSlider(options=LENGTHS, value=length, **look)
+        self.run_button = widgets.Button(description="Run on this machine", button_style="primary", icon="play")
+        self.advise_button = widgets.Button(description="Advise me", icon="lightbulb-o")
+        wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="8px 16px")
         columns = [
             widgets.VBox([widgets.HTML(f"<b>{title}</b>"), *(self.controls[n] for n in group)])
             for title, group in LABELS.items()
         ]
-        wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="8px 16px")
-        half = widgets.Layout(width="400px")
-        left, right = (
-            widgets.VBox([self.places[name] for name in some], layout=half)
-            for some in (("facts", "memory"), ("bounds", "traffic"))
-        )
-        at = self.places
+        right = widgets.VBox([at["memory"], at["traffic"]])
+        one = widgets.VBox([at["seen"], widgets.HBox([at["facts"], right], layout=wrap), at["code"]])
+        two = widgets.VBox([self.slider, at["compared"], at["over_length"]])
+        self.tabs = widgets.Tab(children=[one, two], titles=("One call", "Compare"))
+        buttons = widgets.HBox([self.advise_button, self.run_button, at["status"]], layout=wrap)
         self.box = widgets.VBox([
-            widgets.HBox(columns, layout=wrap), at["alert"], at["pattern"], widgets.HBox([left, right], layout=wrap),
-            at["code"], widgets.HBox([self.button, at["status"]], layout=wrap), at["measured"],
+            self.preset, widgets.HBox(columns, layout=wrap), at["alert"], self.tabs, buttons, at["advice"],
+            at["measured"],
         ])  # fmt: skip
+        self.held = False
         self.refresh()
         for control in self.controls.values():
             control.observe(self.refresh, names="value")
-        self.button.on_click(self.run)
+        self.slider.observe(lambda change: self.set(seq_len=change.new), names="value")
+        self.preset.observe(self.choose, names="value")
+        self.tabs.observe(self.refresh, names="selected_index")
+        self.run_button.on_click(self.run)
+        self.advise_button.on_click(self.advise)
 
     @property
     def choice(self) -> Choice:
         return Choice(**{name: control.value for name, control in self.controls.items()})
 
+    def choose(self, change) -> None:
+        """Set all controls as a preset says, the hardware only where it does."""
+        if change.new != CUSTOM:
+            self.set(**vars(Choice(profile=self.choice.profile)) | PRESETS[change.new])
+
+    def set(self, **fields) -> None:
+        """Give several controls a value, and show what follows once."""
+        self.held = True
+        for name, value in fields.items():
+            self.controls[name].value = value
+        self.held = False
+        self.refresh()
+
     def refresh(self, _=None) -> None:
-        """Show what follows from the controls, one thing after the other; what cannot be is one line instead."""
-        choice, shown, self.wanted = self.choice, set(), None
-        self._fit(choice)
-        self.button.disabled, said = True, ""
-        self.places["alert"].value = pictures.text_html("Working ...")
+        """Show what follows from the controls in the open tab; what cannot be is one line instead."""
+        if self.held:
+            return
+        choice, shown = self.choice, {}
+        self._hide(choice)
+        self.places["alert"].value = view.line("Working ...")
         try:
-            for name, html in self._parts(choice):
-                self.places[name].value = html
-                shown.add(name)
-            self.button.disabled = False
+            shown = self._compare(choice) if self.tabs.selected_index else self._one_call(choice)
         except Exception as error:  # noqa: BLE001  a control takes any text, and a callback's traceback goes nowhere
-            said = pictures.text_html(_line(error), "alert")
-        for name in {"pattern", "facts", "memory", "traffic", "bounds", "code"} - shown:
-            self.places[name].value = ""
-        self.places["alert"].value = said
+            shown["alert"] = _alert(error)
+        for name in ("alert", "advice", *SHOWN):
+            self.places[name].value = shown.get(name, "")
+        self.run_button.disabled = self.advise_button.disabled = "alert" in shown
 
-    def _parts(self, choice: Choice):
-        """(place, HTML), the quickest first."""
-        call = choice.call
-        seen = {name: call[name] for name in ("heads", "kv_heads", "causal")} | {"head": choice.head}
-        marked = choice.ranks if choice.layout == "contiguous" and choice.ranks <= MARKED else 1
-        yield "pattern", pictures.pattern(choice.pattern, choice.n, choice.start, **seen, shards=marked)
-        profile = hardware.get_profile(choice.profile).on(self.machine)
-        found = estimate(choice.pattern, **call, profile=profile)
-        yield "memory", pictures.memory(found, profile.memory_bytes)
-        yield "traffic", pictures.traffic(found)
-        yield "bounds", pictures.bounds(found)
-        yield "facts", self._facts(choice, found, profile)
-        yield "code", f"<details><summary>This call as code</summary><pre>{escape(view.code(choice))}</pre></details>"
+    def _one_call(self, choice: Choice) -> dict[str, str]:
+        found = choice.estimate()
+        code = _folded("This call as code", view.code(choice))
+        return {"facts": _html(view.facts(choice, found)), "seen": view.seen(choice), "memory": view.memory(found),
+                "traffic": view.traffic(found), "code": code}  # fmt: skip
 
-    def _facts(self, choice: Choice, found, profile: hardware.Profile) -> str:
-        """The facts, where the longest sequence follows from a thread: on many ranks it takes seconds."""
-        call = {name: value for name, value in choice.call.items() if name != "seq_len"}
-        key = (choice.pattern, profile.name, *call.values())
-        with self.lock:
-            self.wanted = None if key in self.known else (key, call, choice, found, profile)
-            if self.wanted and self.thread is None:
-                self.thread = threading.Thread(target=self._seek)
-                self.thread.start()
-        return self._table(choice, found, profile, self.known.get(key, "..."))
+    def _compare(self, choice: Choice) -> dict[str, str]:
+        figure = view.over_length(choice)
+        drawn = view.image(figure.png, figure.alt, figure.caption)
+        return {"compared": _html(view.compared(choice)), "over_length": drawn}
 
-    def _table(self, choice: Choice, found, profile: hardware.Profile, fits: int | str) -> str:
-        table = view.facts(choice, found, profile, fits)
-        self.summary = table.markdown
-        return _html(table)
-
-    def _seek(self) -> None:
-        """Find what is wanted, and what has been asked for meanwhile; show what still is."""
-        while True:
-            with self.lock:
-                wanted = self.wanted
-                if wanted is None:
-                    self.thread = None
-                    return
-            key, call, choice, found, profile = wanted
-            self.known[key] = _longest(choice.pattern, profile, call)
-            with self.lock:
-                if self.wanted is wanted:
-                    self.wanted = None
-                    self.places["facts"].value = self._table(choice, found, profile, self.known[key])
-
-    def settle(self) -> None:
-        """Wait until all that the controls ask for is shown."""
-        if (thread := self.thread) is not None:
-            thread.join()
-
-    def _fit(self, choice: Choice) -> None:
+    def _hide(self, choice: Choice) -> None:
         """Show the controls that this choice has."""
         own = {name for names in KINDS.values() for name in names}
         hidden = own - set(KINDS[choice.kind]) | ({"scheme", "layout"} if choice.ranks == 1 else set())
         for name, control in self.controls.items():
             control.layout.display = "none" if name in hidden else None
 
+    def advise(self, _=None) -> None:
+        """Show what to use for the length, shape, hardware and number of ranks, with code."""
+        try:
+            advice = view.advised(self.choice)
+            html = f"<pre>{escape(advice.text())}</pre>{_folded('Advised call as code', advice.code())}"
+        except Exception as error:  # noqa: BLE001  as above
+            html = _alert(error)
+        self.places["advice"].value = html
+
     def run(self, _=None) -> None:
-        """Measure what is chosen, and set it beside the estimate; the kernel is busy meanwhile."""
-        self.button.disabled, said = True, ""
-        self.places["status"].value = pictures.text_html(
-            f"Running: checked against the oracle first, then timed. At most {trial.LIMIT_S:.0f} s; "
-            "interrupting the kernel stops it."
+        """Measure the call, and show it beside the estimate; the kernel is busy meanwhile."""
+        self.run_button.disabled, said = True, ""
+        self.places["status"].value = view.line(
+            f"Running: checked against the reference, then timed. At most {view.LIMIT_S:.0f} s; interrupting the "
+            "kernel stops it."
         )
         try:
-            self.settle()  # or the thread would be timed too
-            here = trial.Here.now(self.machine)
-            self.results.append((self.choice, trial.run(self.choice, here)))
-            self.places["measured"].value = _html(trial.table(self.results, here))
+            self.results.append((self.choice, view.run(self.choice, view.here())))
+            self.places["measured"].value = _html(view.measured(self.results, view.here()))
         except KeyboardInterrupt:
-            said = pictures.text_html("Stopped.", "alert")
+            said = view.line("Stopped.", "alert")
         except Exception as error:  # noqa: BLE001  as above
-            said = pictures.text_html(_line(error), "alert")
+            said = _alert(error)
         self.places["status"].value = said
-        self.button.disabled = False
+        self.run_button.disabled = False
 
     def _repr_mimebundle_(self, **asked) -> dict:
-        """The widgets, and for who shows none the facts as a table."""
-        self.settle()
-        return {**self.box._repr_mimebundle_(**asked), "text/markdown": self.summary, "text/plain": self.summary}
+        """The widgets, and for who shows none the variants as a table."""
+        table = view.compared(self.choice).markdown
+        return {**self.box._repr_mimebundle_(**asked), "text/markdown": table, "text/plain": table}
 
 
 def _control(widgets, name: str, label: str, value):
     look = {"description": label, "style": {"description_width": "108px"}, "layout": {"width": "256px"}}
-    if name == "profile":
-        return widgets.Dropdown(options=tuple(hardware.profiles()), value=value, **look)
     if name in OPTIONS:
         return widgets.Dropdown(options=OPTIONS[name], value=value, **look)
     if isinstance(value, bool):
@@ -212,26 +199,15 @@ def _control(widgets, name: str, label: str, value):
     return kind(value=value, continuous_update=False, **look)
 
 
-def _longest(pattern, profile: hardware.Profile, call: dict) -> int | str:
-    if not profile.memory_bytes:
-        return "the profile names no memory"
-    if call.get("ranks", 1) > SOUGHT:
-        return f"not sought on more than {SOUGHT} ranks: estimate.longest tells in minutes"
-    try:
-        if isinstance(pattern, patterns.BlockSparse):  # a mask of many more blocks would fill this machine's memory
-            most = MOST_BLOCKS * pattern.block_size
-            if estimate(pattern, seq_len=most, **call, profile=profile).peak_bytes <= profile.memory_bytes:
-                return f"more than {most:,}, beyond which blocks are not counted here"
-        return longest(pattern, profile.memory_bytes, **call, profile=profile)
-    except (ValueError, NotImplementedError) as error:
-        return _line(error)
-
-
 def _html(table: Table) -> str:
     """A table in JupyterLab's own style, but that names stand left and numbers right."""
     return f'<div class="jp-RenderedHTMLCommon ringlab-explore">{STYLE}{table.html}</div>'
 
 
-def _line(error: Exception) -> str:
+def _folded(title: str, code: str) -> str:
+    return f"<details><summary>{title}</summary><pre>{escape(code)}</pre></details>"
+
+
+def _alert(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return view.line(text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}", "alert")
