@@ -13,7 +13,7 @@ from ringlab import compat, hardware
 from ringlab.measure import Result, stats, suites
 from ringlab.report import claims as optimization_claims
 from ringlab.report import contradictions, driver, ledger, rows, verdicts
-from ringlab.report.documents import BETWEEN, DOCUMENTS, published
+from ringlab.report.published import BETWEEN, DOCUMENTS, published
 from ringlab.report.ring.judging import COLLECTIVE, CORRECT, HILBERT, ROBUST
 
 CLAIMS = {f"{n} {c['key']}": (n, c) for n in DOCUMENTS for c in published(n)["claims"]}

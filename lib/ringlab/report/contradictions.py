@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .documents import BETWEEN, DOCUMENTS, published
+from .published import BETWEEN, DOCUMENTS, published
 
 
 @dataclass(frozen=True)

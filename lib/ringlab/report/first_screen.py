@@ -14,7 +14,7 @@ from ..estimate import longest
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
-from . import curves, figures
+from . import curves, figures, findings
 from .figures import Figure
 from .landscape import field
 from .landscape.drawn import COLORS
@@ -61,7 +61,7 @@ def first_screen(study: Study) -> FirstScreen:
     found = [_measured_figure(study, measured)] if measured else []
     return FirstScreen(
         f"{study.profile.title}, computed" if study.rehearsal else study.device,
-        [*lines, _trust(study)],
+        [*lines, findings.trust_line(study)],
         _decisions(study, advised),
         [*found, _computed_figure(study, advised, most)],
     )
@@ -178,20 +178,6 @@ def _call(advice: Advice) -> str:
     return (
         f"**A call** is attention alone, of one layer: batch {SHAPE['batch']}, {SHAPE['heads']} heads of "
         f"{SHAPE['head_dim']}, {dtype}, not causal. A model needs more time and memory."
-    )
-
-
-def _trust(study: Study) -> str:
-    shares = [e / r.tolerance[k] for r in study.good for k, e in r.errors.items() if r.tolerance[k]]
-    timed = [r for r in study.good if r.median]
-    again, agreed = study.repeats
-    twice = f"{agreed} of {again} times were the same in an earlier run" if again else "the run was not repeated"
-    rejected = len(study.failed())
-    return (
-        f"**Trust**: {len(study.good)} of {len(study.results)} rows passed their check against the float64 reference "
-        f"(worst error {100 * max(shares, default=0):.0f} % of the tolerance), {rejected} are not shown. The same work "
-        f"differed by up to {number(study.noise_floor)}× (the noise floor); {sum(r.unstable for r in timed)} of "
-        f"{len(timed)} times are unstable; {twice}."
     )
 
 

@@ -10,8 +10,8 @@ from .. import hardware
 from . import claims as optimization_claims
 from . import contradictions, figures
 from . import study as studies
-from .documents import DOCUMENTS, published
 from .origins import provenance
+from .published import DOCUMENTS, published
 from .ring import claims as ring_claims
 from .session import claims as session_claims
 from .study import Study

@@ -14,17 +14,18 @@ def reading(study: Study) -> Text:
     ]
     dense = dense if study.rows(system="dense_sdpa") else []
     return study.text(
-        "**Time**: the median of samples of a point in a process of its own, with a 95 % interval. Unstable: the "
-        "quartiles, or the two halves of a run, lie over 20 % of the median apart, or an earlier run found another "
-        "time. The lower bound is what this device's peak rates allow." + _repeats(study),
-        "**Factors** are medians over rounds in which both took turns, not quotients of the medians beside them. "
+        "**Time**: the median of the samples of a call in a process of its own, with a 95 % interval. Unstable: the "
+        "samples vary by more than 20 %, drift during the run, or disagree with an earlier run. The roofline (lower "
+        "bound) is the shortest time that this device's peak rates allow." + _repeats(study),
+        "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the times. "
         + _resolution(study),
-        "**Error**: of out, the log-sum-exp or a gradient against the float64 oracle, as a relative norm, with what is "
-        "allowed; no row without a passed check is quoted.",
-        "**Peak memory** counts inputs and results, as a multiple of these: live torch storages, and from 32 MiB of "
-        "tensors on the growth of the whole process (on a GPU: the allocator's peak).",
+        "**Checks**: output, log-sum-exp and gradients against a float64 reference, as a relative norm. No row is "
+        "shown without a passed check.",
+        "**Peak memory** includes q, k, v and the output: the live tensors, and for calls of 32 MiB or more the growth "
+        "of the process (on a GPU: the allocator's peak).",
         *dense,
         bullets=True,
+        folded="How to read the numbers",
     )
 
 
@@ -40,9 +41,9 @@ def _repeats(study: Study) -> str:
 def _resolution(study: Study) -> str:
     """What a factor must exceed to be called a difference."""
     if not study.twins:
-        return "No call stood in two rows, so that this run does not show what the same work differs by."
+        return "No call was measured twice, so that this run does not show its noise."
     count = f"{len(study.twins)} call{'s' * (len(study.twins) > 1)}"
     return (
-        f"To see what a run can tell, the same work stands in two rows ({count}): these differ by up to "
-        f"{number(study.noise_floor)}×. A factor whose interval reaches into that range says: not told apart."
+        f"Identical calls ({count}) differ by up to {number(study.noise_floor)}× here: a speed-up whose interval "
+        "reaches into that range is marked within noise."
     )

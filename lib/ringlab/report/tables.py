@@ -140,22 +140,29 @@ class Table:
 
 @dataclass
 class Text:
-    """Running text with ``code`` and **strong** marks; ``kind`` names a box of the page's style."""
+    """Running text with ``code`` and **strong** marks; ``kind`` names a box of the page's style.
+
+    A page shows text that is ``folded`` closed, under these words.
+    """
 
     lines: Sequence[str]
     kind: str = ""
     bullets: bool = False
+    folded: str = ""
 
     @property
     def html(self) -> str:
         tag = "li" if self.bullets else "p"
         body = "".join(f"<{tag}>{inline_html(x)}</{tag}>" for x in self.lines)
         body = f"<ul>{body}</ul>" if self.bullets else body
+        if self.folded:
+            return f'<details class="data"><summary>{escape(self.folded)}</summary>{body}</details>'
         return f'<div class="{escape(self.kind)}">{body}</div>' if self.kind else body
 
     @property
     def markdown(self) -> str:
-        return "\n".join(f"- {x}" for x in self.lines) if self.bullets else "\n\n".join(self.lines)
+        body = "\n".join(f"- {x}" for x in self.lines) if self.bullets else "\n\n".join(self.lines)
+        return f"**{self.folded}**\n\n{body}" if self.folded else body
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         return {PAGE_HTML: self.html, "text/markdown": self.markdown, "text/plain": self.markdown}

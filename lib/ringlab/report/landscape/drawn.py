@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import curves, figures
 from ..cells import has_peak
-from ..ring.rows import MB
+from ..published import MB
 from ..study import Study
 from ..tables import number
 from ..theme import INK

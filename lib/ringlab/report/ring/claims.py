@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..documents import published
+from ..published import published
 from ..study import Study
 from ..verdicts import Verdict
 from . import comparison_claims, hybrid_claims, scaling_claims

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..documents import published
+from ..published import published
 from ..study import Study
 from ..tables import size
 from ..verdicts import Verdict, by_interval, said, undecided, untestable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..documents import published
+from ..published import published
 from ..study import Study
 from ..tables import number, size
 from ..verdicts import Verdict, by_interval, said, undecided, untestable

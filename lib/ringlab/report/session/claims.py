@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from ... import cache
 from ...measure import suites as suite
+from ..published import MB
 from ..ring.judging import CPU_TIMES, UNMEASURED, within
-from ..ring.rows import MB
 from ..study import Study
 from ..tables import number, size
 from ..trust import objection

@@ -10,7 +10,6 @@ from ..findings import failures
 from ..origins import provenance
 from ..predictions import predictions, predictions_figure
 from ..reading import reading
-from ..ring import rows as shared
 from ..rows import SHORT
 from ..study import Study
 from ..tables import Cell, Table, Text, number
@@ -35,8 +34,8 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
 
 def answer(study: Study) -> Text:
     """At most five lines: the block-sparse table, the journey, the extreme lengths, error, what was not measured."""
-    lines = [_table_line(study), _journey_line(study), _extreme_line(study), shared.error_line(study),
-             shared.gaps_line(study)]  # fmt: skip
+    lines = [_table_line(study), _journey_line(study), _extreme_line(study), findings.trust_line(study),
+             findings.gaps_line(study)]  # fmt: skip
     return study.text(*lines, kind="answer", bullets=True)
 
 

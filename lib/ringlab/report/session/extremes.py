@@ -5,7 +5,7 @@ from __future__ import annotations
 from ... import patterns
 from ...measure import suites as suite
 from ..cells import bound, error, ms
-from ..ring.rows import MB
+from ..published import MB
 from ..rows import SHORT
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, number, size
