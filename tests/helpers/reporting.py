@@ -199,7 +199,7 @@ class Shown:
         self.labels.append(labels)
         self.drawn += [v for v in values if v is not None]
 
-    def _show(self, fig, name, caption, alt, data, *, stamp=""):
+    def _show(self, fig, name, caption, alt, data=None, *, stamp=""):
         assert alt.strip() and caption.strip()
         self.texts += [caption, alt]
         self._keep(data)

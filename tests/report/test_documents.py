@@ -359,16 +359,12 @@ def test_a_roofline_is_of_the_threads_of_the_row():
 def test_schemes_that_send_as_much_share_a_name():
     sent, held, alone = ring.answer(page("003")).lines[:3]
     assert re.search(r"plan [\d.]+ KiB, ring and all-gather 12 MiB", sent) and "4,096 tokens on 4 ranks" in sent
-    assert held.count(",") == 3 and "all-gather" in held
+    assert re.search(r"plan [\d.]+ MiB, ring [\d.]+ MiB, all-gather [\d.]+ MiB; .* alone are 8 MiB", held)
     assert "within noise" in alone and "1.00× the memory" in alone
     apart = page("003", lambda r: longer(r, 1.5, bound_seconds=None) if system(suites.ROBUST)(r) else r)
     assert "within noise" not in ring.answer(apart).lines[2]
-    assert {row[3].sub.count("within noise") for row in ring.one_device(page("003")).rows} == {1}
-    assert {row[3].sub.count("within noise") for row in ring.one_device(apart).rows} == {0}
-
-
-def test_a_prediction_that_is_off_is_named():
-    assert re.search(r"predicts (\d+) of \1 peaks|; not of ", ring.accuracy(page("004")).markdown)
+    told = [["within noise" not in row[3].sub for row in ring.one_device(x).rows] for x in (page("003"), apart)]
+    assert not all(told[0]) and all(told[1])
 
 
 def test_a_row_of_no_suite_is_of_every_report():

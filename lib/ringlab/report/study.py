@@ -207,8 +207,9 @@ class Study:
             rows = [[NOT_MEASURED]]
         return Table(caption, columns, rows, stamp=self.stamp, **more)
 
-    def text(self, *lines: str, **more) -> Text:
-        return Text([f"{self.stamp.capitalize()}: {x}" for x in lines] if self.stamp else lines, **more)
+    def text(self, *lines: str, folded: str = "", **more) -> Text:
+        stamp = f"{self.stamp.capitalize()}: " if self.stamp else ""
+        return Text([stamp + x for x in lines], folded=folded and stamp + folded, **more)
 
 
 def together(a, b) -> bool:
