@@ -101,23 +101,23 @@ def _shards_line(study: Study, system: str) -> str:
     if not less:
         return "**Memory and time on several ranks**: not measured."
     n = max(n for n, _ in less)
-    memory = [f"{number(x)}× less memory on {_on(p)}" for (length, p), x in less.items() if length == n]
-    said = [f"a rank holds {' and '.join(memory)}"]
+    memory = [f"{number(x)}× on {p}" for (length, p), x in less.items() if length == n]
+    said = [f"the memory of a rank falls {' and '.join(memory)} ranks"]
     if most := max((p for length, p in faster if length == n), default=0):
         cell = times(faster[n, most])
-        said.append(f"{most} ranks are {cell.text} as fast as one ({cell.sub.replace(';', ',')})")
+        said.insert(0, f"{most} ranks are {cell.text} as fast as one ({cell.sub.replace(';', ',')})")
     sent = {k: b for k, row in found.items() if k[1] > 1 and (b := sent_bytes(row)) is not None}
     some = {k: b for k, b in sent.items() if b}
     if len(some) == len(sent):
-        return f"**At {n:,} tokens {', '.join(said)}.**"
+        return f"**At {n:,} tokens {' and '.join(said)}.**"
     segment = max(pattern_of(found[n, 1].point).segment_lengths)
     said = (
         f"**At {n:,} tokens {', '.join(said)}, and they exchange nothing**: every segment, of {segment:,} tokens at "
         "most, fits in a shard."
     )
     for key, sent_there in some.items():
-        held = f" and holds {number(less[key])}× less" if key in less else ""
-        said += f" The exception is {_at(*key)}: a rank sends {size(sent_there)}{held}."
+        fall = f", and its memory falls {number(less[key])}×" if key in less else ""
+        said += f" The exception is {_at(*key)}: a rank sends {size(sent_there)}{fall}."
     return said
 
 
@@ -317,12 +317,15 @@ def _schemes_lines(study: Study) -> list[str]:
     several = [x for x in _shared(lines, lambda row: peak_bytes(row) and sent_bytes(row)) if not x["causal"]]
     if several:
         last = several[-1]
-        said = [[f"{name} {size(x)}" for name, x in _each(last, value).items()] for value in (sent_bytes, peak_bytes)]
-        sent, held = map(", ".join, said)
+        each = [_each(last, value).items() for value in (sent_bytes, peak_bytes)]
+        sent, held = (", ".join(f"{size(x)} by {name}" for name, x in found) for found in each)
+        pairs = [(x.get(name), x.get(PLAN)) for x in lines if x["ranks"] > 1 for name in (RING, GATHER)]
+        told = [r.significantly_slower or r.significantly_faster for a, b in pairs if (r := study.ratio(a, b))]
         found = [
-            f"**A rank sends: {sent}**, at {_at(last['tokens'], last['ranks'])}. All compute one function; the plan "
+            f"**A rank sends {sent}**, at {_at(last['tokens'], last['ranks'])}. All compute one function; the plan "
             "sends only the rows that a query of another rank sees.",
-            f"**A rank holds** there: {held}; its q, k, v and out alone are {size(columns.floor_bytes(last[PLAN]))}.",
+            f"**A rank holds {held}** there; its q, k, v and out alone are {size(columns.floor_bytes(last[PLAN]))}. In "
+            f"time, {sum(told)} of {len(told)} differences from the plan are beyond noise.",
         ]
     else:
         found = ["**Several ranks**: not measured."]
@@ -339,7 +342,7 @@ def _schemes_lines(study: Study) -> list[str]:
     ]
 
 
-MASKED = Column("Mask", lambda x: "causal" if x["causal"] else "not causal")
+MASKED = Column(">Tokens", lambda x: Cell(f"{x['tokens']:,}", "causal" if x["causal"] else ""))
 
 
 def one_device(study: Study) -> Table:
@@ -351,7 +354,7 @@ def one_device(study: Study) -> Table:
     return columns.table(
         study,
         "One device: the all-gather (V2Collective) and the ring (V2Robust) are one call",
-        [AT[0], MASKED, columns.TIME.of(GATHER), ratio(study, RING, GATHER, ">Ring over it"),
+        [MASKED, columns.TIME.of(GATHER), ratio(study, RING, GATHER, ">Ring over it"),
          columns.ROOFLINE.of(GATHER), columns.PEAK.of(GATHER), _paper(">Published, all-gather (ms)", "collective_ms"),
          _paper(">Published, ring (ms)", "robust_ms"), _paper(">Published, all-gather (MB)", "collective_mb"),
          _paper(">Published, ring (MB)", "robust_mb")],
@@ -370,7 +373,7 @@ def schemes(study: Study) -> Table:
     return columns.table(
         study,
         "Several ranks: the time of the plan, of the others over it, and peak memory of a rank",
-        [*AT, MASKED, columns.TIME.of(PLAN, ">Plan (ms)"), *over, columns.ROOFLINE.of(PLAN), *peaks],
+        [MASKED, AT[1], columns.TIME.of(PLAN, ">Plan (ms)"), *over, columns.ROOFLINE.of(PLAN), *peaks],
         lines,
         note="Ranks communicate through gloo on one machine, so that times say nothing of a network.",
     )
