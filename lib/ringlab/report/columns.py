@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .rows import SHORT, label
 from .study import Study, best
 from .tables import Cell, Table, interval, number, size
 from .trust import objection, status, threads
@@ -144,7 +143,6 @@ def ratio(study: Study, slow: str, fast: str, header: str) -> Column:
 
 TOKENS = Column(">Tokens", lambda r: r.point.seq_len)
 RANKS = Column(">Ranks", lambda r: Cell(str(ranks(r)), "simulated" if simulated(r) else ""))
-SYSTEM = Column("System", lambda r: Cell(label(r), SHORT[r.point.dtype]))
 MASK = Column("Mask", lambda r: "causal" if r.point.causal else "not causal")
 PASS = Column("Pass", lambda r: "forward" if r.point.passes == "fwd" else "training")
 TIME = Column(">Time (ms)", time)
@@ -152,6 +150,3 @@ RATE = Column(">Tokens/s", lambda r: number(r.tokens_per_s) if timed(r) else Non
 ROOFLINE = Column(">Roofline (ms)", roofline)
 PEAK = Column(">Peak memory", peak)
 PER_TOKEN = Column(">KiB per token", lambda r: f"{per_token(r) / 1024:.2f}" if per_token(r) else None)
-SHARD = Column(">q, k, v and out", lambda r: size(floor_bytes(r)))
-SENT = Column(">Sent", lambda r: size(sent_bytes(r)))
-MESSAGES = Column(">Messages", lambda r: max(r.ranks["messages"]) if shown(r) and "messages" in r.ranks else None)
