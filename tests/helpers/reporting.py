@@ -4,6 +4,7 @@ import atexit
 import functools
 import hashlib
 import random
+import re
 import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
 from ringlab.report import claims_code, curves, figures, optimization, tables
-from ringlab.report.documents import DOCUMENTS, published
-from ringlab.report.ring import comparison, hybrid, scaling
+from ringlab.report.documents import ring
+from ringlab.report.published import DOCUMENTS, published
 from ringlab.report.session import document as session
 from ringlab.report.study import Study, cost_of
 from traitlets.config import Config
@@ -198,7 +199,7 @@ class Shown:
         self.labels.append(labels)
         self.drawn += [v for v in values if v is not None]
 
-    def _show(self, fig, name, caption, alt, data, *, stamp=""):
+    def _show(self, fig, name, caption, alt, data=None, *, stamp=""):
         assert alt.strip() and caption.strip()
         self.texts += [caption, alt]
         self._keep(data)
@@ -206,7 +207,7 @@ class Shown:
             figures.plt.close(fig)
 
 
-PAGES = {"000": optimization, "001": scaling, "002": session, "003": comparison, "004": hybrid}
+PAGES = {"000": optimization, "001": ring, "002": session, "003": ring, "004": ring}
 
 
 def study_of(results, profile: str = "cpu", rehearsal: bool = False, suite: str = "") -> Study:
@@ -224,7 +225,8 @@ def page(number: str, change=None, profile: str = "cpu", rehearsal: bool = False
 @functools.cache
 def shown(number: str, change=None, profile: str = "cpu", rehearsal: bool = False, without=()) -> Shown:
     """All that a document's page shows, ``without`` some of its parts."""
-    names = [name for name in PAGES[number].__all__ if name not in ("open_study", "provenance", *without)]
+    text = (ROOT / "notebooks" / f"{DOCUMENTS[number].report}.ipynb").read_text()
+    names = [name for name in re.findall(r"document\.(\w+)\(study\)", text) if name not in ("provenance", *without)]
     return Shown(PAGES[number], page(number, change, profile, rehearsal), names)
 
 

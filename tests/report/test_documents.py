@@ -7,13 +7,13 @@ import pytest
 import torch
 from reporting import PAGES, longer, made, made_up, on_ranks, page, shown, slower, study_of, system, words
 from ringlab import block_patterns, cache, cost, hardware, patterns
+from ringlab.estimate import longest
 from ringlab.measure import Group, Point, suites, timing
 from ringlab.measure.systems import SYSTEMS
-from ringlab.report import cells, driver, lengths, origins, reuse, rows, tables, trust
+from ringlab.report import cells, columns, driver, lengths, origins, reuse, rows, tables, trust
 from ringlab.report import optimization as single
-from ringlab.report.documents import DOCUMENTS
-from ringlab.report.ring import rows as ring_rows
-from ringlab.report.ring import scaling
+from ringlab.report.documents import ring
+from ringlab.report.published import DOCUMENTS
 from ringlab.report.session import document as session
 from ringlab.report.session import rows as session_rows
 
@@ -298,27 +298,77 @@ def test_longest_and_beginning_come_from_rows_that_may_be_quoted():
 # documents 001, 003 and 004: ranks
 
 
+def cells_of(table, *names: str) -> dict[tuple, list]:
+    """(tokens, ranks) -> the cells of a table in these columns."""
+    at = [[c.lstrip(">") for c in table.columns].index(name) for name in names]
+    return {(row[0], row[1]): [row[i] for i in at] for row in table.rows}
+
+
 def test_more_ranks_than_cores_enter_no_time():
     crowded = [r for r in page("001").results if r.ranks.get("oversubscribed")]
-    assert crowded and not any(ring_rows.timed(r) for r in crowded)
+    assert crowded and not any(columns.timed(r) for r in crowded)
     forced = page("001", lambda r: replace(r, median=9.0, ci=(9.0, 9.0), seconds=(9.0,)) if r in crowded else r)
-    lines = [row for row in scaling.times(forced).rows if row[1].text == "4" and not row[1].sub]
-    assert lines and all(row[2].text == "more ranks than cores" and row[3] is None and row[4] is None for row in lines)
-    assert "4 ranks, for which there are too few cores" in scaling.answer(page("001")).lines[-1]
+    found = cells_of(ring.shards(forced), "Time (ms)", "Roofline (ms)")
+    lines = [found[n, p] for n, p in found if p == 4]
+    assert lines and all(time.text == "more ranks than cores" and bound is None for time, bound in lines)
+    assert "4 ranks, for which there are too few cores" in ring.answer(page("001")).lines[-1]
+
+
+def test_the_finding_says_what_falls_what_it_gains_and_whether_ranks_exchange_anything():
+    """Made-up rows all send. Those of the run do not, but one: it alone is named, with what it holds."""
+    first = ring.answer(page("001")).lines[0]
+    assert re.search(r"16,384 tokens 2 ranks are 2\.0\d× as fast .* a rank falls 1\.\d+× on 2 and 2\.\d+× on 4", first)
+    assert "exchange nothing" not in first
+
+    def silent(r):
+        short = (r.point.seq_len, r.point.world_size) == (2048, 4)
+        return r if short or "bytes_sent" not in r.ranks else replace(r, ranks=r.ranks | {"bytes_sent": [0, 0]})
+
+    quiet = ring.answer(page("001", silent)).lines[0]
+    assert "exchange nothing" in quiet and "1,024 tokens at most" in quiet
+    assert re.search(r"The exception is 2,048 tokens on 4 ranks: a rank sends .* and its memory falls 2\.\d+×\.", quiet)
+    none = ring.answer(page("001", lambda r: replace(r, status="oom"))).lines
+    assert none[0].endswith("not measured.") and not any("exchange" in line for line in none)
 
 
 def test_scaling_needs_three_numbers_of_ranks():
-    assert re.search(r"O\(n/p\), where .* on 2, .* on 4\.", scaling.memory(page("001")).note)
     few = page("001", lambda r: r if r.point.world_size <= 2 else replace(r, status="oom"))
     assert words(few, "001")["scaling"] == "untested" != words(page("001"), "001")["scaling"]
-    assert "not shown by 2 numbers" in scaling.memory(few).note
 
 
-def test_a_length_that_failed_is_named():
-    assert "Nothing failed at the lengths measured" in scaling.answer(page("001")).markdown
+def test_lengths_are_those_of_longest_and_one_that_failed_is_named():
+    found = ring.answer(page("001")).lines[1]
+    budget, pattern = page("001").memory_bytes, suites.RING_DOCUMENT
+    for ranks in (1, 2):
+        assert f"{tables.about(longest(pattern, budget, ranks=ranks))} tokens on {ranks} rank" in found
+    assert "Not shown" not in found
     last = page("001", lambda r: replace(r, status="oom", reason="no") if r.point.seq_len == 16384 else r)
-    for said in (scaling.answer(last).markdown, scaling.longest(last).note):
-        assert "16,384 on 2 ranks (oom)" in said and "Nothing failed" not in said
+    assert "16,384 tokens on 2 ranks (oom)" in ring.answer(last).lines[1]
+
+
+def test_a_roofline_is_of_the_threads_of_the_row():
+    """One rank of one thread has half of a machine of two: its shortest time is twice that of two ranks."""
+    change = {"threads": 2, "device": "cpu"}
+    two = page("001", lambda r: replace(r, bound_seconds=0.01, provenance=r.provenance | change) if r.seconds else r)
+    found = cells_of(ring.shards(two), "Roofline (ms)")
+    assert {text(found[n, p][0]) for n, p in found if p == 1} == {"20.0"}
+    assert {text(found[n, p][0]) for n, p in found if p == 2 and found[n, p][0]} == {"10.0"}
+
+
+def test_schemes_that_send_as_much_share_a_name():
+    sent, held, alone = ring.answer(page("003")).lines[:3]
+    assert (
+        re.search(r"sends [\d.]+ KiB by plan, 12 MiB by ring and all-gather", sent)
+        and "4,096 tokens on 4 ranks" in sent
+    )
+    assert re.search(r"[\d.]+ MiB by plan, [\d.]+ MiB by ring, [\d.]+ MiB by all-gather.* alone are 8 MiB", held)
+    assert "within noise" in alone and "1.00× the memory" in alone
+    apart = page("003", lambda r: longer(r, 1.5, bound_seconds=None) if system(suites.ROBUST)(r) else r)
+    assert "within noise" not in ring.answer(apart).lines[2]
+    beyond = [int(re.search(r"(\d+) of 8 differences", ring.answer(x).lines[1])[1]) for x in (page("003"), apart)]
+    assert beyond[0] < 4 <= beyond[1] < 8
+    told = [["within noise" not in row[2].sub for row in ring.one_device(x).rows] for x in (page("003"), apart)]
+    assert not all(told[0]) and all(told[1])
 
 
 def test_a_row_of_no_suite_is_of_every_report():

@@ -50,6 +50,14 @@ def test_the_tables_of_a_report(known):
     assert "not measured" in predictions.predictions(Study(None, [], DATA)).markdown
     off = replace(rows[0], memory=rows[0].memory | {"tracked_peak_bytes": 2 * rows[0].memory["tracked_peak_bytes"]})
     assert "-50.00 %" in predictions.predictions(Study(None, [off], DATA)).markdown
+    count = len(predictions.found(study)[0])
+    said, of_both = (predictions.accuracy(Study(None, some, DATA)).markdown for some in (rows, [off, *rows[1:]]))
+    assert count > 5 and f"predicts {count} of {count} peaks" in said and "not of" not in said
+    name = predictions.name(predicted.Prediction(off, None))
+    assert (
+        f"predicts {count - 1} of {count} peaks" in of_both and f"not of {name}, " in of_both and "-50.0 %" in of_both
+    )
+    assert "Nothing was measured" in predictions.accuracy(Study(None, [], DATA)).markdown
 
 
 def test_the_command_line(capsys):

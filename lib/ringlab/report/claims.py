@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from .. import hardware
 from ..measure import Ratio
 from .columns import peak_bytes, per_token, sent_bytes, timed
-from .documents import BETWEEN, DOCUMENTS, published
+from .published import BETWEEN, DOCUMENTS, published
 from .study import Study, best
 from .tables import Cell, number
 

@@ -18,10 +18,9 @@ from ..measure import suites as suite
 from . import reuse
 from . import rows as r
 from .claims import NO_PAIR, Finding, Verdict, by_rows, compared, in_words, judge
-from .columns import peak_bytes, per_token, sent_bytes, timed
+from .columns import peak_bytes, per_token, rows_of, sent_bytes, timed
 from .computed import two_cards as two_cards_fit
-from .documents import published
-from .ring.rows import KB, MB, rows_of
+from .published import KB, MB, published
 from .session import rows as sparse
 from .study import Study, best
 from .tables import number, size

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .rows import SHORT, label
-from .study import Study
+from .study import Study, best
 from .tables import Cell, Table, interval, number, size
-from .trust import objection, status
+from .trust import objection, status, threads
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,9 @@ class Column:
     header: str
     show: Callable
 
-    def of(self, name: str, header: str) -> Column:
+    def of(self, name: str, header: str = "") -> Column:
         """The same quantity of one of the rows of a line."""
-        return Column(header, lambda line: None if line.get(name) is None else self.show(line[name]))
+        return Column(header or self.header, lambda line: None if line.get(name) is None else self.show(line[name]))
 
 
 def table(study: Study, caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:
@@ -61,6 +60,15 @@ def ranks(row) -> int:
 def timed(row) -> bool:
     """It has a time to compare: a process and a core for each rank, and a passed check."""
     return shown(row) and bool(row.median) and not simulated(row) and not row.ranks.get("oversubscribed")
+
+
+def rows_of(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
+    """(tokens, ranks) -> row of a system, real processes before simulated ones; forward and not causal by default."""
+    wanted = {"passes": "fwd", "causal": False, **wanted}
+    found: dict[tuple[int, int], list] = {}
+    for r in study.rows(system=system, **wanted):
+        found.setdefault((r.point.seq_len, ranks(r)), []).append(r)
+    return {key: best(sorted(rows, key=simulated)) for key, rows in sorted(found.items())}
 
 
 def peak_bytes(row) -> int | None:
@@ -104,8 +112,13 @@ def time(row, scale: float = 1e3) -> Cell:
 
 
 def roofline(row) -> Cell | None:
-    """The shortest time that the device's rates allow."""
-    return Cell(number(row.bound_seconds * 1e3)) if timed(row) and row.bound_seconds else None
+    """The shortest time in ms that the device's rates allow, of a CPU's for the threads of the row."""
+    if not timed(row) or not row.bound_seconds:
+        return None
+    # The rates under a stored roofline are those of all threads of the machine.
+    every, own = row.provenance.get("threads"), (threads(row) or 0) * row.point.world_size
+    share = own / every if every and own and row.provenance.get("device") == "cpu" else 1
+    return Cell(number(row.bound_seconds * 1e3 / min(share, 1)))
 
 
 def peak(row) -> Cell | None:
@@ -130,7 +143,6 @@ def ratio(study: Study, slow: str, fast: str, header: str) -> Column:
 
 TOKENS = Column(">Tokens", lambda r: r.point.seq_len)
 RANKS = Column(">Ranks", lambda r: Cell(str(ranks(r)), "simulated" if simulated(r) else ""))
-SYSTEM = Column("System", lambda r: Cell(label(r), SHORT[r.point.dtype]))
 MASK = Column("Mask", lambda r: "causal" if r.point.causal else "not causal")
 PASS = Column("Pass", lambda r: "forward" if r.point.passes == "fwd" else "training")
 TIME = Column(">Time (ms)", time)
@@ -138,6 +150,3 @@ RATE = Column(">Tokens/s", lambda r: number(r.tokens_per_s) if timed(r) else Non
 ROOFLINE = Column(">Roofline (ms)", roofline)
 PEAK = Column(">Peak memory", peak)
 PER_TOKEN = Column(">KiB per token", lambda r: f"{per_token(r) / 1024:.2f}" if per_token(r) else None)
-SHARD = Column(">q, k, v and out", lambda r: size(floor_bytes(r)))
-SENT = Column(">Sent", lambda r: size(sent_bytes(r)))
-MESSAGES = Column(">Messages", lambda r: max(r.ranks["messages"]) if shown(r) and "messages" in r.ranks else None)

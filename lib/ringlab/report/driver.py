@@ -19,10 +19,10 @@ from .study import Study
 # without a suite of its own is about the rows of all others, so it comes last.
 REPORTS = {
     "optimization_results": ("optimization", "optimization"),
-    "benchmark_summary": ("ring.scaling", "benchmark_summary"),
+    "benchmark_summary": ("documents.ring", "benchmark_summary"),
     "session_summary": ("session.document", "session_summary"),
-    "performance_comparison": ("ring.comparison", "performance_comparison"),
-    "hybrid_summary": ("ring.hybrid", "hybrid_summary"),
+    "performance_comparison": ("documents.ring", "performance_comparison"),
+    "hybrid_summary": ("documents.ring", "hybrid_summary"),
     "landscape": ("landscape.document", "landscape"),
     "claims": ("ledger", ""),
 }

@@ -196,9 +196,9 @@ class Figure:
         return cls(name, caption, alt, svg.getvalue(), png.getvalue())
 
 
-def show(fig, name: str, caption: str, alt: str, data: Table, *, stamp: str = "") -> None:
-    """Display ``fig`` as ``figures/<name>.png`` and inline SVG, described by ``caption`` and ``alt``; ``data`` is
-    folded under it."""
+def show(fig, name: str, caption: str, alt: str, data: Table | None = None, *, stamp: str = "") -> None:
+    """Display ``fig`` as ``figures/<name>.png`` and inline SVG, described by ``caption`` and ``alt``; ``data``, which
+    a figure needs whose numbers stand in no table, is folded under it."""
     from IPython.display import display
 
     if stamp:
@@ -211,5 +211,6 @@ def show(fig, name: str, caption: str, alt: str, data: Table, *, stamp: str = ""
     display(bundle | {"text/plain": alt}, metadata=metadata, raw=True)
     # Stock templates know no alt text: there it is read as a line under the figure.
     display({"text/markdown": alt, "text/plain": ""}, metadata={PLAIN_ONLY: True}, raw=True)
-    data.folded = True
-    display(data)
+    if data is not None:
+        data.folded = True
+        display(data)

@@ -25,6 +25,35 @@ def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
     )
 
 
+def trust_line(study: Study) -> str:
+    """The line of an answer about checks, noise and repetition."""
+    shares = [e / r.tolerance[k] for r in study.good for k, e in r.errors.items() if r.tolerance[k]]
+    timed = [r for r in study.good if r.median]
+    again, agreed = study.repeats
+    twice = f"{agreed} of {again} times were the same in an earlier run" if again else "the run was not repeated"
+    good, count, worst = len(study.good), len(study.results), f"worst error {100 * max(shares, default=0):.0f} %"
+    passed = f"all {count} rows" if good == count else f"{good} of {count} rows are shown, which"
+    floor = f"the same work differed by up to {number(study.noise_floor)}× (the noise floor)"
+    return (
+        f"**Trust**: {passed} passed their check against the float64 reference ({worst} of the tolerance); "
+        f"{floor if study.twins else 'no call was measured twice'}; {sum(r.unstable for r in timed)} of {len(timed)} "
+        f"times are unstable; {twice}."
+    )
+
+
+def gaps_line(study: Study) -> str:
+    """The line of an answer about what was not measured."""
+    gaps = [study.profile.title if study.rehearsal else "any GPU"] if study.device_type == "cpu" else []
+    crowded = sorted({r.point.world_size for r in study.good if r.ranks.get("oversubscribed")})
+    if crowded:
+        gaps.append(f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores")
+    if missing := missing_points(study):
+        gaps.append(f"{len(missing)} points of this profile")
+    if failed := study.failed():
+        gaps.append(f"{len(failed)} of {len(study.results)} points are not quoted (listed below)")
+    return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
+
+
 def limits(study: Study, *more: str) -> Text:
     """What this run cannot tell: ``more``, and points that are missing, failed, unstable or on one device."""
     lines = [f"How fast {study.profile.title} is: {study.stamp_note}"] if study.rehearsal else []
@@ -96,11 +125,11 @@ def missing_points(study: Study) -> list:
     return [p for group, p in suite_points(study) if (group, p.id) not in have]
 
 
-def failures(study: Study) -> Table | Text:
-    """Every point that is not quoted, with the reason."""
+def failures(study: Study) -> Table | None:
+    """Every point that is not quoted, with the reason; None where all are."""
     failed = study.failed()
     if not failed:
-        return study.text("Every row passed its check.")
+        return None
     return study.table(
         f"{len(failed)} of {len(study.results)} rows are not shown",
         ["System", "Shape", "Status", "Reason"],

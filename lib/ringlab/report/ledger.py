@@ -9,7 +9,7 @@ from .. import hardware
 from . import claims_code, origins
 from . import study as studies
 from .claims import COLUMNS, WORDS, Verdict, cells, compared
-from .documents import DOCUMENTS, published
+from .published import DOCUMENTS, published
 from .study import Study
 from .tables import Cell, Table, Text, number
 

@@ -9,7 +9,7 @@ from .cells import error
 from .figures import BLUE, WIDTH, drawing
 from .predicted import NO_ATTENTION, Prediction, predict
 from .study import Study
-from .tables import Cell, Table, number, size
+from .tables import Cell, Table, Text, number, size
 from .theme import INK
 
 OPERATORS = 2000  # of all rows together that a page runs without data, so that it stays quick
@@ -60,6 +60,24 @@ def said(known: list[Prediction]) -> str:
     if ratios:
         lines.append(f"{len(ratios)} times: {number(min(ratios))} to {number(max(ratios))} times their bounds.")
     return " ".join(lines) or "Nothing was measured to set a prediction beside."
+
+
+def accuracy(study: Study) -> Text:
+    """In a sentence how many peaks ``estimate`` predicts to 1 %, and which it does not."""
+    known, left = found(study)
+    known = [x for x in known if x.peak]
+    if not known:
+        return study.text("Nothing was measured to set a prediction of memory beside.")
+    off = [x for x in known if abs(x.peak - 1) > 0.01]
+    exceptions = "; ".join(
+        f"{name(x)}, {x.row.point.seq_len:,} tokens on {x.row.point.world_size} ranks ({100 * (x.peak - 1):+.1f} %)"
+        for x in off
+    )
+    return study.text(
+        f"`ringlab.estimate` predicts {len(known) - len(off)} of {len(known)} peaks of memory to 1 %, without running "
+        f"the calls{f'; not of {exceptions}' if off else ''}."
+        + (f" {left} rows of many operators were not tried." if left else "")
+    )
 
 
 def name(x: Prediction) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import patterns
-from . import documents
+from . import published as documents
 from .study import Study, best, together
 from .trust import objection
 

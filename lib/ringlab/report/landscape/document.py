@@ -9,7 +9,6 @@ from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures
 from ..origins import provenance
 from ..reading import reading
-from ..ring import rows as shared
 from ..rows import SHORT
 from ..session.rows import percent
 from ..study import Study, pattern_of
@@ -35,8 +34,8 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
 
 def answer(study: Study) -> Text:
     """At most five lines: the fastest, what a pair costs, what is wrong or absent, error, what was not measured."""
-    lines = [_fastest_line(study), _pair_line(study), _wrong_line(study), shared.error_line(study),
-             shared.gaps_line(study)]  # fmt: skip
+    lines = [_fastest_line(study), _pair_line(study), _wrong_line(study), findings.trust_line(study),
+             findings.gaps_line(study)]  # fmt: skip
     return study.text(*lines, kind="answer", bullets=True)
 
 

@@ -17,7 +17,6 @@ from ..lengths import begins
 from ..origins import provenance
 from ..reading import reading
 from ..reuse import lent
-from ..ring import rows as shared
 from ..rows import SHORT
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number, size
@@ -46,8 +45,8 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
 
 def answer(study: Study) -> Text:
     """At most five lines: a window beside dense, the impossible factor, the steps, error, what was not measured."""
-    lines = [_window_line(study), _extreme_line(study), _journey_line(study), shared.error_line(study),
-             shared.gaps_line(study)]  # fmt: skip
+    lines = [_window_line(study), _extreme_line(study), _journey_line(study), findings.trust_line(study),
+             findings.gaps_line(study)]  # fmt: skip
     return study.text(*lines, kind="answer", bullets=True)
 
 

@@ -10,8 +10,7 @@ from ... import cost, hardware, patterns
 from ...adaptive import Adaptive
 from ...measure import suites as suite
 from ..columns import timed
-from ..documents import published
-from ..ring.rows import MB
+from ..published import MB, published
 from ..rows import SHORT
 from ..study import Study, best, cost_of
 from ..tables import Cell, number

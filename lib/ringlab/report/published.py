@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "published"
+KB, MB = 1e3, 1e6  # what the documents print is decimal
 
 
 @dataclass(frozen=True)

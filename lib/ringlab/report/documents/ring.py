@@ -1,0 +1,419 @@
+"""The pages of documents 001, 003 and 004, which are about attention across ranks.
+
+001 and 004 show memory and time over length and ranks, 003 what the plan, the ring and the all-gather take, hold and
+send. The rows of a study are those of one page; its suite says which.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ...estimate import longest
+from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECTIVE
+from ...ring.volume import ladder_rows
+from .. import claims_code, columns, curves, figures, findings
+from ..columns import Column, peak_bytes, printed, ratio, rows_of, sent_bytes, timed, times
+from ..findings import failures
+from ..origins import provenance
+from ..predictions import accuracy
+from ..published import DOCUMENTS, MB, published
+from ..reading import reading
+from ..rows import SHORT
+from ..study import Study, pattern_of
+from ..tables import Cell, Table, Text, about, number, size
+from ..trust import objection, status, threads
+
+__all__ = [
+    "accuracy", "answer", "bytes_figure", "failures", "ledger", "lengths", "limits", "memory_figure", "names",
+    "one_device", "provenance", "reading", "schemes", "shards", "speed_figure", "volumes",
+]  # fmt: skip
+
+
+def answer(study: Study) -> Text:
+    """At most five lines, the finding first; then trust, and what was not measured."""
+    if study.suite == "performance_comparison":
+        lines = _schemes_lines(study)
+    else:
+        system, more = (HYBRID, [_scores_line(study)]) if study.suite == "hybrid_summary" else (SDPA, [])
+        lines = [_shards_line(study, system), _fits_line(study, system), *more]
+    return study.text(*lines, findings.trust_line(study), findings.gaps_line(study), kind="answer", bullets=True)
+
+
+def ledger(study: Study) -> Table:
+    """Every claim of the document, judged."""
+    number = next(number for number, document in DOCUMENTS.items() if document.suite == study.suite)
+    return findings.ledger(study, claims_code.judged(study, number))
+
+
+def limits(study: Study) -> Text:
+    """What this run cannot tell, of ranks above all."""
+    return findings.limits(
+        study,
+        "A network: all ranks are processes of this machine, and what they exchange goes through its memory.",
+        *(["NCCL, and a GPU for each rank: these ranks talk through gloo."] if study.device_type == "cpu" else []),
+    )
+
+
+def _work(found: dict) -> str:
+    """What every call of a table computes, and with how many threads."""
+    if not found:
+        return ""
+    row = next(iter(found.values()))
+    p, pattern, own = row.point, pattern_of(row.point), threads(row)
+    segments, rates = (" and ".join(f"{x:,}" for x in xs) for xs in (pattern.segment_lengths, pattern.dilation_rates))
+    each = f"; {own} thread{'s' * (own != 1)} a rank" if own else ""
+    return (
+        f"Every call: batch {p.batch}, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, dilated attention with "
+        f"segments of {segments} tokens at rates {rates}, forward{each}."
+    )
+
+
+def _on(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def _at(tokens: int, ranks: int) -> str:
+    return f"{tokens:,} tokens on {_on(ranks)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 001 and 004: one function over length and ranks
+
+
+def _reductions(found: dict) -> dict[tuple[int, int], float]:
+    """(tokens, ranks) -> peak of one rank over the peak of each of several."""
+    held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
+    return {(n, p): held[n, 1] / peak for (n, p), peak in held.items() if p > 1 and (n, 1) in held}
+
+
+def _speed_ups(study: Study, found: dict) -> dict[tuple[int, int], object]:
+    """(tokens, ranks) -> how many times as fast several ranks are as one."""
+    both = {(n, p): (found.get((n, 1)), row) for (n, p), row in found.items() if p > 1 and timed(row)}
+    return {key: faster for key, rows in both.items() if (faster := study.ratio(*rows))}
+
+
+def _shards_line(study: Study, system: str) -> str:
+    found = {k: row for k, row in rows_of(study, system).items() if not columns.simulated(row)}
+    less, faster = _reductions(found), _speed_ups(study, found)
+    if not less:
+        return "**Memory and time on several ranks**: not measured."
+    n = max(n for n, _ in less)
+    memory = [f"{number(x)}× on {p}" for (length, p), x in less.items() if length == n]
+    said = [f"the memory of a rank falls {' and '.join(memory)} ranks"]
+    if most := max((p for length, p in faster if length == n), default=0):
+        cell = times(faster[n, most])
+        said.insert(0, f"{most} ranks are {cell.text} as fast as one ({cell.sub.replace(';', ',')})")
+    sent = {k: b for k, row in found.items() if k[1] > 1 and (b := sent_bytes(row)) is not None}
+    some = {k: b for k, b in sent.items() if b}
+    if len(some) == len(sent):
+        return f"**At {n:,} tokens {' and '.join(said)}.**"
+    segment = max(pattern_of(found[n, 1].point).segment_lengths)
+    said = (
+        f"**At {n:,} tokens {', '.join(said)}, and they exchange nothing**: every segment, of {segment:,} tokens at "
+        "most, fits in a shard."
+    )
+    for key, sent_there in some.items():
+        fall = f", and its memory falls {number(less[key])}×" if key in less else ""
+        said += f" The exception is {_at(*key)}: a rank sends {size(sent_there)}{fall}."
+    return said
+
+
+def _fits_line(study: Study, system: str) -> str:
+    """The longest sequences by ``ringlab.longest``, the longest measured, and what failed."""
+    found = rows_of(study, system)
+    counts = sorted({p for (_, p), row in found.items() if timed(row)})
+    if not counts or not study.memory_bytes:
+        return f"**How long a sequence fits**: not known, without a timed row and the size of a memory.{_failed(found)}"
+    p = next(iter(found.values())).point
+    shape = (p.batch, p.heads, p.head_dim, p.dtype, study.profile.name)
+    fits = {n: _longest(pattern_of(p), study.memory_bytes, n, *shape) for n in counts}
+    said = ", ".join(f"{about(tokens)} tokens on {_on(n)}" for n, tokens in fits.items())
+    held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
+    last = max(held, key=lambda k: (k[0], -k[1]))
+    return (
+        f"**How long a sequence fits**: with {size(study.memory_bytes)} a rank, {said}, by `ringlab.longest` for this "
+        f"attention alone, forward. The longest run here, {_at(*last)}, held {size(held[last])} a rank.{_failed(found)}"
+    )
+
+
+@lru_cache(maxsize=64)
+def _longest(pattern, memory: int, ranks: int, batch: int, heads: int, head_dim: int, dtype: str, profile: str) -> int:
+    shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": getattr(torch, dtype)}
+    return longest(pattern, memory, ranks=ranks, profile=profile, **shape)
+
+
+def _failed(found: dict) -> str:
+    failed = ", ".join(f"{_at(*key)} ({status(row)})" for key, row in found.items() if objection(row))
+    return f" Not shown: {failed}." if failed else ""
+
+
+def _beside(found: dict, number: str, ranks: int | None = None) -> list[dict]:
+    """A line for each length and number of ranks that was measured or is printed; none where nothing was measured."""
+    papers = {(x["seq_len"], x.get("ranks", ranks)): x for x in published(number)["rows"]}
+    real = {key: row for key, row in found.items() if not columns.simulated(row)}
+    keys = sorted({*real, *papers}) if real else ()
+    return [{"tokens": n, "ranks": p, "row": real.get((n, p)), "paper": papers.get((n, p), {})} for n, p in keys]
+
+
+AT = (Column(">Tokens", lambda x: x["tokens"]), Column(">Ranks", lambda x: x["ranks"]))
+
+
+def _paper(header: str, key: str, form: str = "{:,}") -> Column:
+    """A column of what the document prints, in its own unit."""
+    return printed(header, lambda x: form.format(x["paper"][key]) if key in x["paper"] else None)
+
+
+def shards(study: Study) -> Table:
+    """001: time and peak memory by length and ranks, beside the document's two tables."""
+    found = rows_of(study, SDPA)
+    measured = [x.of("row") for x in (columns.TIME, columns.ROOFLINE, columns.PEAK)]
+    paper = _paper(">Published (s)", "seconds", "{:.3f}"), _paper(">Published (MB)", "mb", "{:.2f}")
+    return columns.table(
+        study,
+        f"{SDPA} of this library by length and ranks, and as published",
+        [*AT, *measured, *paper],
+        _beside(found, "001"),
+        note=f"{_work(found)} Peak memory: of the rank that holds most, with its q, k, v and out. Published: "
+        f"{published('001')['device']}, batch 2, memory without inputs but with projections; by the source 38 to 56 % "
+        "of those outputs are zero.",
+    )
+
+
+def speed_figure(study: Study) -> None:
+    """001: how many times as fast several ranks are as one."""
+    faster = _speed_ups(study, rows_of(study, SDPA))
+    if not faster:
+        return
+    items = [figures.Bar(_at(*key), x.value, x.low, x.high) for key, x in faster.items()]
+    low, high = min(b.value for b in items), max(b.value for b in items)
+    counts = " or ".join(f"{p}" for p in sorted({p for _, p in faster}))
+    caption = f"{counts} ranks are {number(low)} to {number(high)} times as fast as one; {counts} would be perfect."
+    said = "; ".join(f"{b.label} {number(b.value)}×" for b in items)
+    data = columns.table(
+        study, "Data: speed-up",
+        [Column("Shape", lambda x: _at(*x[0])), Column(">Over one rank", lambda x: times(x[1]))], [*faster.items()],
+    )  # fmt: skip
+    fig = figures.ratios(items, xlabel="Times as fast as one rank")
+    figures.show(fig, "scaling-speed", caption, f"{caption} {said}.", data, stamp=study.stamp)
+
+
+KINDS = {SDPA: "the ring on torch's SDPA kernel", CORRECT: "the ring on the eager kernel",
+         HILBERT: "another pattern, along a Hilbert curve", "dense_sdpa": "dense attention: every key"}  # fmt: skip
+
+
+def names(study: Study) -> Table:
+    """001: the document's systems where all were measured, and dense attention."""
+    by_system = {system: rows_of(study, system) for system in KINDS}
+    n = max((n for n, _ in by_system[CORRECT]), default=0)
+    lines = [{"system": system, "row": row, "base": by_system[SDPA].get(key) if system != SDPA else None}
+             for system, found in by_system.items() for key, row in found.items() if key[0] == n]  # fmt: skip
+    system = Column("System", lambda x: Cell(KINDS[x["system"]], "" if x["system"] == "dense_sdpa" else x["system"]))
+    of_row = [x.of("row") for x in (columns.RANKS, columns.TIME, columns.ROOFLINE, columns.PEAK)]
+    return columns.table(
+        study,
+        f"The systems of the document at {n:,} tokens, all run by this library",
+        [system, *of_row, ratio(study, "row", "base", ">Over the first")],
+        sorted(lines, key=lambda x: columns.ranks(x["row"])),
+        note="Over the first: times as long as the ring on torch's kernel on as many ranks. The two rings compute one "
+        "function.",
+    )
+
+
+def _scores_line(study: Study) -> str:
+    known = {key: row for key, row in rows_of(study, HYBRID).items() if peak_bytes(row)}
+    if not known:
+        return "**Standard attention**: no row to set beside it."
+    row = known[max(known)]
+    return (
+        f"**Standard attention that forms its scores** would hold {size(_scores(row.point))} of them at "
+        f"{row.point.seq_len:,} tokens; neither torch's own kernel nor this library forms any."
+    )
+
+
+def _scores(point) -> int:
+    """Bytes of the (b, h, n, n) scores in a point's dtype."""
+    return point.batch * point.heads * point.seq_len**2 * getattr(torch, point.dtype).itemsize
+
+
+def lengths(study: Study) -> Table:
+    """004: time and tokens per second by length and ranks, beside the document's."""
+    found = rows_of(study, HYBRID)
+    lines = [x for x in _beside(found, "004", ranks=2) if x["paper"] or timed(x["row"])]
+    measured = [x.of("row") for x in (columns.TIME, columns.ROOFLINE, columns.RATE)]
+    return columns.table(
+        study,
+        f"{HYBRID} of this library by length and ranks, and as published",
+        [*AT, *measured, _paper(">Published tokens/s", "tokens_per_s")],
+        lines,
+        note=f"{_work(found)} Published: {published('004')['device']}, the first two lengths with batch 2.",
+    )
+
+
+def memory_figure(study: Study) -> None:
+    """004: peak of a rank over length, with what the document prints and what scores would take."""
+    lines = _beside(rows_of(study, HYBRID), "004", ranks=2)
+    known = [x for x in lines if peak_bytes(x["row"])]
+    if not known:
+        return
+    series = {_on(p): [(x["tokens"], peak_bytes(x["row"]) / 2**20, None, None) for x in known if x["ranks"] == p]
+              for p in sorted({x["ranks"] for x in known})[:3]}  # fmt: skip
+    printed_at = {x["tokens"]: x["paper"]["mb"] * MB for x in lines if x["paper"]}
+    scores_at = {x["tokens"]: _scores(x["row"].point) for x in known}
+    for name, at in (("published, 2 GPUs", printed_at), ("fp32 scores", scores_at)):
+        series[name] = [(n, held / 2**20, None, None) for n, held in at.items()]
+    last = max(known, key=lambda x: (x["tokens"], -x["ranks"]))
+    caption = (
+        f"At {_at(last['tokens'], last['ranks'])} a rank holds {size(peak_bytes(last['row']))}; the scores of standard "
+        f"attention would take {size(_scores(last['row'].point))}."
+    )
+    said = "; ".join(f"{name} {number(xs[-1][1])} MiB at {xs[-1][0]:,} tokens" for name, xs in series.items())
+    data = columns.table(
+        study, "Data: memory of a rank",
+        [*AT, *(x.of("row") for x in (columns.PEAK, columns.PER_TOKEN)), _paper(">Published (MB)", "mb"),
+         _paper(">Published KB per token", "kb_per_token")], lines,
+        note="Published KB per token: the first two rows are divided by twice their tokens, as their batch was 2.",
+    )  # fmt: skip
+    colors = [figures.BLUE, figures.ORANGE, figures.GREEN][: len(series) - 2] + [figures.RED, figures.GREY]
+    how = {"xlabel": "Tokens", "ylabel": "Peak memory of a rank (MiB)", "dashed": ["fp32 scores"]}
+    fig = curves.lines(series, colors=colors, **how)
+    figures.show(fig, "hybrid-memory", caption, f"{caption} {said}.", data, stamp=study.stamp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 003: three schemes for one function
+
+PLAN, RING, GATHER = "plan", "ring", "all-gather"
+SCHEMES = {PLAN: "ringlab", RING: ROBUST, GATHER: V2_COLLECTIVE}
+
+
+def _by_scheme(study: Study) -> list[dict]:
+    """For each length, number of ranks and mask the rows of the schemes, by name; the most ranks last."""
+    found: dict[tuple, dict] = {}
+    for causal in (False, True):
+        for name, system in SCHEMES.items():
+            for (n, p), row in rows_of(study, system, causal=causal).items():
+                found.setdefault((p, n, causal), {"tokens": n, "ranks": p, "causal": causal})[name] = row
+    return [line for _, line in sorted(found.items())]
+
+
+def _shared(lines: list[dict], value) -> list[dict]:
+    """The lines of several ranks in which every scheme has this value."""
+    return [x for x in lines if x["ranks"] > 1 and all(value(x.get(name)) for name in SCHEMES)]
+
+
+def _each(line: dict, value) -> dict[str, int]:
+    """The bytes of each scheme of a line; those that have as many share a name."""
+    found: dict[int, list[str]] = {}
+    for name in SCHEMES:
+        found.setdefault(value(line[name]), []).append(name)
+    return {" and ".join(names): count for count, names in found.items()}
+
+
+def _schemes_lines(study: Study) -> list[str]:
+    lines = _by_scheme(study)
+    several = [x for x in _shared(lines, lambda row: peak_bytes(row) and sent_bytes(row)) if not x["causal"]]
+    if several:
+        last = several[-1]
+        each = [_each(last, value).items() for value in (sent_bytes, peak_bytes)]
+        sent, held = (", ".join(f"{size(x)} by {name}" for name, x in found) for found in each)
+        pairs = [(x.get(name), x.get(PLAN)) for x in lines if x["ranks"] > 1 for name in (RING, GATHER)]
+        told = [r.significantly_slower or r.significantly_faster for a, b in pairs if (r := study.ratio(a, b))]
+        found = [
+            f"**A rank sends {sent}**, at {_at(last['tokens'], last['ranks'])}. All compute one function; the plan "
+            "sends only the rows that a query of another rank sees.",
+            f"**A rank holds {held}** there; its q, k, v and out alone are {size(columns.floor_bytes(last[PLAN]))}. In "
+            f"time, {sum(told)} of {len(told)} differences from the plan are beyond noise.",
+        ]
+    else:
+        found = ["**Several ranks**: not measured."]
+    alone = [(x, r) for x in lines if x["ranks"] == 1 and (r := study.ratio(x.get(RING), x.get(GATHER)))]
+    if not alone:
+        return [*found, "**One device**: not measured."]
+    x, faster = alone[-1]
+    cell, memory = times(faster), peak_bytes(x[RING]) / peak_bytes(x[GATHER])
+    return [
+        *found,
+        f"**On one device ring and all-gather are one call under two names**: {cell.text} the time "
+        f"({cell.sub.replace(';', ',')}) and {memory:.2f}× the memory at {x['tokens']:,} tokens. The published factors "
+        "compare two functions.",
+    ]
+
+
+MASKED = Column(">Tokens", lambda x: Cell(f"{x['tokens']:,}", "causal" if x["causal"] else ""))
+
+
+def one_device(study: Study) -> Table:
+    """003: one rank, where no ring code runs, beside the document's times and memory."""
+    paper = {(4096, x["causal"]): x for x in published("003")["times"]}  # all of one length
+    memory = {(x["seq_len"], False): x for x in published("003")["memory"]}
+    lines = [x | {"paper": paper.get(key, {}) | memory.get(key, {})} for x in _by_scheme(study)
+             if x["ranks"] == 1 and (key := (x["tokens"], x["causal"]))]  # fmt: skip
+    return columns.table(
+        study,
+        "One device: the all-gather (V2Collective) and the ring (V2Robust) are one call",
+        [MASKED, columns.TIME.of(GATHER), ratio(study, RING, GATHER, ">Ring over all-gather"),
+         columns.ROOFLINE.of(GATHER), columns.PEAK.of(GATHER), _paper(">Published, all-gather (ms)", "collective_ms"),
+         _paper(">Published, ring (ms)", "robust_ms"), _paper(">Published, all-gather (MB)", "collective_mb"),
+         _paper(">Published, ring (MB)", "robust_mb")],
+        lines,
+        note=f"{_work(rows_of(study, V2_COLLECTIVE))} By the originals' sources the published columns are two "
+        "functions: attention over the heads of each position, and dense attention, whose megabytes are those of two "
+        "n × n score matrices.",
+    )  # fmt: skip
+
+
+def schemes(study: Study) -> Table:
+    """003: time and peak memory of each scheme on several ranks."""
+    lines = [x for x in _by_scheme(study) if x["ranks"] > 1]
+    over = [ratio(study, name, PLAN, f">{name.capitalize()} over plan") for name in (RING, GATHER)]
+    peaks = [columns.PEAK.of(name, f">Peak memory, {name}") for name in SCHEMES]
+    return columns.table(
+        study,
+        "Several ranks: time of the plan, times of the others over its, and peak memory of a rank",
+        [MASKED, AT[1], columns.TIME.of(PLAN, ">Plan (ms)"), *over, columns.ROOFLINE.of(PLAN), *peaks],
+        lines,
+        note=f"{_work({i: x[PLAN] for i, x in enumerate(lines) if PLAN in x})} Not causal but where marked. Ranks "
+        "communicate through gloo on one machine, so that times say nothing of a network.",
+    )
+
+
+def bytes_figure(study: Study) -> None:
+    """003: bytes that the busiest rank sends, by scheme and shape."""
+    lines = _shared(_by_scheme(study), sent_bytes)
+    if not lines:
+        return
+
+    def shape(line: dict) -> str:
+        return _at(line["tokens"], line["ranks"]) + (", causal" if line["causal"] else "")
+
+    items = [figures.Bar(f"{shape(line)}: {name}", sent / 2**20, color=figures.BLUE if PLAN in name else figures.GREY)
+             for line in lines for name, sent in _each(line, sent_bytes).items()]  # fmt: skip
+    less = [max(sent_bytes(x[name]) for name in SCHEMES) / sent_bytes(x[PLAN]) for x in lines]
+    caption = f"The plan sends {number(min(less))} to {number(max(less))} times less than the others."
+    said = "; ".join(f"{b.label} {number(b.value)} MiB" for b in items)
+    fig = figures.bars(items, xlabel="Sent by a rank in one call (MiB)", fmt=number)
+    figures.show(fig, "comparison-bytes", caption, f"{caption} {said}.", stamp=study.stamp)
+
+
+HEADS, HEAD_DIM, BYTES = 32, 128, 2
+LADDERS = ((2**17, 8), (2**20, 8), (2**20, 64), (2**22, 64), (2**24, 64), (2**24, 512))
+
+
+def volumes(study: Study) -> Table:
+    """003: bytes of K and V that the busiest rank receives under LongNet's ladder, computed for long sequences."""
+
+    def received(header: str, way: str) -> Column:
+        return Column(header, lambda moved: size(getattr(moved, way) * 2 * HEADS * HEAD_DIM * BYTES))
+
+    return columns.table(
+        study,
+        "Computed: K and V that a rank receives, by length, ranks and scheme",
+        [Column(">Tokens", lambda x: x.seq_len), Column(">Ranks", lambda x: x.ranks),
+         received(">Plan", "plan"), received(">Segment gather (LongNet)", "segment_gather"),
+         received(">World gather (torchscale)", "world_gather"), received(">Ring or all-gather", "ring")],
+        [ladder_rows(*each) for each in LADDERS],
+        note=f"One forward call, {HEADS} heads of {HEAD_DIM}, fp16, not causal. Segments of 2,048, 4,096 ... up to "
+        "the sequence, at rates 1, 2 ... The bytes of the plan are checked against the library's own plan.",
+    )  # fmt: skip
