@@ -277,7 +277,7 @@ def _profiles(given) -> None:
 def _measure(given) -> int | None:
     from ringlab import measure
     from ringlab.measure import suites
-    from ringlab.report.plan import plan
+    from ringlab.report.places import plan
 
     check_choice("suite", given.suite, ("all", *suites.SUITES))
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]

@@ -17,7 +17,7 @@ import pytest
 from reporting import CPU, NOTEBOOK, figure, notebook, run_in_this_process, two_points, write_two_rows
 from ringlab import cli, measure
 from ringlab.measure import provenance, timing
-from ringlab.report import driver, execute, index, pages, places, render
+from ringlab.report import driver, execute, index, places, render
 from started import gone
 
 
@@ -27,7 +27,7 @@ def place(tmp_path, monkeypatch):
     write_two_rows(tmp_path / "reports")
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])
     monkeypatch.setattr(execute, "execute", run_in_this_process)
-    monkeypatch.setattr(pages, "_utc", lambda _: "2026-01-01T00:00:00Z")
+    monkeypatch.setattr(driver, "_utc", lambda _: "2026-01-01T00:00:00Z")
     monkeypatch.setattr(provenance, "code_hash", lambda *_: "this code")
     return tmp_path / "reports"
 

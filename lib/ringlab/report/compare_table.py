@@ -29,7 +29,6 @@ def sections(found: Comparison, pairs: Sequence[Pair] | None = None) -> list[Tab
     """Where the rows come from, the ``pairs`` (default: all), what is left out and why, and what it comes to."""
     first, second = found.first.name, found.second.name
     shown = found.pairs if pairs is None else pairs
-    rehearsal = "rehearsal" if found.first.study.rehearsal else ""
     abouts = found.first.about(), found.second.about()
     parts = [Table("Where the rows come from", ["", first, second], [[k, *(a[k] for a in abouts)] for k in abouts[0]])]
     if shown:
@@ -37,7 +36,7 @@ def sections(found: Comparison, pairs: Sequence[Pair] | None = None) -> list[Tab
         columns += [f"{second if pairs is None else first} is", ">Peak", ">Sent", "Group", "Point"]
         caption = f"Times of {first} and {second}; peak memory and bytes sent of {first} over those of {second}"
         rows = [_row(found, pair, turned=pairs is None) for pair in shown]
-        parts.append(Table(caption, columns, rows, stamp=rehearsal))
+        parts.append(Table(caption, columns, rows))
     if found.excluded:
         rows = [[pair.reason, pair.first.group, name_of(pair.first)] for pair in found.excluded]
         parts.append(Table(f"{len(rows)} rows whose times are in no mean", ["Why", "Group", "Point"], rows))
@@ -136,7 +135,7 @@ def aligned(table: Table) -> str:
     def line(row):
         return "  ".join(t.rjust(w) if r else t.ljust(w) for t, w, r in zip(row, widths, right)).rstrip()
 
-    return "\n".join([table.title, "", *map(line, rows)])
+    return "\n".join([table.caption, "", *map(line, rows)])
 
 
 def text(parts: Iterable[Table | str], markdown: bool = False) -> str:

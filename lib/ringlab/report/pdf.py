@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import hardware
-from .places import ReportError, UsageError, reports_folder
-from .plan import REHEARSAL
+from .places import REHEARSAL, ReportError, UsageError, reports_folder
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL = "install one (Debian, Fedora: apt or dnf install chromium) or name it: CHROMIUM=/path/to/chrome"
