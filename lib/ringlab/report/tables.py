@@ -61,7 +61,7 @@ def cell(value) -> Cell:
 class Table:
     """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
 
-    ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for each row, as suits rows of words.
+    ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for each row, as suits words.
 
     >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
     **Times**
