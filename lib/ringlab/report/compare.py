@@ -10,9 +10,9 @@ Holm's step-down over all rows. As in a report, no factor counts that the same w
 from __future__ import annotations
 
 import csv
-import json
 import math
 import random
+import re
 import subprocess
 import tempfile
 from collections import Counter
@@ -84,7 +84,11 @@ def read_side(text: str, reports: Path) -> Side:
     rows as they were committed. Raises UsageError, one line, where there are none or another version wrote them.
     """
     data = _committed(text, reports) if ":" in text else _found(text, reports)
-    _refuse_other_schemas(text, data)
+    if other := sorted({int(n) for n in re.findall(rb'"schema": (\d+)', data)} - {measure.SCHEMA}):
+        raise UsageError(
+            f"{text}: rows of schema {', '.join(map(str, other))}, this version of ringlab reads schema "
+            f"{measure.SCHEMA}; compare runs of one version"
+        )
     with tempfile.TemporaryDirectory() as folder:  # the store reads a folder; a committed file lies in none
         path = Path(folder) / NAME
         path.write_bytes(data)
@@ -125,20 +129,6 @@ def _committed(text: str, reports: Path) -> bytes:
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
         raise UsageError(f"no rows of {text!r}: {said[0].removeprefix('fatal: ')}")
     return done.stdout
-
-
-def _refuse_other_schemas(text: str, data: bytes) -> None:
-    found = set()
-    for line in data.splitlines():
-        try:
-            found.add(json.loads(line)["schema"])
-        except (ValueError, KeyError, TypeError):  # the store says which lines it cannot read
-            continue
-    if other := sorted(map(str, found - {measure.SCHEMA})):
-        raise UsageError(
-            f"{text}: rows of schema {', '.join(other)}, this version of ringlab reads schema {measure.SCHEMA}; "
-            "compare runs of one version"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

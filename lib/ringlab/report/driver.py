@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -79,24 +79,19 @@ def run(
             with locked(folder):
                 pages.begin()
                 if asked.measure:
-                    groups = (suite or _suite(notebooks))(asked.profile, device=asked.device, rehearsal=asked.rehearsal)
-                    _measure(groups, pages.data, asked, remeasure)
+                    how = {"device": asked.device, "rehearsal": asked.rehearsal}
+                    groups = (suite or _suite(notebooks))(asked.profile, **how)
+                    measure.run(groups, pages.data, progress=True, profile=asked.profile, force=remeasure, **how)
                 written = pages.write(force)
         except BaseException:  # Ctrl-C too: the index says at once what is unfinished
             with suppress(OSError):
                 index.write_index(reports)
             raise
         return written + index.write_index(reports)
-    except OSError as error:  # a full disk, a folder that may not be written; earlier pages are still whole
-        raise ReportError(f"cannot use {error.filename or folder}: {error.strerror or error}") from error
-
-
-def _measure(groups, data: Path, asked: Plan, force: bool) -> None:
-    try:
-        how = {"profile": asked.profile, "device": asked.device, "rehearsal": asked.rehearsal, "force": force}
-        measure.run(groups, data, progress=True, **how)
     except measure.Busy as error:
         raise ReportError(str(error)) from None
+    except OSError as error:  # a full disk, a folder that may not be written; earlier pages are still whole
+        raise ReportError(f"cannot use {error.filename or folder}: {error.strerror or error}") from error
 
 
 def _suite(notebooks: Sequence[Path]) -> Callable:
@@ -110,12 +105,6 @@ def _suite(notebooks: Sequence[Path]) -> Callable:
         return [g for suite in wanted for g in suites.SUITES[suite](profile, **how)]
 
     return groups
-
-
-def own(name: str, study: Study) -> Study:
-    """The rows that a report is about."""
-    suite = REPORTS[name][1] if name in REPORTS else ""
-    return study.of(suite) if suite else study
 
 
 def headline(name: str, study: Study) -> str:
@@ -224,7 +213,8 @@ class Pages:
             note(f"see {failed_page}")
             raise
         failed_page.unlink(missing_ok=True)
-        rows = own(source.stem, study)
+        _, suite = REPORTS.get(source.stem, ("", ""))
+        rows = study.of(suite) if suite else study  # that the report is about
         entry = {"name": source.stem, "title": render.title_of(notebook), "headline": headline(source.stem, rows)}
         return entry | {"points": len(rows.results), "unquoted": len(rows.failed())}, written
 
@@ -234,7 +224,7 @@ class Pages:
         The state of git is no part of it: a page says of which commit it was made, and stays true at the next.
         """
         package = Path(__file__).resolve().parents[1]
-        versions = [f"{p} {_version(p)}" for p in MAKERS]
+        versions = [f"{p} {version(p)}" for p in MAKERS]
         code = provenance.code_hash(package.rglob("*.py"), package)
         said = [self.asked.folder, study.origin, torch.__version__, sys.version, *versions, code, self.given]
         digest = hashlib.sha256(json.dumps(said).encode())
@@ -247,13 +237,6 @@ class Pages:
         """sha256 of each file that is there, so that one edited or removed by hand is written again."""
         paths = {name: self.folder / name for name in names}
         return {n: hashlib.sha256(p.read_bytes()).hexdigest()[:16] for n, p in paths.items() if p.is_file()}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _about(study: Study, started: float) -> dict:

@@ -32,32 +32,19 @@ def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
     write(folder / "data" / "manifest.json", json.dumps(body | {"complete": complete}, indent=1) + "\n")
 
 
-class BadManifest(ValueError):
-    """A manifest that is there and says nothing."""
-
-
-def load_manifest(folder: Path) -> dict:
-    """The manifest of a profile's folder, empty if there is none. Raises BadManifest for one that cannot be read."""
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a profile's folder, empty if there is none; one that cannot be read is empty too, and noted."""
     path = folder / "data" / "manifest.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(report["name"], str) for report in found.get("reports", [])):
+            raise ValueError("no list of reports with names")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise BadManifest(f"{path} cannot be read: {error}") from error
-    reports = found.get("reports", []) if isinstance(found, dict) else None
-    named = isinstance(reports, list) and all(isinstance(r, dict) and isinstance(r.get("name"), str) for r in reports)
-    if not named:
-        raise BadManifest(f"{path} cannot be read: no list of reports with names")
-    return found
-
-
-def read_manifest(folder: Path) -> dict:
-    """The manifest of a profile's folder, empty if there is none that can be read."""
-    try:
-        return load_manifest(folder)
-    except BadManifest:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        note(f"{path} cannot be read: {error}")
         return {}
+    return found
 
 
 def short_commit(about: dict) -> str:
@@ -91,16 +78,13 @@ def write_index(reports: Path) -> list[Path]:
 
 def _section(folder: Path) -> dict:
     """What the index says of one profile's folder; links are (text, path below reports/) of files that are there."""
-    manifest, state = {}, ""
-    try:
-        manifest = load_manifest(folder)
-        if not manifest:
-            state = "measured, no report yet"
-        elif not manifest.get("complete"):
-            state = "unfinished: run it again to complete it"
-    except BadManifest as error:
-        note(str(error))
+    manifest, state = read_manifest(folder), ""
+    if not manifest and (folder / "data" / "manifest.json").exists():
         state = "its manifest.json cannot be read: run it again to write a new one"
+    elif not manifest:
+        state = "measured, no report yet"
+    elif not manifest.get("complete"):
+        state = "unfinished: run it again to complete it"
     measured = str(manifest.get("measured") or "")[:16].replace("T", " ")
     facts = [str(manifest.get("device") or ""), f"measured {measured} UTC" if measured else ""]
     facts += [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"] if manifest.get("commit") else []
