@@ -187,9 +187,12 @@ def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_ru
             raise execute.NotebookFailed("bad.ipynb: no luck", execute.read(source), 1)
         return run_in_this_process(source, *rest, **more)
 
+    screen = {"title": "a CPU", "lines": ["It **was** fast."], "figures": [], "html": "", "markdown": ""}
+    index.write_manifest(place / "cpu", {"reports": [], "first_screen": screen}, complete=True)
     monkeypatch.setattr(execute, "execute", fails)
     with pytest.raises(places.ReportError, match="^bad.ipynb: no luck$"):
         report(place, bad, good)
+    assert "It <strong>was</strong> fast." in (place / "index.html").read_text(), "the earlier first screen stays"
     assert (place / "cpu" / "good.html").is_file() and (place / "cpu" / "bad.failed.html").is_file()
     monkeypatch.setattr(execute, "execute", run_in_this_process)
     report(place, bad, good)

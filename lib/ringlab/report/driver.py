@@ -163,7 +163,8 @@ class Pages:
         known = {r["name"]: r for r in self.before.get("reports", ())}
         entries = {n.stem: known[n.stem] for n in self.notebooks if n.stem in known}
         shown = self.before.get("files", {})
-        about, files, failures = _about(study, started) | {"files": shown}, [], []
+        kept = {name: self.before[name] for name in ("files", "first_screen") if name in self.before}
+        about, files, failures = kept | _about(study, started), [], []
         for source in self.notebooks:
             # The pages are current only with a digest, which the manifest of a run that was stopped does not have.
             index.write_manifest(self.folder, about | {"reports": [*entries.values()]}, complete=False)
@@ -203,10 +204,7 @@ class Pages:
                 source, self.folder / "tmp" / source.name, self.given,
                 cwd=self.folder.parent, cell_timeout_s=self.cell_timeout_s,
             )  # fmt: skip
-            try:
-                written = render.render(notebook, page, self.folder)
-            except render.MissingAlt as missing:
-                raise execute.NotebookFailed(f"{source.name}: {missing}", notebook, 0) from missing
+            written = render.render(notebook, page, self.folder)
         except execute.NotebookFailed as failure:
             page = replace(page, name=failed_page.stem, failure=str(failure))
             render.render(failure.notebook, page, self.folder, formats=("html",))

@@ -17,16 +17,13 @@ from nbconvert import HTMLExporter, MarkdownExporter
 from traitlets.config import Config
 
 from . import theme
-from .places import ReportError, own_jupyter
+from .execute import NotebookFailed
+from .places import own_jupyter
 from .tables import PAGE_HTML
 
 TEMPLATES = Path(__file__).parent / "templates"
 HIDDEN_TAGS = {"parameters", "injected-parameters", "papermill-error-cell-tag"}
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
-
-
-class MissingAlt(ReportError):
-    """A page shows an image that cannot be read aloud."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,14 @@ class Page:
 def render(notebook: nbformat.NotebookNode, page: Page, folder: Path, *, formats=("html", "md")) -> list[Path]:
     """Write ``<name>.html`` and ``<name>.md`` with ``figures/`` into ``folder``; earlier files are replaced whole.
 
-    Returns the paths written, those of the pages first. Raises MissingAlt for an image without alt text.
+    Returns the paths written, those of the pages first. Raises NotebookFailed for an image without alt text.
     """
     notebook = deepcopy(notebook)
     for i, cell in enumerate(notebook.cells):
         nameless = [output for output in cell.get("outputs", ()) if _nameless(output)]
         if nameless and not page.failure:
-            raise MissingAlt(f"cell {i} shows an image without alt text; use ringlab.report.figures.show")
+            why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
+            raise NotebookFailed(f"{page.name}.ipynb: {why}", notebook, i)
         for output in nameless:
             cell.outputs.remove(output)
     if page.stamp:
