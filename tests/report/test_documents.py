@@ -16,7 +16,6 @@ from ringlab.report.ring import rows as ring_rows
 from ringlab.report.ring import scaling
 from ringlab.report.session import document as session
 from ringlab.report.session import rows as session_rows
-from ringlab.report.session import sparsity
 
 
 def text(cell) -> str:
@@ -236,12 +235,12 @@ def test_what_the_same_work_differs_by_is_no_difference():
     twin = max((r for r in made("000") if r.option("twin")), key=lambda r: r.median)
     calm, uneven = page("000"), page("000", lambda r: longer(r, 1.5) if r is twin else r)
     assert calm.noise_floor < 1.05 and uneven.noise_floor == pytest.approx(1.5, rel=0.05) and len(uneven.twins) == 5
-    assert "differ by up to 1." in single.reading(uneven).markdown
+    assert "differed by up to 1." in single.reading(uneven).markdown
     for one, tells in ((calm, True), (uneven, False)):
         copying, ours = (one.rows(system=s, pattern=suites.LADDER.to_dict())[0] for s in ("copying", "ringlab"))
         factor = one.ratio(copying, ours)
         assert factor.value == pytest.approx(1.1, rel=0.02) and factor.significantly_slower is tells
-        assert ("not told apart" in cells.times(factor).sub) is not tells
+        assert ("within noise" in cells.times(factor).sub) is not tells
     assert not {r.option("twin") for r in calm.rows()} - {None} and len(calm.results) == len(calm.rows()) + 5
 
 
@@ -256,7 +255,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     refused = next(line for line in lines if "needs a CUDA device" in line)
     assert all(name in refused for name in ("cudnn", "flash_attn_2", "flash_attn_3", "xformers", "efficient"))
     assert refused.count("needs a CUDA device") == 1
-    assert "2 unstable points" in said and "Original (no optimizations), fp16, 8,192 tokens, fwd" in said
+    assert "2 times are unstable" in said and "Original (no optimizations), fp16, 8,192 tokens, fwd" in said
     assert "unstable" in single.implementations(about).markdown
     failed = single.failures(about)
     assert len(failed.rows) == 7 and all(row[3] == "needs a CUDA device, this is cpu" for row in failed.rows)
@@ -335,7 +334,7 @@ def test_a_row_of_no_suite_is_of_every_report():
 def test_the_cache_and_the_pool_are_shown_by_what_they_may_hold():
     kept = shown("002").table("The pattern cache where 24 patterns")
     assert [line[1] for line in kept.rows] == ["keeps nothing", "0.25 MiB", "1 MiB", "64 MiB", "64 MiB"]
-    assert [line[5] for line in kept.rows] == ["0 %", *["88.0 %"] * 4]
+    assert [line[2] for line in kept.rows] == ["0 %", *["88.0 %"] * 4]
     pool = shown("002").table("Scratch")
     assert [line[:2] for line in pool.rows] == [[f"{mb} MiB", n] for mb in (1, 4, 16, 64) for n in (1, 2)]
     assert {line[5] for line in pool.rows} == {"7 of 8"} and "takes at most 1 buffer from a pool" in pool.note
@@ -346,10 +345,10 @@ def test_blocks_chosen_by_content_stand_beside_the_patterns():
     assert line[:3] == ["by content", "blocks of 64: the best 5 by content", "7.81 %"] and line[3].text
 
 
-def test_times_stand_beside_errors_and_bounds():
+def test_times_stand_beside_rooflines():
     for t in shown("002").tables:
         columns = " ".join(t.columns)
-        assert "Time (ms)" not in columns or ("Error" in columns and "ower bound" in columns), t.caption
+        assert "Time (ms)" not in columns or "Roofline" in columns or "published" in t.caption, t.caption
 
 
 def test_rows_without_operator_calls_are_shown():
@@ -375,31 +374,24 @@ def test_the_share_of_dense_is_by_density_and_pass():
     dense = session_rows.one(found, suites.EFFICIENCY, "dense_sdpa")
     row = session_rows.one(found, suites.EFFICIENCY, passes="fwd+bwd")
     density = patterns.from_dict(row.point.pattern).density(row.point.seq_len)
-    ratio = sparsity.over_share(found, row)
+    ratio = session.over_share(found, row)
     assert ratio.value == pytest.approx(row.median / (3.5 * density * dense.median), rel=0.02)
     note, gpu_note = session.efficiency(found).note, session.efficiency(gpu).note
     assert "taken as 3.5" in note and "taken as 3.5" not in gpu_note and "results=False" not in gpu_note
     fresh = page("002", slower(2, lambda r: dict(r.point.options) == suites.FRESH))
-    about = "`Execution(results=False)`) they cost page faults: without these the call is 2.00× as fast"
+    about = "`Execution(results=False)`) they cost page faults: reuse makes the call 2.00× as fast"
     assert about in session.efficiency(fresh).note
 
-    def against(factor):
-        ours = page("002", slower(factor, lambda r: r.group == suites.EFFICIENCY and r.point.system == "ringlab"))
-        return [line[5] for line in session.efficiency(ours).rows if line[5]]
 
-    assert [(c.text, c.sub) for c in against(0.5)] == [(x, "met") for x in ("1.2×", "1.35×", "1.5×", "1.4×", "1.2×")]
-    assert {c.sub for c in against(3)} == {"missed"}
-
-
-def test_every_row_that_a_verdict_rests_on_stands_in_a_table():
-    lines = [line for line in session.lengths(page("002")).rows if line[0] == 8192]
-    assert [line[1] for line in lines] == ["This library", "Original", "Optimized"]
+def test_every_row_that_a_verdict_rests_on_stands_in_the_data_of_the_figure():
+    lines = [line for line in shown("002").table("Data: time over length").rows if line[1] == 8192]
+    assert [line[0].text for line in lines] == ["This library", "Row by row", "Batched"]
 
 
 def test_a_refused_kernel_says_why():
     why = "no C++ compiler"
     found = shown("002", lambda r: replace(r, status="unsupported", reason=why) if system("flex")(r) else r)
-    assert {line[6].text for line in found.table("tenth").rows if line[6]} == {"unsupported"}
+    assert {line[7].text for line in found.table("tenth").rows if line[7]} == {"unsupported"}
     assert why in found.text and "FlexAttention, blocks of 128" in found.text
 
 

@@ -20,7 +20,7 @@ from ringlab.report.landscape import document, field
 
 NAME = "landscape"
 ENTRIES = {e.name: e for e in field.FIELD}
-SPEEDS = {"BigBird": 2.2, "Local and global": 1.3, "LongNet": 2.0, "FlexAttention": 1.6}  # times by its pairs
+SPEEDS = {"BigBird": 2.2, "Local and global": 1.3, "LongNet from 256": 2.0, "FlexAttention": 1.6}  # times by its pairs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # packages of others: small stand-ins under their names, whose attention is this library's or a wrong one
@@ -244,22 +244,22 @@ def order(change=None, *names: str, n: int = 8192) -> list[tuple[int, str]]:
 
 
 def test_the_ranking_follows_the_rows():
-    names = ["Sliding window", "Local and global", "LongNet", "FlexAttention", "BigBird"]
+    names = ["Sliding window", "Local and global", "LongNet from 256", "FlexAttention", "BigBird"]
     assert order() == list(enumerate(names, 1))
     assert order(slower(10, of("Sliding window")))[-1] == (5, "Sliding window")
     assert order(n=4096)[-1] == (5, "Dense SDPA") and "Dense SDPA" not in dict(map(reversed, order()))
     tied = order(as_fast())
-    assert tied[:3] == [(1, "Sliding window"), (1, "Local and global"), (3, "LongNet")], "not told apart: one rank"
+    assert tied[:3] == [(1, "Sliding window"), (1, "Local and global"), (3, "LongNet from 256")], "one rank"
 
 
 def test_the_answer_follows_the_rows():
     first = document.answer(page()).lines
     assert len(first) == 5 and first[0].startswith("**Fastest at 8,192 tokens**: Sliding window, **")
-    assert first[0].endswith("it computes 3.9 % of the pairs, another function than dense SDPA.")
+    assert first[0].endswith("It computes 3.9 % of the pairs, another function than dense SDPA.")
     other = document.answer(page(slower(10, of("Sliding window")))).lines
     assert "Fastest at 8,192 tokens**: Local and global" in other[0]
     tied = document.answer(page(as_fast())).lines[0]
-    assert "not told apart from Local and global" in tied
+    assert "within noise of Local and global" in tied
     assert re.search(r"\*\*A visible pair\*\* costs .* what it costs in dense SDPA, at 4,096 tokens", first[1])
     assert document.answer(page(lambda r: replace(r, status="crashed", reason="gone"))).lines[0].endswith("was timed.")
 
@@ -272,9 +272,9 @@ def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
     line = next(r for r in found.table("Without a rank").rows if r[0] == "BigBird")
     assert line[1].text == "wrong" and "out is off by 1.3e+00, allowed 5.0e-06" in line[2]
     drawn = [label for labels in found.labels for label in labels]
-    assert "BigBird" not in drawn and drawn.count("Sliding window") == 2
-    assert [r[2] for r in found.table("Over length").rows].count("BigBird") == 0
-    assert [r[2] for r in shown().table("Over length").rows].count("BigBird") == 3
+    assert "BigBird" not in drawn and drawn.count("Sliding window") == 1
+    assert [r[0] for r in found.table("Data: time").rows].count("BigBird") == 0
+    assert [r[0] for r in shown().table("Data: time").rows].count("BigBird") == 3
 
 
 def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
@@ -285,9 +285,9 @@ def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
     found = shown(change, peer)
     why = next(r for r in found.table("Without a rank").rows if r[0] == "torchscale")[2]
     assert why.startswith("output right, gradients wrong: dq is off by 1.3e+00")
-    assert "by its source it takes no gradient" in why
+    assert "according to its source code it takes no gradient" in why
     line = next(r for r in found.table("Packages").rows if r[0].text == "torchscale")
-    assert line[0].sub == "9.1" and line[3] == 8192 and line[4].text != "incorrect" and line[6] is not None
+    assert line[0].sub == "9.1" and line[2] == 8192 and line[3].text != "incorrect" and line[5] is not None
 
     def one_length(r):
         return wrong("BigBird")(r) if r.point.seq_len == 1024 else r
@@ -320,16 +320,8 @@ def test_density_and_cost_of_a_pair_are_counted():
     assert (ladder.segment_lengths, ladder.dilation_rates) == ((256, 1024, 4096), (1, 4, 16))
 
 
-def test_memory_that_is_not_seen_inside_is_not_drawn():
-    found = shown()
-    memory, time = found.labels
-    assert "FlexAttention" in time and "FlexAttention" not in memory and memory[-1] == "q, k, v and out"
-    flex = next(r for r in found.table("Ranked").rows if r[1].text == "FlexAttention")
-    assert flex[6].text == "not seen inside"
-
-
 def test_a_rehearsal_is_stamped_and_a_page_without_rows_stands():
     rehearsed = study_of([replace(r, rehearsal=True) for r in made()], "gtx1080", True, NAME)
-    assert "rehearsal" in Shown(document, rehearsed, SHOWN).text.lower()
+    assert {*Shown(document, rehearsed, SHOWN).stamps} == {"rehearsal"}
     found = Shown(document, study_of([], suite=NAME), SHOWN)
     assert "none, no system that passed its checks was timed" in found.text and not found.labels

@@ -77,10 +77,10 @@ def peaks(before, after) -> Cell | None:
 
 
 def times(ratio) -> Cell | None:
-    """A ratio with its interval; what the run cannot tell from the same work, spreads or was not paired says so."""
+    """A ratio with its interval; one within the noise of the run, unstable or not paired says so."""
     if ratio is None:
         return None
-    doubts = [] if ratio.significantly_slower or ratio.significantly_faster else ["; not told apart"]
+    doubts = [] if ratio.significantly_slower or ratio.significantly_faster else ["; within noise"]
     doubts += ["; unstable"] if ratio.unstable else []
     doubts += [] if ratio.paired else ["; unpaired"]
     return Cell(f"{number(ratio.value)}×", f"{number(ratio.low)} to {number(ratio.high)}{''.join(doubts)}")

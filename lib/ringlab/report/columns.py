@@ -27,7 +27,7 @@ class Column:
 
     def of(self, name: str, header: str) -> Column:
         """The same quantity of one of the rows of a line."""
-        return Column(header, lambda line: self.show(line.get(name)))
+        return Column(header, lambda line: None if line.get(name) is None else self.show(line[name]))
 
 
 def table(study: Study, caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:

@@ -22,10 +22,11 @@ def lines(
     colors: Sequence[str] = (BLUE, ORANGE, GREEN, PURPLE),
     dashed: Sequence[str] = (),
     limit: float | None = None,
+    limit_label: str = "",
 ):
     """One line per name over (x, y, low, high), both axes logarithmic base 2 and 10, labelled at the line's end.
 
-    ``limit``: where a vertical line stands.
+    ``limit``: where a vertical line stands, with its label.
 
     Raises ValueError for more lines than ``colors`` and markers tell apart.
     """
@@ -36,6 +37,8 @@ def lines(
         _draw(ax, series, list(zip(colors, MARKERS)), dashed)
         if limit:
             ax.axvline(limit, color=RED, lw=1.5, ls=":")
+            ax.annotate(limit_label, (limit, 0.02), (-3, 0), xycoords=("data", "axes fraction"), rotation=90,
+                        textcoords="offset points", ha="right", va="bottom", color=RED, fontsize=9)  # fmt: skip
         ax.set_xlabel(xlabel)
         ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
         return fig

@@ -40,24 +40,20 @@ def limits(study: Study, *more: str) -> Text:
     for (why, word, shape), names in _by_reason(study).items():
         lines.append(f"{'; '.join(names)} ({shape}): {word}, {why.rstrip('.')}.")
     if others := taken_by_others(study):
-        lines.append(f"How fast this machine is when left alone: other processes used up to {others:g} of its cores.")
+        lines.append(f"How fast this machine is when quiet: other processes used up to {others:g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
-        lines.append(f"Whether {len(unbound)} times are possible at all: no lower bound is known for them.")
+        lines.append(f"Whether {len(unbound)} times are possible: their roofline is not known.")
     if study.pace:
         lines.append(
-            f"Times of different groups of points to better than {number(100 * study.pace, 1)} %: by so much (one "
-            "standard deviation) did the same call differ between them, as this machine's pace does. It is in the "
-            "intervals of times; ratios of rows that took turns do not have it."
+            f"The machine's speed drifted by about {number(100 * study.pace, 1)} % between parts of the run. Intervals "
+            "of times include it; speed-ups of calls that took turns are not affected by it."
         )
     count, agreed = study.repeats
     if count > agreed:
-        lines.append(
-            f"Whether {count - agreed} of {count} times, which an earlier run of this code measured too, are what they "
-            "were: their intervals do not meet, and they are marked unstable."
-        )
+        lines.append(f"{count - agreed} of {count} times do not agree with an earlier run; they are marked unstable.")
     unstable = [point_name(r) for r in study.good if r.unstable]
     if unstable:
-        lines.append(f"Small differences of the {len(unstable)} unstable points, as of {_some(unstable)}.")
+        lines.append(f"{len(unstable)} times are unstable, as {_some(unstable)}.")
     return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
 
 
@@ -106,9 +102,9 @@ def failures(study: Study) -> Table | Text:
     """Every point that is not quoted, with the reason."""
     failed = study.failed()
     if not failed:
-        return study.text("Every point passed its check.")
+        return study.text("Every row passed its check.")
     return study.table(
-        f"{len(failed)} of {len(study.results)} points are not quoted",
+        f"{len(failed)} of {len(study.results)} rows are not shown",
         ["System", "Shape", "Status", "Reason"],
         [
             [label(r), _shape(r.point), Cell(status(r), kind="bad"), reason(r)]

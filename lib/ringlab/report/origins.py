@@ -37,7 +37,8 @@ def provenance(study: Study) -> Table:
         rows.append(["Left out", f"{study.left_out} rows of another engine, machine or device"])
     rows.append(["Samples of one point, least to most", _samples(study)])
     rows.append(["Inputs", "normal, from a generator seeded by the point's own hash"])
-    return study.table("Where these rows come from", ["What", "Value"], [r for r in rows if r[1] is not None])
+    known = [r for r in rows if r[1] is not None]
+    return study.table("Where these rows come from", ["What", "Value"], known, folded=True)
 
 
 def _spent(study: Study) -> str | None:

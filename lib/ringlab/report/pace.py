@@ -56,6 +56,21 @@ def earlier(results: Iterable, kept: Iterable) -> list:
     return [r for r in results if counts(r)]
 
 
+def turns(kept: Iterable, before: Iterable) -> float:
+    """Standard deviation, from run to run, of the logarithm of a ratio of calls that took turns; 0.0 if not known.
+
+    Two runs of a group differ by the machine's pace, which is the same for all its calls, and each call by a rest. The
+    rests tell how far the ratio of two calls is from that of another run.
+    """
+    earliest = {(r.group, r.point.id): r for r in before}
+    groups: dict[str, list[float]] = {}
+    for r in kept:
+        if (again := earliest.get((r.group, r.point.id))) is not None and r.median and not objection(r):
+            groups.setdefault(r.group, []).append(math.log(r.median / again.median))
+    rests = [abs(x - median(found)) for found in groups.values() if len(found) >= FEWEST for x in found]
+    return median(rests) / MIDDLE if len(rests) >= FEWEST else 0.0
+
+
 def reproduced(kept: Sequence, before: Sequence, between: float) -> dict[tuple[str, str], bool]:
     """For each (group, point) that was measured ``before``, whether its interval meets all of the earlier ones.
 
@@ -76,11 +91,13 @@ def widened(results: Sequence, between: float) -> list:
     return [replace(r, ci=_wider(r.median, r.ci, NORMAL * between)) if r.median and r.ci else r for r in results]
 
 
-def apart(ratio, between: float):
-    """A ratio of rows that took no turns, its interval widened by ``between`` on both sides."""
-    if ratio.paired or not between:
+def apart(ratio, between: float, turns: float = 0.0):
+    """A ratio whose interval also holds what two runs differ by: ``turns`` of rows that took turns, else ``between`` on
+    both sides."""
+    by = turns if ratio.paired else math.sqrt(2) * between
+    if not by:
         return ratio
-    low, high = _wider(ratio.value, ratio.ci, NORMAL * math.sqrt(2) * between)
+    low, high = _wider(ratio.value, ratio.ci, NORMAL * by)
     return replace(ratio, low=low, high=high)
 
 

@@ -71,7 +71,7 @@ def chosen_switches(study: Study, dtype: str) -> tuple[dict, list[str]]:
             said.append(f"{NAMES[name]}: no pair of rows passed, so the default")
             continue
         _, one, _, off, on, ratio = min(found, key=lambda x: x[3].point.dtype != dtype)
-        word = "not told apart, so the default"
+        word = "within noise, so the default"
         if ratio.significantly_slower or ratio.significantly_faster:
             word = "faster" if ratio.significantly_slower else "slower"
             if not study.rehearsal:

@@ -12,7 +12,7 @@ from .rung_rows import data
 from .study import Study
 from .tables import Cell, Table, number
 
-FILE = "tuned.json"  # beside the rows; cli_tune writes it
+FILE = "tuned.json"  # beside the rows; `python -m ringlab tune` writes it
 WAYS = {
     "pointers": "pointers", "descriptors": "tensor descriptors", "specialized": "descriptors, warps that read",
     "gluon": "Gluon, a program for each tile", "persistent": "Gluon, programs that stay",

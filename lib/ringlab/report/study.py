@@ -13,7 +13,7 @@ import torch
 
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
-from .pace import apart, earlier, reproduced, spread, widened
+from .pace import apart, earlier, reproduced, spread, turns, widened
 from .places import EXPECTED_PREFIX, REHEARSAL, data_folder
 from .tables import Table, Text
 from .trust import judged, objection
@@ -50,7 +50,8 @@ def settle(everything: Sequence) -> dict:
     pace = spread([*kept, *before])
     again = reproduced(kept, before, pace)
     kept = [replace(r, unstable=True) if again.get((r.group, r.point.id)) is False else r for r in kept]
-    return {"results": kept, "left_out": len(newest) - len(kept), "pace": pace, "again": again}
+    return {"results": kept, "left_out": len(newest) - len(kept), "pace": pace, "turns": turns(kept, before),
+            "again": again}  # fmt: skip
 
 
 def newest_origin(results: Sequence) -> list:
@@ -73,6 +74,7 @@ class Study:
     left_out: int = 0  # rows of another machine, device or engine in the same folder
     suite: str = ""  # the suite of points that these rows answer; empty: all that lie there
     pace: float = 0.0  # how far the machine's pace varied from group to group, in the intervals of all times already
+    turns: float = 0.0  # how far a ratio of calls that took turns is from that of an earlier run
     again: dict[tuple[str, str], bool] = field(default_factory=dict)  # (group, point) -> agreed with an earlier run
 
     def __post_init__(self):
@@ -164,7 +166,7 @@ class Study:
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
-            found = replace(apart(measure.ratio(slow, fast), self.pace), noise_floor=self.noise_floor)
+            found = replace(apart(measure.ratio(slow, fast), self.pace, self.turns), noise_floor=self.noise_floor)
             self._ratios[key] = slow, fast, found  # the rows too, or other rows could get their ids
         return self._ratios[key][2]
 

@@ -131,17 +131,23 @@ class Table:
 
 @dataclass
 class Text:
-    """Running text with ``code`` and **strong** marks; ``kind`` names a box of the page's style."""
+    """Running text with ``code``, **strong** and *emphasised* marks; ``kind`` names a box of the page's style.
+
+    With a ``summary`` it is folded under it.
+    """
 
     lines: Sequence[str]
     kind: str = ""
     bullets: bool = False
+    summary: str = ""
 
     @property
     def html(self) -> str:
         tag = "li" if self.bullets else "p"
         body = "".join(f"<{tag}>{inline_html(x)}</{tag}>" for x in self.lines)
         body = f"<ul>{body}</ul>" if self.bullets else body
+        if self.summary:
+            return f'<details><summary class="text">{escape(self.summary)}</summary>{body}</details>'
         return f'<div class="{escape(self.kind)}">{body}</div>' if self.kind else body
 
     @property
@@ -190,13 +196,14 @@ def breakable(text: str) -> str:
 
 
 def inline_html(text: str) -> str:
-    """The two inline marks that ``Text`` and notes use, as HTML.
+    """The inline marks that ``Text`` and notes use, as HTML.
 
     >>> inline_html("**3.1x** by `a<b`")
     '<strong>3.1x</strong> by <code>a&lt;b</code>'
     """
     text = escape(text, quote=False)
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
+    text = re.sub(r"\*([A-Za-z][^*]*?)\*", r"<em>\1</em>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
 
 

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from ...measure import peers as packages
-from .. import findings
+from .. import columns, curves, figures, findings
 from .. import study as studies
-from ..cells import PEAK, bound, error, held, ms, peak, times
+from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures
 from ..origins import provenance
 from ..reading import reading
 from ..ring import rows as shared
 from ..rows import SHORT
 from ..session.rows import percent
-from ..study import Study
+from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number
+from ..theme import INK
 from ..trust import objection, reason, status
 from . import field
-from .drawn import memory_figure, time_figure
-from .field import FIELD, INSIDE, RIGHT, UNRANKED, pair_cost, verdict
+from .field import FIELD, RIGHT, UNRANKED, pair_cost, verdict
 
 __all__ = [
-    "answer", "checks", "failures", "limits", "memory_figure", "open_study", "over_length", "peers", "provenance",
-    "ranking", "reading", "time_figure", "unranked",
+    "answer", "checks", "failures", "limits", "open_study", "peers", "provenance", "ranking", "reading", "time_figure",
+    "unranked",
 ]  # fmt: skip
+COLORS = dict(zip((e.name for e in FIELD), (
+    figures.GREY, figures.BLUE, figures.ORANGE, figures.GREEN, figures.PURPLE, figures.RED, INK, INK, INK,
+)))  # fmt: skip
 
 
 def open_study(profile: str = "auto", data: str = "") -> Study:
@@ -45,13 +48,11 @@ def _fastest_line(study: Study) -> str:
     entry, row = first[0][1:]
     low, high = (number(x * 1e3) for x in row.ci)
     share = field.density(row.point)
-    other = "" if share == 1 else f"; it computes {percent(share, 2)} of the pairs, another function than dense SDPA"
+    other = "" if share == 1 else f" It computes {percent(share, 2)} of the pairs, another function than dense SDPA."
     equal = [e.name for rank, e, _ in first[1:] if rank == 1]
-    tied = f", not told apart from {', '.join(equal)}" if equal else ""
-    return (
-        f"**Fastest at {ns[-1]:,} tokens**: {entry.name}, **{number(row.median * 1e3)} ms** ({low} to {high}){tied}"
-        f"{other}."
-    )
+    tied = f", within noise of {', '.join(equal)}" if equal else ""
+    time = f"**{number(row.median * 1e3)} ms** ({low} to {high})"
+    return f"**Fastest at {ns[-1]:,} tokens**: {entry.name}, {time}{tied}.{other}"
 
 
 def _pair_line(study: Study) -> str:
@@ -70,49 +71,41 @@ def _pair_line(study: Study) -> str:
 def _wrong_line(study: Study) -> str:
     words = {e.name: verdict(study, e).word for e in FIELD}
     named = {word: [name for name, own in words.items() if own == word] for word in UNRANKED}
-    said = [f"{word}: {', '.join(names)}" for word, names in named.items() if names]
+    said = "; ".join(f"{word}: {', '.join(names)}" for word, names in named.items() if names)
     right = sum(word == RIGHT for word in words.values())
-    rest = f"Without a rank, {'; '.join(said)}." if said else "All are ranked."
-    return f"**Right** by the oracle of their own function: {right} of {len(words)} systems. {rest}"
+    here = right + len(named["wrong"])
+    return f"**Right**: {right} of the {here} systems that are here{f'. Not ranked: {said}' if said else ''}."
 
 
-def _memory(row) -> Cell | None:
-    """Peak memory; of a system that is not seen inside, that of the process alone."""
-    if row is None or row.point.system not in INSIDE:
-        return peak(row)
-    more = held(row)
-    return Cell("not seen inside", f"{more[0]} {more[1]:.2f}" if more else "", kind="none")
-
-
-def _pair_ns(row) -> str | None:
-    found = field.per_pair(row)
-    return None if found is None else number(found * 1e9)
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def ranking(study: Study) -> Table:
     """The right systems at the longest length, the fastest first."""
     ns = field.lengths(study)
     found = field.standing(study, ns[-1]) if ns else []
-    lines = [
-        [rank, Cell(e.name, "a package of others" if e.peer else ""), ms(r), percent(field.density(r.point)), bound(r),
-         _pair_ns(r), _memory(r), error(r), e.states]
-        for rank, e, r in found
-    ]  # fmt: skip
-    beside = [(n, r) for n in ns if (r := field.dense(study, n)) is not None and field.per_pair(r)]
-    dense = f" Dense SDPA takes {_pair_ns(beside[-1][1])} ns a pair at {beside[-1][0]:,} tokens." if beside else ""
     p = found[0][2].point if found else None
     shape = f", {p.seq_len:,} tokens, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, forward" if p else ""
-    return study.table(
-        f"Ranked by time{shape}",
-        [">Rank", "System", ">Time (ms)", ">Of all pairs", ">Lower bound (ms)", ">Per pair (ns)", PEAK, ">Error",
-         "A query sees"],
-        lines or [["not measured", *[None] * 8]],
+    beside = [r for n in ns if (r := field.dense(study, n)) is not None and field.per_pair(r)]
+    dense = f" Dense SDPA takes {_pair_ns(beside[-1])} ns at {beside[-1].point.seq_len:,} tokens." if beside else ""
+    return table(
+        study, f"Ranked by time{shape}",
+        [Column("System", lambda x: Cell(x["entry"].name, "another package" if x["entry"].peer else "")),
+         Column(">Rank", lambda x: x["rank"]), TIME.of("row", ">Time (ms)"), ROOFLINE.of("row", ">Roofline (ms)"),
+         Column(">Of all pairs", lambda x: percent(field.density(x["row"].point))),
+         Column(">Time per pair (ns)", lambda x: _pair_ns(x["row"])),
+         Column("A query sees", lambda x: Cell(x["entry"].states, str(pattern_of(x["row"].point))))],
+        [{"rank": rank, "entry": e, "row": r} for rank, e, r in found],
         marked=[i for i, (rank, *_) in enumerate(found) if rank == 1],
-        note="Each row is right by the oracle of its own function, and these are different functions: the rank says "
-        "which call is quickest, not which can stand in for which. Rows share a rank where this run does not tell them "
-        "apart. A pair is a query and a key that it sees, counted once; LongNet's branches compute some of them "
-        f"twice.{dense}",
+        note="Each variant is correct for what it claims to compute. They compute different things: the ranking is by "
+        "speed, they are not interchangeable. Rows share a rank where their difference is within noise. Each visible "
+        f"pair is counted once; LongNet's branches compute some twice.{dense}",
     )  # fmt: skip
+
+
+def _pair_ns(row) -> str | None:
+    found = field.per_pair(row)
+    return None if found is None else number(found * 1e9)
 
 
 def unranked(study: Study) -> Table | Text:
@@ -122,79 +115,86 @@ def unranked(study: Study) -> Table | Text:
         return study.text("Every system is here and right.")
     return study.table(
         "Without a rank", ["System", "Verdict", "Why"], [[e.name, v.cell, v.why] for e, v in found],
-        note="Wrong: a result is further from the oracle of the system's own stated function than is allowed, "
-        "forward or in its gradients. Absent: its package is not installed here; the line installs it, and the next "
-        "`make report` measures it.",
+        note="Wrong: a result or a gradient differs from the reference of the system's own function by more than is "
+        "allowed. Absent: the package is not installed; the line installs it, and the next `make report` measures it.",
     )  # fmt: skip
 
 
-def over_length(study: Study) -> Table:
-    """Every length: time, what a pair costs, memory and error, and the ranks that follow."""
-    lines = []
-    for n in field.lengths(study):
-        dense = field.dense(study, n)
-        for rank, e, r in field.standing(study, n):
-            lines.append([n, rank, e.name, ms(r), percent(field.density(r.point)), bound(r),
-                          None if r is dense else times(study.ratio(dense, r)),
-                          None if r is dense else times(pair_cost(study, r)), _memory(r), error(r)])  # fmt: skip
-    return study.table(
-        "Over length",
-        [">Tokens", ">Rank", "System", ">Time (ms)", ">Of all pairs", ">Lower bound (ms)", ">Faster than dense",
-         ">A pair over dense's", PEAK, ">Error"],
-        lines or [["not measured", *[None] * 9]],
-        note="Faster than dense: dense SDPA's time over this one's, at the same length and taking turns; what does not "
-        "compute all pairs is another function. A pair over dense's: 1 where a visible pair costs what it costs in "
-        "dense attention.",
+def time_figure(study: Study) -> None:
+    """Time over length of the systems that have a rank; its data has what every length says beside dense attention."""
+    found = [(n, rank, e, r) for n in field.lengths(study) for rank, e, r in field.standing(study, n)]
+    series: dict[str, list[tuple]] = {}
+    for n, _, e, r in found:
+        series.setdefault(e.name, []).append((n, *(x * 1e3 for x in (r.median, *r.ci))))
+    if not series:
+        return
+    series = {e.name: series[e.name] for e in FIELD if e.name in series}
+    fig = curves.lines(series, xlabel="Tokens", ylabel="Time (ms)", colors=[COLORS[name] for name in series])
+    data = table(
+        study, "Data: time over length",
+        [Column("System", lambda x: x["entry"].name), TOKENS.of("row", ">Tokens"), Column(">Rank", lambda x: x["rank"]),
+         TIME.of("row", ">Time (ms)"), ROOFLINE.of("row", ">Roofline (ms)"),
+         columns.ratio(study, "dense", "row", ">Faster than dense"),
+         Column(">Cost of a pair, dense = 1", lambda x: times(pair_cost(study, x["row"])) if x["dense"] else None)],
+        [{"rank": rank, "entry": e, "row": r, "dense": None if r is (d := field.dense(study, n)) else d}
+         for n, rank, e, r in found],
     )  # fmt: skip
+    caption = "Time over length of the systems that passed their checks; both axes are logarithmic."
+    said = "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in series.items())
+    figures.show(fig, "landscape-time", caption, f"{caption} {said}.", data, stamp=study.stamp)
 
 
 def checks(study: Study) -> Table:
-    """Each system's verdict, and how far it is from the oracle: forward, with gradients, causal where that was run."""
-    ways = {"Error forward": ("fwd", False), "With gradients": ("fwd+bwd", False), "Causal": ("fwd+bwd", True)}
+    """Each system's verdict, and how far it is from the reference: forward, with gradients, causal where it ran."""
+    ways = {"Forward": ("fwd", False), "With gradients": ("fwd+bwd", False), "Causal": ("fwd+bwd", True)}
     done = {(r.point.passes, r.point.causal) for r in study.results}
-    ways = {name: way for name, way in ways.items() if way in done}
-    lines = []
-    for e in FIELD:
-        rows = e.rows(study)
-        found = [_worst([r for r in rows if (r.point.passes, r.point.causal) == way]) for way in ways.values()]
-        lines.append([Cell(e.name, e.version(study)), e.states, verdict(study, e).cell, *found])
-    return study.table(
-        "Each system against the oracle of its own function",
-        ["System", "Says that a query sees", "Verdict", *(f">{name}" for name in ways)],
-        lines,
-        note="The error that comes nearest to what is allowed, or the check that failed, over all lengths forward and "
-        "at the shortest with gradients. The oracle is one float64 softmax for all, by the pattern that each states.",
+
+    def worst(way: tuple[str, bool]):
+        return lambda e: _worst([r for r in e.rows(study) if (r.point.passes, r.point.causal) == way])
+
+    return table(
+        study, "Each system against the float64 reference of its own function",
+        [Column("System", lambda e: Cell(e.name, e.version(study))),
+         Column("Verdict", lambda e: verdict(study, e).cell),
+         *(Column(f">{name}", worst(way)) for name, way in ways.items() if way in done)],
+        FIELD, folded=True,
+        note="The error that is nearest to what is allowed, or the check that failed: over all lengths forward, at the "
+        "shortest with gradients.",
     )  # fmt: skip
 
 
 def _worst(rows: list) -> Cell:
-    """The failed row, else the error that comes nearest to its bound."""
+    """The failed row, else the error that comes nearest to its tolerance."""
     bad = [r for r in rows if objection(r)]
     if wrong := [r for r in bad if status(r) == "incorrect"]:
         return Cell("incorrect", reason(wrong[0]), kind="bad")
-    good = [r for r in rows if not objection(r)]
-    if good:
-        return error(max(good, key=lambda r: max(r.errors[k] / r.tolerance[k] for k in r.errors)))
+    near = max(((e / r.tolerance[k], e) for r in rows if not objection(r) for k, e in r.errors.items()), default=None)
+    if near:
+        return Cell(f"{near[1]:.1e}", f"{100 * near[0]:.0f} % of the tolerance")
     return Cell(status(bad[0]) if bad else "not checked", kind="none")
 
 
-def peers(study: Study) -> Table:
-    """Packages of others beside this library on their own function."""
-    lines = []
-    for e in (e for e in FIELD if e.peer):
-        v, rows = verdict(study, e), [r for r in e.rows(study) if r.median and not objection(r)]
+def peers(study: Study) -> Table | Text:
+    """Packages of others that are installed, beside this library on their own function."""
+
+    def line(entry) -> dict:
+        rows = [r for r in entry.rows(study) if columns.timed(r)]
         row = rows[-1] if rows else None
-        ours = field.same_function(study, e, row.point.seq_len) if row else None
-        lines.append([Cell(e.name, e.version(study)), e.states, v.cell, row.point.seq_len if row else None,
-                      ms(row) if row else None, ms(ours) if ours else None,
-                      times(study.ratio(row, ours)) if row and ours else None, v.why or None])  # fmt: skip
+        ours = field.same_function(study, entry, row.point.seq_len) if row else None
+        return {"entry": entry, "verdict": verdict(study, entry), "row": row, "ours": ours}
+
+    found = [line(e) for e in FIELD if e.peer and verdict(study, e).word not in ("absent", "not measured")]
+    if not found:
+        return study.text("No package of others is installed here.")
     cpu = " On a CPU torch's kernel stands in for the one that a package calls, which needs a GPU." * (
         study.device_type == "cpu")  # fmt: skip
-    return study.table(
-        "Packages of others, and this library on their function",
-        ["Package", "Says that a query sees", "Verdict", ">Tokens", ">Time (ms)", ">Here, the same function (ms)",
-         ">Its time over ours", "Why, or how to install it"],
-        lines,
+    return table(
+        study, "Packages of others, and this library on their function",
+        [Column("Package", lambda x: Cell(x["entry"].name, x["entry"].version(study))),
+         Column("Verdict", lambda x: x["verdict"].cell), TOKENS.of("row", ">Tokens"), TIME.of("row", ">Time (ms)"),
+         TIME.of("ours", ">Here, the same function (ms)"), columns.ratio(study, "row", "ours", ">Its time over ours"),
+         Column("A query sees", lambda x: x["entry"].states)],
+        found,
         note="Here: ringlab.attention, for dense attention torch's SDPA. A package whose output is right and whose "
         f"gradients are wrong shows its forward time, without a rank.{cpu}",
     )  # fmt: skip

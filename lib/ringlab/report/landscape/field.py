@@ -12,7 +12,6 @@ from ..study import Study, best, cost_of
 from ..tables import Cell
 from ..trust import objection, reason, status
 
-INSIDE = ("flex",)  # systems whose tracked memory lacks what they hold inside
 RIGHT = "right"
 UNRANKED = WRONG, ABSENT, REFUSED, UNMEASURED = "wrong", "absent", "refused", "not measured"
 
@@ -60,7 +59,7 @@ FIELD = (
     Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.LANDSCAPE_WINDOW)),
     Entry("BigBird", "neighbours, a global block and a random one", "ringlab", _always(suite.BIGBIRD)),
     Entry("Local and global", "neighbours and global blocks, as Longformer", "ringlab", _always(suite.LOCAL_GLOBAL)),
-    Entry("LongNet", "dilated segments up to the whole sequence, one softmax over all", "ringlab",
+    Entry("LongNet from 256", "dilated segments, one softmax over all", "ringlab",
           suite.landscape_ladder),
     Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
           _always(suite.LOCAL_GLOBAL)),
@@ -95,7 +94,7 @@ def verdict(study: Study, entry: Entry) -> Verdict:
     wrong = sorted((r for r in rows if status(r) == "incorrect"), key=lambda r: r.point.passes)  # forward first
     if wrong:
         where = "output" if wrong[0].point.passes == "fwd" else "output right, gradients wrong"
-        source = f"; by its source it {entry.source}" if entry.source else ""
+        source = f"; according to its source code it {entry.source}" if entry.source else ""
         return Verdict(WRONG, f"{where}: {reason(wrong[0])}{source}")
     timed = entry.rows(study, suite.LANDSCAPE)
     if any(not objection(r) for r in timed):

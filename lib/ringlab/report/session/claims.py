@@ -15,7 +15,6 @@ from ..tables import number, size
 from ..trust import objection
 from ..verdicts import Verdict, by_interval, said, undecided, untestable
 from . import rows
-from .journey import shares
 
 
 def judge(study: Study) -> Iterator[tuple[dict, Verdict]]:
@@ -124,7 +123,7 @@ def original_over_baseline(study: Study, claim: dict) -> Verdict:
 
 
 def pattern_share(study: Study, claim: dict) -> Verdict:
-    found = shares(study)
+    found = rows.shares(study)
     ours = ", ".join(f"{rows.percent(x, 2)} of a first call ({name})" for name, x in found.items()) or None
     if study.rehearsal:
         return untestable(CPU_TIMES, ours)

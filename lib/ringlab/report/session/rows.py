@@ -9,6 +9,7 @@ import torch
 from ... import cost, hardware, patterns
 from ...adaptive import Adaptive
 from ...measure import suites as suite
+from ..columns import timed
 from ..documents import published
 from ..ring.rows import MB
 from ..rows import SHORT
@@ -65,7 +66,7 @@ def saved(ratio) -> Cell | None:
     """The part of the time that the second of two rows saves."""
     if ratio is None:
         return None
-    doubt = "" if ratio.significantly_slower or ratio.significantly_faster else "; not told apart"
+    doubt = "" if ratio.significantly_slower or ratio.significantly_faster else "; within noise"
     if ratio.value < 1:
         value, low, high = (number(1 / x) for x in (ratio.value, ratio.high, ratio.low))
         return Cell(f"none, {value}× as long", f"{low} to {high}{doubt}")
@@ -113,7 +114,8 @@ def density(point) -> float:
     """Visible pairs over all pairs."""
     if point.system == "adaptive":
         return Adaptive(**dict(point.options)).pairs(point.seq_len, point.causal) / point.seq_len**2
-    return patterns.from_dict(point.pattern).density(point.seq_len, point.causal)
+    pattern = patterns.from_dict(point.pattern)
+    return 1.0 if isinstance(pattern, patterns.Dense) else pattern.density(point.seq_len, point.causal)
 
 
 def heads(point) -> str:
@@ -178,3 +180,13 @@ def held(row) -> str | None:
         f"{number(peak_bytes(row) / MB)} MB with {heads(p)} in {SHORT[p.dtype]}, in proportion "
         f"{number(there / MB)} MB with {shape['heads']} in {SHORT[shape['dtype']]}"
     )
+
+
+def shares(study: Study) -> dict[str, float]:
+    """Way -> building its plan, as a part of the time of a first call, which builds and then computes."""
+    found = {}
+    for name in suite.BLOCK_WAYS:
+        cold, call = built(study, name, False), way(study, name)
+        if timed(cold) and timed(call):
+            found[name] = cold.median / (cold.median + call.median)
+    return found
