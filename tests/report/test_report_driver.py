@@ -184,7 +184,7 @@ def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_ru
 
     def fails(source, *rest, **more):
         if source.stem == "bad":
-            raise execute.NotebookFailed("bad.ipynb: no luck", execute.read(source), 1)
+            raise execute.NotebookFailed("bad.ipynb: no luck", execute.read(source))
         return run_in_this_process(source, *rest, **more)
 
     screen = {"title": "a CPU", "lines": ["It **was** fast."], "figures": [], "html": "", "markdown": ""}

@@ -24,11 +24,11 @@ logging.getLogger("papermill").disabled = True  # the driver says what happened,
 
 
 class NotebookFailed(ReportError):
-    """A notebook did not finish; ``notebook`` holds what it got to, ``cell`` where it stopped."""
+    """A notebook did not finish; ``notebook`` holds what it got to."""
 
-    def __init__(self, message: str, notebook: nbformat.NotebookNode, cell: int):
+    def __init__(self, message: str, notebook: nbformat.NotebookNode):
         super().__init__(message)
-        self.notebook, self.cell = notebook, cell
+        self.notebook = notebook
 
 
 def execute(
@@ -63,11 +63,10 @@ def execute(
         except DeadKernelError:
             failure = "killed its kernel (often: out of memory)"
         except RuntimeError as error:  # so says jupyter_client of a kernel that does not come up
-            raise NotebookFailed(f"{source.name}: {_line(error)}", read(source), 0) from error
+            raise NotebookFailed(f"{source.name}: {_line(error)}", read(source)) from error
     notebook = read(partial)
     if failure:
-        stopped = last_started(notebook)
-        raise NotebookFailed(f"{source.name}: {_where(notebook, stopped)} {failure}", notebook, stopped)
+        raise NotebookFailed(f"{source.name}: {_where(notebook)} {failure}", notebook)
     for place in ("input_path", "output_path"):  # where this machine keeps its files
         notebook.metadata.get("papermill", {}).pop(place, None)
     notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -125,16 +124,12 @@ def _literal(path: Path) -> str:
     return str(path).replace("{", "{{").replace("}", "}}")
 
 
-def last_started(notebook: nbformat.NotebookNode) -> int:
-    """Index of the cell that was running: papermill calls every cell completed, but only started ones have a time."""
+def _where(notebook: nbformat.NotebookNode) -> str:
+    """The last cell that ran, as a reader would name it: its number among the code cells, the nearest heading above."""
+    # papermill calls every cell completed, but only those that were started have a time.
     started = [i for i, c in enumerate(notebook.cells) if c.metadata.get("papermill", {}).get("start_time")]
-    return max(started, default=0)
-
-
-def _where(notebook: nbformat.NotebookNode, index: int) -> str:
-    """A cell as a reader would name it: its number among the code cells and the nearest heading above it."""
     added = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
-    cells = [c for c in notebook.cells[: index + 1] if not added & {*c.metadata.get("tags", ())}]
+    cells = [c for c in notebook.cells[: max(started, default=0) + 1] if not added & {*c.metadata.get("tags", ())}]
     lines = [line for c in cells if c.cell_type == "markdown" for line in c.source.splitlines()]
     heading = next((line.lstrip("# ").strip() for line in reversed(lines) if line.startswith("#")), "")
     number = sum(c.cell_type == "code" for c in cells)

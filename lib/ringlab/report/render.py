@@ -49,7 +49,7 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path, *, formats
         nameless = [output for output in cell.get("outputs", ()) if _nameless(output)]
         if nameless and not page.failure:
             why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
-            raise NotebookFailed(f"{page.name}.ipynb: {why}", notebook, i)
+            raise NotebookFailed(f"{page.name}.ipynb: {why}", notebook)
         for output in nameless:
             cell.outputs.remove(output)
     if page.stamp:
