@@ -257,8 +257,11 @@ def way(name: str, **more):
         dict(r.point.options) == {"blocks": name, **more})  # fmt: skip
 
 
-def run_in_this_process(source, target, parameters, **_):
-    """The notebook's cells without a kernel: quicker, and what they show is the same."""
+def run_in_this_process(source, target, parameters, names=None, **_):
+    """The notebook's cells without a kernel: quicker, and what they show is the same.
+
+    ``names``: a dictionary to which what the cells define is added.
+    """
     nb = nbformat.read(source, as_version=4)
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     for cell in (c for c in nb.cells if c.cell_type == "code"):
@@ -270,6 +273,8 @@ def run_in_this_process(source, target, parameters, **_):
         cell.outputs = [nbformat.v4.new_output("display_data", data=d, metadata=m) for d, m in shown]
         if "parameters" in cell.metadata.get("tags", ()):
             shell.push(parameters)
+    if names is not None:
+        names.update(shell.user_ns)
     InteractiveShell.clear_instance()
     atexit.unregister(shell.atexit_operations)  # a quarter of a second each
     return nb

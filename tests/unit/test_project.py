@@ -306,7 +306,10 @@ def test_tracked_files_hold_no_path_of_a_machine():
     assert not wrong, f"a path of somebody's machine in {wrong[:10]}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+NOTEBOOKS = [*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "notebooks" / "tutorials").glob("*.ipynb")]
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS), ids=lambda path: path.stem)
 def test_notebook_is_committed_clean(path):
     notebook = json.loads(path.read_text())
     kernel = notebook["metadata"]["kernelspec"]

@@ -1,0 +1,93 @@
+"""The tutorials run from top to bottom, and what they tell is so."""
+
+import re
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import nbformat
+import pytest
+from reporting import page, run_in_this_process
+from ringlab.measure import session, timing
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "tutorials"
+TUTORIALS = sorted(FOLDER.glob("*.ipynb"))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a tutorial with parameters where Jupyter would, and return the names that it defines."""
+    plt.close("all")
+    monkeypatch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
+    monkeypatch.setattr(session.Session, "probe", lambda *_: {})  # rows need no roofline here
+    monkeypatch.chdir(FOLDER)
+
+    def run(name: str, **parameters) -> dict:
+        names = {}
+        run_in_this_process(FOLDER / f"{name}.ipynb", None, parameters, names=names)
+        return names
+
+    yield run
+    plt.close("all")
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_asks_first_and_uses_public_names(path):
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    asked = [i for i, cell in enumerate(cells) if "**Predict" in cell.source]
+    assert len(asked) >= 4 and all(cells[i + 1].cell_type == "code" for i in asked), "a number follows each question"
+    box = re.search(r'<div class="alert alert-info">.*</div>', text, re.S)
+    assert re.findall(r"^\d\. \*\*", box[0], re.M) == ["1. **", "2. **"], "two exercises"
+    assert not re.findall(r"(?<![\w.])_[a-z]\w*|\._[a-z]\w*", code), "private names"
+    linked = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert [name for name in linked if not (FOLDER / name).exists()] == []
+
+
+def test_which_attention(run):
+    told = run("01-which-attention", short=256)
+    assert max(told["errors"].values()) < told["allowed"] and len(plt.get_fignums()) == 1
+    costs = told["costs"]
+    dense, sparse = costs.loc["dense"], costs.drop("dense")
+    assert (sparse["roofline (ms)"] < 0.5 * dense["roofline (ms)"]).all()
+    assert (abs(sparse["peak memory (MiB)"] / dense["peak memory (MiB)"] - 1) < 0.1).all(), "equal memory"
+    most = [longest["fwd"] for longest in told["longest"].values()]
+    assert max(most) < 1.1 * min(most), "a sparse pattern buys no length"
+    assert told["advice"].fits
+
+
+def test_measure_it_yourself(run):
+    told = run("02-measure-it-yourself", seq_len=256)
+    assert told["first"].errors["out"] < told["first"].tolerance["out"] and len(told["first"].seconds) >= 10
+    assert told["noise_floor"] >= 1 and told["low"] < told["first"].median < told["high"], "of the last interval"
+    few, many = (told["false_speedups"](count, times=300) for count in (3, 30))
+    assert few > many, "more samples show fewer false differences"
+    assert {r.point.dtype for r in told["results"].values()} == {"float32", "bfloat16"}
+    assert len(told["results"]) == 6 and "dense, twice the length" in told["lines"]
+
+
+def test_ranks(run):
+    told = run("03-ranks", seq_len=1024)
+    assert max(told["differences"].values()) < 1e-5
+    counted = told["counted"]
+    inside, across = counted["dilated, inside a shard"], counted["dilated, across shards"]
+    assert inside["plan"] == inside["ring"] == 0 and across["ring"] == counted["dense"]["ring"] > 0
+    assert 8 * across["plan"] == across["ring"], "a row in eight"
+    assert counted["window"]["ring"] == "–"
+    sent = told["rows"]
+    assert sent["plan"]["sent (MiB)"] < 0.01 * sent["all_gather"]["sent (MiB)"]
+
+
+def test_read_a_report(run, tmp_path):
+    page("002", profile="gtx1080", rehearsal=True).frame().to_csv(tmp_path / "summary.csv")
+    told = run("04-read-a-report", data=str(tmp_path), seq_len=256)
+    assert len(told["rows"]) == 30 and told["good"].not_quoted_because.isna().all()
+    assert told["growth"]["dense"] == pytest.approx(2, abs=0.3), "dense attention grows as n²"
+    assert "The same work differed by up to" in told["compared"].stdout, told["compared"].stderr
+    assert told["found"].bound_s == pytest.approx(1.177, abs=0.001), "what the page of claims says too"
+    assert 225 < told["keys"] < 235
+
+
+def test_without_a_report_it_says_what_to_do(run, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no report of 'cpu' here: run `make report`, or set `data`"):
+        run("04-read-a-report", data=str(tmp_path))
