@@ -110,8 +110,8 @@ class Study:
         if not self.rehearsal:
             return ""
         return (
-            f"No {self.profile.title} was at hand: small timings from {self.device}, with the policies and computed "
-            f"figures of {self.profile.title}. No time here says how fast that device is."
+            f"No {self.profile.title} was here. The times on this page were measured on {self.device}, at shorter "
+            "lengths, and do not say how fast that GPU is. Only what is called computed is about it."
         )
 
     @property
