@@ -16,7 +16,7 @@ from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
-from ringlab.report import curves, figures, ledger, optimization, tables
+from ringlab.report import claims_code, curves, figures, optimization, tables
 from ringlab.report.documents import DOCUMENTS, published
 from ringlab.report.ring import comparison, hybrid, scaling
 from ringlab.report.session import document as session
@@ -231,7 +231,7 @@ def shown(number: str, change=None, profile: str = "cpu", rehearsal: bool = Fals
 
 def words(study: Study, number: str) -> dict[str, str]:
     """The verdict on each claim of a document by these rows."""
-    return {claim["key"]: ledger.verdict(study, number, claim).word for claim in published(number)["claims"]}
+    return {claim["key"]: claims_code.verdict(study, number, claim).word for claim in published(number)["claims"]}
 
 
 def on_ranks(result: Result, ranks: int, gain: float, **options) -> Result:

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from ringlab.measure import stats
-from ringlab.report import claims, reuse
+from ringlab.report import reuse
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,5 +14,4 @@ def quick():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "RESAMPLES", 200)
         patch.setattr(reuse, "lent", lent)
-        patch.setattr(claims, "lent", lent)
         yield

@@ -1,248 +1,360 @@
-"""The claims of a document, each judged by a function of the rows; ``verdicts`` says what the words mean."""
+"""Claims of the five published documents: what is known about each, and the one rule that gives the verdict.
+
+A claim is a table in ``published/*.toml``. It names the rows that test it (``[claims.rows]``), or a function of
+``claims_code``. Either gives a ``Finding``, and ``judge`` turns the finding into one of the words in ``WORDS``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-import torch
-
+from .. import hardware
 from ..measure import Ratio
-from . import rows as r
-from .computed import two_cards as two_cards_fit
-from .reuse import largest_share, lent, pool_rows, threshold
+from .columns import peak_bytes, per_token, sent_bytes, timed
+from .documents import BETWEEN, DOCUMENTS, published
 from .study import Study, best
-from .switches import switch_pairs, with_others
-from .tables import number, size
-from .trust import objection
-from .verdicts import WORDS, Verdict, by_interval, said, undecided, untestable
+from .tables import Cell, number
 
-__all__ = ["TESTS", "WORDS", "Verdict", "by_interval", "judge"]
-PASCAL = (6, 1)
-CPU_TIMES = "these are a CPU's times; only the device itself decides it"
-
-
-def judge(study: Study, claims: list[dict]) -> Iterator[tuple[dict, Verdict]]:
-    """(claim, verdict) in the document's order; raises KeyError for a claim whose test does not exist."""
-    for claim in claims:
-        yield claim, TESTS[claim["test"]](study, claim)
-
-
-def _here(study: Study) -> bool:
-    """The rows come from the hardware that the claim is about."""
-    return study.profile.capability == PASCAL and not study.rehearsal
-
-
-def _effect(study: Study, test: Callable, low: str = "float16"):
-    ours = [x for x in r.document_rows(study) if test(x)]
-    slow, fast = (best([x for x in ours if x.point.dtype == d]) for d in (low, "float32"))
-    return study.ratio(slow, fast)
+# word: (class of its style, the word for several claims, meaning)
+WORDS = {
+    "impossible as printed": ("bad", "are impossible as printed", "Below what the stated work or tensors need."),
+    "contradicts itself": (
+        "odd",
+        "contradict themselves",
+        "Printed figures disagree, or one factor changes two things.",
+    ),
+    "does not hold": ("bad", "do not hold", "A property that an implementation which passes its checks does not have."),
+    "holds": ("good", "hold", "Tested here at every length and number of ranks that was measured."),
+    "holds (upper limit)": (
+        "good",
+        "hold as an upper limit",
+        "A one-sided limit is met; the exact figure is not tested.",
+    ),
+    "not reproduced here": ("untestable", "are not reproduced here", "A time or size of other code or another device."),
+    "untested": ("untestable", "are untested", "No row decides it, or the difference is within noise."),
+}
+NO_PAIR = "a pair of rows that passed"
+SAME = ("system", "seq_len", "dtype", "batch", "heads", "kv_heads", "head_dim", "passes", "causal", "world_size")
+UNITS = {"% saved": lambda x: 100 * (1 - 1 / x), "% faster": lambda x: 100 * (x - 1)}  # of a ratio; others as they are
 
 
-def dtype_confounded(study: Study, claim: dict) -> Verdict:
-    """The two rows that the factor divides differ in dtype and in every optimisation."""
-    first, second = r.published()["rows"][:2]
-    dtype, optimised = _effect(study, r.is_plain), _optimised(study)
-    ours = "; ".join(
-        x
-        for x in (
-            f"fp32 alone {said(dtype)}" if dtype else "",
-            f"optimizations alone {said(optimised)}" if optimised else "",
-        )
-        if x
-    )
-    if first["dtype"] != second["dtype"] and first["optimised"] != second["optimised"]:
-        factor = first["ms"] / second["ms"]
-        return Verdict(
-            "confounded",
-            ours or None,
-            f"{first['ms']} / {second['ms']} = {factor:.2f} changes dtype and optimizations at once",
-        )
-    return by_interval(dtype, claim["low"], claim["high"], "fp32 over fp16")
+@dataclass(frozen=True)
+class Verdict:
+    """A word of ``WORDS``, what was measured here, and why.
+
+    ``apart`` is the factor between two printed figures that disagree, or between a printed figure and its limit.
+    """
+
+    word: str
+    ours: str | None
+    why: str
+    apart: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        return WORDS[self.word][0]
 
 
-def _optimised(study: Study):
-    ours = [x for x in r.document_rows(study) if x.point.dtype == "float32"]
-    slow, fast = (best([x for x in ours if test(x)]) for test in (r.is_plain, r.is_optimised))
-    return study.ratio(slow, fast)
+@dataclass(frozen=True)
+class Finding:
+    """What is known about a claim, without a verdict.
+
+    Args:
+        values: what was measured, by where ("at 4,096 tokens"). Ratios have intervals, sizes and counts are exact.
+        what: what the values are.
+        ours: what was measured, in words; by default ``what`` and ``values``.
+        holds: the result where it is not a number that lies within the claim's tolerance.
+        why: what a reader should know besides; without values and ``holds``, why nothing is decided.
+        impossible: why the printed figure cannot be.
+        contradiction: how the document's own figures disagree.
+        apart: by which factor they disagree, or the printed figure is impossible.
+        elsewhere: why our rows are not of what the claim is about.
+        missing: what is not measured.
+        timed: the rows are compared by time.
+    """
+
+    values: Mapping[str, Ratio | float] = field(default_factory=dict)
+    what: str = ""
+    ours: str | None = None
+    holds: bool | None = None
+    why: str = ""
+    impossible: str = ""
+    contradiction: str = ""
+    apart: float = 1.0
+    elsewhere: str = ""
+    missing: str = ""
+    timed: bool = False
 
 
-def dtype_alone(study: Study, claim: dict) -> Verdict:
-    ratio = _effect(study, r.is_plain) or _effect(study, r.is_optimised)
-    if not _here(study):
-        return untestable(
-            "it is about Pascal (6.1), where native fp16 runs at 1/64 of fp32; such a card tests it", said(ratio)
-        )
-    return by_interval(ratio, claim["low"], claim["high"], "fp32 over fp16, nothing else changed")
+def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
+    """The verdict on a claim. Arithmetic on the document comes first, then whether our rows are of the same thing.
+
+    A ratio counts only if its interval, widened by the noise floor of the run, lies inside or outside the tolerance.
+    """
+    values, unit = finding.values, claim.get("unit", "×")
+    ours = finding.ours or in_words(values, unit, finding.what)
+    if finding.impossible:
+        return Verdict("impossible as printed", ours, finding.impossible, finding.apart)
+    if finding.contradiction:
+        return Verdict("contradicts itself", ours, _sentence(finding.contradiction, finding.why), finding.apart)
+    if why := _elsewhere(study, claim, finding):
+        return Verdict("not reproduced here" if ours else "untested", ours, _sentence(why, finding.why))
+    if finding.missing or not values and finding.holds is None:
+        missing = finding.missing or ("" if finding.why else NO_PAIR)
+        return Verdict("untested", ours, _sentence(missing and f"not measured: {missing}", finding.why))
+    met, why = (finding.holds, "") if finding.holds is not None else _met(claim, values)
+    if met is None:
+        word = "untested"
+    elif met:
+        word = "holds (upper limit)" if claim.get("limit") else "holds"
+    else:
+        word = "not reproduced here" if claim.get("theirs") else "does not hold"
+    return Verdict(word, ours, _sentence(why, finding.why))
 
 
-def dtype_first(study: Study, claim: dict) -> Verdict:
-    """What fp32 alone gains beside what every optimisation together gains in fp32."""
-    dtype, others = _effect(study, r.is_plain), _optimised(study)
-    ours = f"fp32 alone {said(dtype)}, optimizations alone {said(others)}" if dtype and others else None
-    if not _here(study):
-        return untestable("it is about Pascal (6.1), where native fp16 runs at 1/64 of fp32", ours)
-    if ours is None:
-        return undecided("either effect alone: no pair of rows that passed")
-    if dtype.low > others.high:
-        return Verdict("reproduced", ours, "fp32 alone gains more")
-    if dtype.high < others.low:
-        return Verdict("refuted", ours, "the optimizations gain more than fp32")
-    return undecided("the intervals of both effects overlap", ours)
+def _elsewhere(study: Study, claim: dict, finding: Finding) -> str:
+    """Why our rows are not of the device that the claim is about."""
+    needs = claim.get("needs", "")
+    if needs in hardware.profiles():
+        about = hardware.get_profile(needs)
+        if study.rehearsal or study.profile.capability != about.capability:
+            return f"it is about GPUs like the {about.title}, compute capability {'.'.join(map(str, about.capability))}"
+    if study.rehearsal and finding.timed:
+        return "these are times of a CPU, not of the GPU"
+    if claim.get("gpus") and study.device_type == "cpu":
+        return "these ranks are processes of a CPU"
+    return finding.elsewhere
 
 
-def switch(study: Study, claim: dict) -> Verdict:
-    """One switch off and on, fp32, all else equal: where the switch has work to do, with the other switches on."""
-    name = claim["switch"]
-    pairs = [x for x in switch_pairs(study) if x[0] == name and x[3].point.dtype == "float32" and x[5]]
-    # A pool has something to lend only where branches are gathered into buffers; a cache keeps plans in either case.
-    pairs.sort(key=lambda x: (x[1]["gather"] != (name == "pool"), not x[5].paired))
-    ratio = pairs[0][5] if pairs else None
-    if study.rehearsal:
-        return untestable(CPU_TIMES, said(ratio))
-    share = largest_share(study) if name == "cache" else None
-    if share is not None and 1 / (1 - share) < claim["low"]:
-        why = f"building takes at most {number(100 * share, 2)} % of a call, so that no cache can save more"
-        return Verdict("refuted", said(ratio), why)
-    where = f" ({with_others(name, pairs[0][1])})" if pairs else ""
-    high = claim.get("high", float("inf"))
-    return by_interval(ratio, claim["low"], high, f"time without the {name} over time with it{where}")
+def _met(claim: dict, values: Mapping[str, Ratio | float]) -> tuple[bool | None, str]:
+    """Whether all values lie within the tolerance, None if noise hides it; and why."""
+    low, high, unit = claim.get("low", -math.inf), claim.get("high", math.inf), claim.get("unit", "×")
+    view = UNITS.get(unit, lambda x: x)
+    outside, unsure = [], []
+    for where, x in values.items():
+        floor = x.noise_floor if isinstance(x, Ratio) else 1.0
+        least, most = (x.low / floor, x.high * floor) if isinstance(x, Ratio) else (x, x)
+        if view(most) < low or view(least) > high:
+            outside.append(where)
+        elif not low <= view(least) <= view(most) <= high:
+            unsure.append(where)
+    asked, one_sided = span(low, high, unit), math.inf in (-low, high)
+    if outside:
+        return False, f"{'not' if one_sided else 'outside'} {asked}{_at(outside, values)}"
+    if unsure:
+        floor = max(values[where].noise_floor for where in unsure)
+        by = f", widened by the noise floor of {number(floor)}×," if floor > 1 else ""
+        edge = f"includes {low:g}" if one_sided else f"reaches over an edge of {asked}"
+        return None, f"within noise: its interval{by} {edge}{_at(unsure, values)}"
+    return True, f"{'' if one_sided else 'within '}{asked}{f' in all {len(values)} cases' if len(values) > 1 else ''}"
 
 
-def best_threshold(study: Study, claim: dict) -> Verdict:
-    """The published threshold against the others that were measured, at the longest length that has them."""
-    swept = [pairs for off, pairs in pool_rows(study) if off.point.batch > 1 and len(pairs) > 1]
-    by_size = {threshold(on.point): on for on, _ in max(swept, key=lambda x: x[0][0].point.seq_len, default=[])}
-    mine = by_size.pop(claim["threshold_mb"], None)
-    gains = {mb: study.ratio(row, mine) for mb, row in sorted(by_size.items())}
-    gains = {mb: x for mb, x in gains.items() if x}
-    if not gains:
-        return undecided("it and another threshold were not both timed in one call")
-    ours = ", ".join(f"{mb:g} MB takes {said(x)} as long" for mb, x in gains.items())
-    if study.rehearsal:
-        return untestable(CPU_TIMES, ours)
-    if any(x.significantly_faster for x in gains.values()):
-        return Verdict("refuted", ours, "another threshold is faster")
-    if all(x.significantly_slower for x in gains.values()):
-        return Verdict("reproduced", ours, "every other threshold measured is slower")
-    return undecided("not every threshold can be told apart from it", ours)
+def _at(some: list[str], values: Mapping) -> str:
+    return f" {some[0]}{f' and {len(some) - 1} more' if len(some) > 1 else ''}" if len(some) < len(values) else ""
 
 
-def pool_by_length(study: Study, claim: dict) -> Verdict:
-    """A pool that lends a buffer at two lengths, against none."""
-    found: dict[int, object] = {}
-    for off, pairs in pool_rows(study):
-        for on, ratio in pairs:
-            if ratio and off.point.batch > 1 and lent(on.point, threshold(on.point)).served:
-                found.setdefault(off.point.seq_len, ratio)
-    if len(found) < 2:
-        ours = said(next(iter(found.values()), None))
-        return undecided("a pool that lends something was timed at fewer than two lengths", ours)
-    short, long = found[min(found)], found[max(found)]
-    ours = f"{said(short)} at {min(found):,}, {said(long)} at {max(found):,} tokens"
-    if study.rehearsal:
-        return untestable(CPU_TIMES, ours)
-    if long.significantly_slower and long.low > short.high:
-        return Verdict("reproduced", ours, "it gains more at the longer length")
-    if long.significantly_faster or long.high < short.low:
-        return Verdict("refuted", ours, "it does not gain more at the longer length")
-    return undecided("the intervals at both lengths overlap", ours)
+def _sentence(*parts: str) -> str:
+    return "; ".join(x for x in parts if x)
 
 
-def xformers(study: Study, claim: dict) -> Verdict:
-    if not _here(study):
-        why = "torch's own efficient kernel is xformers' only path there, so a ratio of 1"
-        return untestable(f"it is about Pascal (6.1); {why}")
-    theirs, own = (
-        [x for x in study.good if r.switches(x.point)["backend"] == name and x.seconds]
-        for name in ("xformers", "efficient")
-    )
-    if not theirs or not own:
-        return undecided("xformers and torch's efficient kernel were not both timed")
-    ratio = study.ratio(own[0], theirs[0])
-    return by_interval(ratio, claim["low"], float("inf"), "torch's efficient kernel over xformers")
+def span(low: float, high: float, unit: str = "×") -> str:
+    """A tolerance in words.
+
+    >>> span(5.0, 10.0, "% faster"), span(1.0, float("inf")), span(-float("inf"), 925, "MB")
+    ('5 to 10 % faster', 'above 1×', 'at most 925 MB')
+    """
+    tail = unit if unit == "×" else f" {unit}" if unit else ""
+    if high == math.inf:
+        return f"above {low:,g}{tail}"
+    return f"at most {high:,g}{tail}" if low == -math.inf else f"{low:,g} to {high:,g}{tail}"
 
 
-def flash_from_turing(study: Study, claim: dict) -> Verdict:
-    if study.profile.capability is None or not (7, 5) <= study.profile.capability < (8, 0) or study.rehearsal:
-        return untestable("only a Turing card (7.5) decides it; the flash kernels themselves ask for 8.0 or newer")
-    rows = [x for x in study.good if "flash" in str(r.switches(x.point).get("backend"))]
-    if rows:
-        return Verdict("reproduced", r.label(rows[0]), "a flash kernel passed its check on this Turing card")
-    asked = [x.status for x in study.results if "flash" in str(r.switches(x.point).get("backend"))]
-    if not asked:
-        return undecided("no flash kernel was asked for by its name")
-    if set(asked) != {"unsupported"}:
-        return undecided("a flash kernel that was not refused failed for another reason")
-    return Verdict("refuted", None, "every flash kernel was refused on this Turing card")
+def in_words(values: Mapping[str, Ratio | float], unit: str = "×", what: str = "") -> str | None:
+    """Measured values with their intervals and where they were measured; of more than three the ends.
+
+    >>> in_words({"at 1,024 tokens": 1.0, "at 2,048 tokens": 1.88}, what="peak on 1 rank over 2")
+    'peak on 1 rank over 2: 1.00× at 1,024 tokens, 1.88× at 2,048 tokens'
+    """
+    shown = list(values.items())
+    if len(shown) > 3:
+        shown = [f(shown, key=lambda x: getattr(x[1], "value", x[1])) for f in (min, max)]
+    joint = " to " if len(shown) < len(values) else ", "
+    said = joint.join(f"{_value(x, unit)} {where}".strip() for where, x in shown)
+    if len(values) > 1 and len(same := {_value(x, unit) for x in values.values()}) == 1:
+        said = f"{same.pop()} in all {len(values)} cases"
+    return f"{what}: {said}" if said and what else said or None
 
 
-def flash_row(study: Study, claim: dict) -> Verdict:
-    if not _here(study):
-        return untestable("it is about Pascal (6.1), for which no flash kernel is built; such a card tests it")
-    ours = r.document_rows(study)
-    for dtype in ("float16", "bfloat16", "float32"):
-        original = best([x for x in ours if r.is_plain(x) and x.point.dtype == dtype])
-        flash = best([x for x in ours if x.point.system.endswith("V2Flash") and x.point.dtype == dtype])
-        if ratio := study.ratio(original, flash):
-            return by_interval(ratio, claim["low"], claim["high"], f"original over V2Flash, both {r.SHORT[dtype]}")
-    return undecided("no V2Flash row passed beside the original in one dtype")
+def _value(x: Ratio | float, unit: str) -> str:
+    view, tail = UNITS.get(unit, lambda x: x), unit if unit == "×" else f" {unit}" if unit else ""
+    if isinstance(x, Ratio):
+        return f"{number(view(x.value))}{tail} ({number(view(x.low))} to {number(view(x.high))})"
+    return f"{number(view(x))}{tail}"
 
 
-def flash_dtype(study: Study, claim: dict) -> Verdict:
-    from ringlab import hardware
-    from ringlab.compat import RingDilatedAttentionV2Flash
-
-    p = r.pattern()
-    device = "cuda" if study.device_type == "cuda" and torch.cuda.is_available() else "cpu"
-    module = RingDilatedAttentionV2Flash(list(p.segment_lengths), list(p.dilation_rates), device=device)
-    chosen, policy = (
-        str(module.dtype).removeprefix("torch."),
-        str(hardware.default_dtype(None if device == "cpu" else study.profile.capability)),
-    )
-    if chosen == "float16" and policy != "torch.float16":
-        return Verdict("reproduced", chosen, f"the policy says {policy.removeprefix('torch.')}")
-    return undecided("the original's class does not run here; the one of its name follows the hardware policy", chosen)
+# ---------------------------------------------------------------------------------------------------------------------
+# rows that a claim names
 
 
-def throughput(study: Study, claim: dict) -> Verdict:
-    """Arithmetic on the printed rows: tokens over time, within the rounding of the printed time."""
-    n = r.published()["shape"]["seq_len"]
-    for row in r.published()["rows"]:
-        low, high = (n / ((row["ms"] + d) / 1e3) for d in (0.005, -0.005))
-        if not low - 1 <= row["tokens_per_s"] <= high + 1:
-            return Verdict("inconsistent as printed", None, f"{n} / {row['ms']} ms is not {row['tokens_per_s']:,}")
-    done, needed = (r.published()["work"][k] for k in ("done_gflop", "needed_gflop"))
-    source = f"by the original's source each call did {done} of the {needed} GFLOP of the stated function"
-    fastest = r.fastest_row(study)
-    ours = f"{number(fastest.tokens_per_s)} tokens/s at best" if fastest else None
-    if not _here(study):
-        return untestable(f"the divisions are right, but the times are a GTX 1080's, and {source}", ours)
-    row = best([x for x in r.document_rows(study) if r.is_optimised(x) and x.point.dtype == "float32"])
-    if row is None or objection(row) or not row.ci:
-        return undecided("the optimised fp32 row did not pass", ours)
-    printed = next(x for x in r.published()["rows"] if x["key"] == "optimised")["ms"] / 1e3
-    found = Ratio(row.median / printed, row.ci[0] / printed, row.ci[1] / printed, len(row.seconds), False)
-    return by_interval(found, claim["low"], claim["high"], f"our time over the printed one, fp32; {source};")
+def by_rows(study: Study, claim: dict) -> Finding:
+    """What the first kind of rows that a claim names comes to over the second, wherever both were measured."""
+    rows = claim["rows"]
+    quantity = rows.get("quantity", "time")
+    values = {where: x for where, pair in pairs(study, rows).items() if (x := over(study, *pair, quantity))}
+    systems = rows["first"].get("system")
+    absent = [s for s in systems if not any(_name(s) in w for w in values)] if isinstance(systems, list) else []
+    missing = " and ".join(map(_name, absent)) if values else ""
+    return Finding(values, rows["what"], missing=missing, why=claim.get("why", ""), timed=quantity == "time")
 
 
-def two_cards(study: Study, claim: dict) -> Verdict:
-    fit = two_cards_fit(claim["tokens"])
-    several = [x for x in study.good if x.point.world_size == 2]
-    ours = f"{size(fit.original_bytes)} needed by the original a card, {size(fit.ours_bytes)} by this library"
-    if several:
-        return Verdict("refuted", ours, "it ran on two ranks")
-    expected = (
-        "the original's buffers exceed a card, this library's fit"
-        if fit.ours_fits and not fit.original_fits
-        else "computed only"
-    )
-    return untestable(f"computed, not run: {expected}; two ranks would test it", ours)
+def pairs(study: Study, rows: dict) -> dict[str, tuple]:
+    """Where -> (first, second): rows that agree in all of ``SAME`` that the claim does not set.
+
+    ``rows["first"]`` and ``rows["second"]`` hold the fields that differ, ``rows`` itself those of both. A list means
+    any of its values. Options must be just those named. By default rows are forward and not causal.
+    """
+    common = {k: v for k, v in rows.items() if k not in ("first", "second", "what", "quantity")}
+    first, second = (select(study, **common | rows[k]) for k in ("first", "second"))
+    same = [name for name in SAME if name not in rows["first"] | rows["second"]]
+    found: dict[str, list[tuple]] = {}
+    for a in sorted(first, key=lambda r: (r.point.seq_len, r.point.world_size)):
+        b = best([r for r in second if all(getattr(a.point, name) == getattr(r.point, name) for name in same)])
+        if b is not None:
+            name = f"for {_name(a.point.system)} " if isinstance(rows["first"].get("system"), list) else ""
+            ranks = f" on {a.point.world_size} ranks" if "world_size" in same and a.point.world_size > 1 else ""
+            found.setdefault(f"{name}at {a.point.seq_len:,} tokens{ranks}", []).append((a, b))
+    return {where: next(x for x in each if x[0] is best([a for a, _ in each])) for where, each in found.items()}
 
 
-TESTS: dict[str, Callable[[Study, dict], Verdict]] = {
-    f.__name__: f
-    for f in (
-        dtype_confounded, dtype_alone, dtype_first, switch, best_threshold, pool_by_length, xformers,
-        flash_from_turing, flash_row, flash_dtype, throughput, two_cards,
-    )
-}  # fmt: skip
+def select(study: Study, **wanted) -> list:
+    """Rows by fields of their points, in which a list means any of its values."""
+    wanted = {"passes": "fwd", "causal": False, "options": {}, **wanted}
+    options = wanted.pop("options")
+    tests = {k: (lambda have, v=v: have in v) if isinstance(v, list) else v for k, v in wanted.items()}
+    return [r for r in study.rows(**tests) if dict(r.point.options) == options]
+
+
+def over(study: Study, first, second, quantity: str = "time") -> Ratio | float | None:
+    """One row over another: a Ratio of times, or a number by bytes; None unless both are known."""
+    if quantity == "time":
+        return study.ratio(first, second) if timed(first) and timed(second) else None
+    a, b = map({"peak": peak_bytes, "per token": per_token, "sent": sent_bytes}[quantity], (first, second))
+    return a / b if a and b else None
+
+
+def _name(system: str) -> str:
+    return system.removeprefix("RingDilatedAttention")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# printed figures of one thing, inside a document and between documents
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one place prints, as a range: one figure has equal ends, "at most" and "at least" an open one."""
+
+    document: str
+    where: str
+    low: float
+    high: float
+
+    def said(self, unit: str) -> str:
+        if self.low == 0:
+            return f"at most {_figure(self.high)}{unit}"
+        if self.high == math.inf:
+            return f"at least {_figure(self.low)}{unit}"
+        low, high = _figure(self.low), _figure(self.high)
+        return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def _figure(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Printed figures of one thing. They contradict each other where two lie further apart than ``within``.
+
+    ``factor`` is false for figures that are no amounts, as versions are.
+    """
+
+    key: str
+    text: str
+    unit: str
+    within: float
+    parts: tuple[Part, ...]
+    factor: bool = True
+
+    @property
+    def apart(self) -> float:
+        """The factor between the two that lie furthest apart; 1 where all ranges meet."""
+        return max(1.0, max(p.low for p in self.parts) / min(p.high for p in self.parts))
+
+    @property
+    def contradict(self) -> bool:
+        return self.apart > self.within
+
+    @property
+    def said(self) -> str:
+        """The figures with their places; those of one document without its number."""
+        one = len({p.document for p in self.parts}) == 1
+        return ", ".join(f"{p.said(self.unit)} ({p.where if one else f'{p.document}, {p.where}'})" for p in self.parts)
+
+
+def compared() -> Iterator[Compared]:
+    """All printed figures that are compared, by document, those between documents last."""
+    for name in (*DOCUMENTS, BETWEEN):
+        for x in published(name).get("contradictions", ()):
+            parts = tuple(_part(p, p.get("document", name)) for p in x["parts"])
+            yield Compared(f"{name} {x['key']}", x["text"], x["unit"], x["within"], parts, x.get("factor", True))
+
+
+def _part(part: dict, document: str) -> Part:
+    under = _product(document, part.get("over", ()))
+    low = _product(document, part["value"]) / under
+    high = _product(document, part["high"]) / under if "high" in part else low
+    bound = part.get("bound")
+    return Part(document, part["where"], 0.0 if bound == "most" else low, math.inf if bound == "least" else high)
+
+
+def _product(document: str, factors) -> float:
+    return math.prod(printed(document, x) if isinstance(x, str) else x for x in factors)
+
+
+def printed(document: str, name: str) -> float:
+    """A figure of a document by its name: keys, keys of entries, and places in lists.
+
+    >>> printed("000", "rows.original.ms"), printed("002", "journey.cache.0"), printed("000", "claims.fp16-slow.high")
+    (136.52, 10, 10.0)
+    """
+    found = published(document)
+    for step in name.split("."):
+        if isinstance(found, dict):
+            found = found[step]
+        elif step.isdigit():
+            found = found[int(step)]
+        else:
+            found = next(x for x in found if x["key"] == step)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a claim as a line of a table
+
+COLUMNS = ["Verdict", "Claim", "Printed, tolerance", "Measured here", "Why"]
+
+
+def cells(claim: dict, verdict: Verdict, document: str = "") -> list[Cell | str | None]:
+    """A claim with its verdict, for the columns in ``COLUMNS``."""
+    low, high = claim.get("low", -math.inf), claim.get("high", math.inf)
+    tolerance = claim.get("rule") or span(low, high, claim.get("unit", "×"))
+    tolerance = "" if verdict.kind == "odd" else tolerance.replace(";", ",")  # rows decide nothing there
+    apart = f"{number(verdict.apart)}× apart" if verdict.apart > 1 else ""
+    where = f"{document}, {claim['where']}" if document else claim["where"]
+    return [
+        Cell(verdict.word, apart, verdict.kind), Cell(claim["text"], where.replace(";", ",")),
+        Cell(claim["printed"], tolerance), verdict.ours, verdict.why,
+    ]  # fmt: skip

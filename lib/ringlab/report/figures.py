@@ -131,25 +131,6 @@ def ratios(items: Sequence[Bar], *, xlabel: str):
         return fig
 
 
-def stacked(items: dict[str, list[int]], parts: dict[str, str], *, xlabel: str):
-    """A bar for each name, of counts in the order of ``parts`` (name: colour), which a legend above explains."""
-    with drawing():
-        fig, ax, at = _rows([Bar(label, None) for label in items])
-        for y, values in zip(at, items.values()):
-            left = 0
-            for value, color in zip(values, parts.values()):
-                if value:
-                    ax.barh(y, value, 1.0, left=left, color=color, edgecolor=PAPER, linewidth=1.5)
-                    ax.text(left + value / 2, y, value, color=MARK, weight="bold", fontsize=9, ha="center", va="center")
-                left += value
-        marks = [plt.Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in parts.items()]
-        fig.legend(handles=marks, frameon=False, loc="outside upper left", ncols=2, borderpad=0.1)
-        ax.set_xlim(0, max((sum(values) for values in items.values()), default=1.0) * 1.02)
-        _few_ticks(ax)
-        ax.set_xlabel(xlabel, loc="left")
-        return fig
-
-
 def _rows(items: Sequence[Bar]):
     """(figure, axis, y of each item): a row for each, its label above it, where a long one has the whole width."""
     labels = [_wrapped(b.label) for b in items]

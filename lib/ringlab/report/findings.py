@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..measure import suites
+from . import claims
+from .claims import Verdict
 from .engine import pass_of
 from .rows import SHORT, label
 from .study import Study
 from .tables import Cell, Table, Text, number
 from .trust import reason, status
-from .verdicts import Verdict
 
 
 def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
-    """Every claim of a document with a verdict that is computed from the rows."""
-    rows = [
-        [claim["text"], claim["where"], Cell(verdict.word, kind=verdict.kind), verdict.ours, verdict.why]
-        for claim, verdict in judged
-    ]
+    """Every claim of a document with its verdict."""
     return study.table(
-        "Claims of the document, judged by these rows",
-        ["Claim", "Where", "Verdict", "Measured here", "Why"],
-        rows,
-        note="Tolerances stand with the claims as data and follow from what is printed, not from these rows.",
+        "Claims of the document, and what these rows say about them",
+        claims.COLUMNS,
+        [claims.cells(claim, verdict) for claim, verdict in judged],
+        note="The tolerance follows from what is printed, not from these rows. The page of claims explains the words.",
+        cards=True,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import claims, figures, findings
+from . import claims_code, figures, findings
 from . import study as studies
 from .answer import answer
 from .backends import backends, backends_by_rule
@@ -49,7 +49,7 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
 
 def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
-    return findings.ledger(study, claims.judge(study, published()["claims"]))
+    return findings.ledger(study, claims_code.judged(study, "000"))
 
 
 def limits(study: Study) -> Text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import figures, findings
+from .. import claims_code, figures, findings
 from .. import study as studies
 from ..cells import error, times
 from ..findings import failures
@@ -11,7 +11,7 @@ from ..predictions import predictions, predictions_figure
 from ..reading import reading
 from ..study import Study
 from ..tables import Table, Text, number, size
-from . import claims, rows
+from . import rows
 from .rows import MB, limits, rows_of
 from .volumes import volumes
 
@@ -188,4 +188,4 @@ def memory_figure(study: Study) -> None:
 
 def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
-    return findings.ledger(study, claims.judge(study, "003"))
+    return findings.ledger(study, claims_code.judged(study, "003"))

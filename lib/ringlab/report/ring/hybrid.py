@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import curves, figures, findings
+from .. import claims_code, curves, figures, findings
 from .. import study as studies
 from ..cells import error
 from ..findings import failures
@@ -11,7 +11,7 @@ from ..predictions import predictions, predictions_figure
 from ..reading import reading
 from ..study import Study
 from ..tables import Cell, Table, Text, number, size
-from . import claims, rows
+from . import rows
 from .rows import KB, MB, limits, rows_of
 
 __all__ = [
@@ -158,4 +158,4 @@ def memory_figure(study: Study) -> None:
 
 def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
-    return findings.ledger(study, claims.judge(study, "004"))
+    return findings.ledger(study, claims_code.judged(study, "004"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import curves, figures, findings
+from .. import claims_code, curves, figures, findings
 from .. import study as studies
 from ..answer import RESERVE
 from ..cells import error
@@ -14,7 +14,7 @@ from ..reading import reading
 from ..study import Study
 from ..tables import Cell, Table, Text, about, number, size
 from ..trust import objection, status
-from . import claims, rows
+from . import rows
 from .rows import KB, MB, limits, rows_of
 
 __all__ = [
@@ -258,4 +258,4 @@ def four_panels(study: Study) -> None:
 
 def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
-    return findings.ledger(study, claims.judge(study, "001"))
+    return findings.ledger(study, claims_code.judged(study, "001"))

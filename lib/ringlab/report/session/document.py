@@ -9,7 +9,7 @@ from ...measure import cache_systems
 from ...measure import suites as suite
 from ...measure.points import Point
 from ...patterns import Dense
-from .. import columns, curves, figures, findings
+from .. import claims_code, columns, curves, figures, findings
 from .. import study as studies
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, shown, table, times
 from ..findings import failures
@@ -21,7 +21,7 @@ from ..ring import rows as shared
 from ..rows import SHORT
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number, size
-from . import claims, rows
+from . import rows
 
 __all__ = [
     "answer", "block_sparse", "cache_workload", "efficiency", "extreme", "failures", "journey", "ledger",
@@ -455,7 +455,7 @@ def extreme(study: Study) -> Table:
 
 def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
-    return findings.ledger(study, claims.judge(study))
+    return findings.ledger(study, claims_code.judged(study, "002"))
 
 
 def limits(study: Study) -> Text:

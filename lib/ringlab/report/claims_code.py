@@ -1,0 +1,399 @@
+"""Claims that need code: each function returns the ``Finding`` on the claims of ``published/*.toml`` that name it.
+
+The functions are in the order of the documents. Each takes (study, claim, document) and compares in the unit of the
+claim. ``judged`` gives the verdict on every claim of a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from .. import cache as caches
+from .. import compat, hardware
+from ..measure import Ratio
+from ..measure import suites as suite
+from . import reuse
+from . import rows as r
+from .claims import NO_PAIR, Finding, Verdict, by_rows, compared, in_words, judge
+from .columns import peak_bytes, per_token, sent_bytes, timed
+from .computed import two_cards as two_cards_fit
+from .documents import published
+from .ring.rows import KB, MB, rows_of
+from .session import rows as sparse
+from .study import Study, best
+from .tables import number, size
+from .trust import objection
+
+THREE = tuple(f"RingDilatedAttention{x}" for x in ("SDPA", "Correct", "HilbertGPUOptimized"))
+COLLECTIVE, ROBUST = (f"RingDilatedAttention{x}" for x in ("V2Collective", "V2Robust"))
+OF = {"001": THREE[0], "004": "RingDilatedAttentionHybrid"}  # whose memory a document prints
+
+
+def judged(study: Study, document: str) -> Iterator[tuple[dict, Verdict]]:
+    """Each claim of a document with its verdict by the rows of ``study``, in the document's order.
+
+    Raises KeyError for a claim that names a function which does not exist.
+    """
+    for claim in published(document)["claims"]:
+        yield claim, verdict(study, document, claim)
+
+
+def verdict(study: Study, document: str, claim: dict) -> Verdict:
+    """The verdict on one claim by the rows of its document's suite."""
+    if "code" in claim:
+        found = FINDERS[claim["code"]](study, claim, document)
+    else:
+        found = by_rows(study, claim) if "rows" in claim else Finding(holds=True if "by" in claim else None)
+    if "contradiction" in claim:
+        entry = next(x for x in compared() if x.key == f"{document} {claim['contradiction']}")
+        if entry.contradict:
+            text = f"{entry.text[0].lower()}{entry.text[1:]}: {entry.said}"
+            found = replace(found, contradiction=text, apart=entry.apart if entry.factor else 1.0)
+    return judge(study, claim, found)
+
+
+def peaks(study: Study, system: str) -> dict[tuple[int, int], int]:
+    """(tokens, ranks) -> peak bytes of a rank, of rows that passed."""
+    return {k: held for k, row in rows_of(study, system).items() if (held := peak_bytes(row))}
+
+
+def places(found: dict) -> dict:
+    """(tokens, ranks) -> x as where -> x."""
+    return {f"at {n:,} tokens" + (f" on {p} ranks" if p > 1 else ""): x for (n, p), x in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# document 000: optimizations
+
+
+def _effects(study: Study) -> tuple[Ratio | None, Ratio | None]:
+    """What fp32 gains over fp16 without optimizations, and what all optimizations gain in fp32."""
+    ours = r.document_rows(study)
+
+    def row(test: Callable, dtype: str):
+        return best([x for x in ours if test(x) and x.point.dtype == dtype])
+
+    plain = row(r.is_plain, "float32")
+    return study.ratio(row(r.is_plain, "float16"), plain), study.ratio(plain, row(r.is_optimised, "float32"))
+
+
+def confounded(study: Study, claim: dict, document: str) -> Finding:
+    """A factor between two printed rows that differ in dtype and in every optimization."""
+    first, second = published(document)["rows"][:2]
+    values = {k: x for k, x in zip(("by fp32 alone", "by optimizations alone"), _effects(study)) if x}
+    if first["dtype"] == second["dtype"] or first["optimised"] == second["optimised"]:
+        return Finding({k: x for k, x in values.items() if "fp32" in k}, "gain", timed=True)
+    why = f"{first['ms']} / {second['ms']} ms = {first['ms'] / second['ms']:.2f}"
+    return Finding(values, "gain", contradiction=f"{why} changes dtype and optimizations at once")
+
+
+def dtype_first(study: Study, claim: dict, document: str) -> Finding:
+    """What fp32 alone gains, beside what all optimizations together gain in fp32."""
+    dtype, others = _effects(study)
+    if not dtype or not others:
+        return Finding(missing=f"{NO_PAIR}, for either effect alone")
+    holds = True if dtype.low > others.high else False if dtype.high < others.low else None
+    ours = in_words({"by fp32 alone": dtype, "by optimizations alone": others}, what="gain")
+    why = "within noise: the intervals of both effects overlap" if holds is None else ""
+    return Finding(ours=ours, holds=holds, why=why, timed=True)
+
+
+def cache_gain(study: Study, claim: dict, document: str) -> Finding:
+    """The pattern cache on and off; it saves at most the part of a call that building the plan takes."""
+    found, share = by_rows(study, claim), reuse.largest_share(study)
+    if share is None or 100 * (1 / (1 - share) - 1) >= claim["low"]:
+        return found
+    return replace(found, holds=False, why=f"building takes at most {number(100 * share, 2)} % of a call, so that no "
+                   "cache can save more")  # fmt: skip
+
+
+def best_threshold(study: Study, claim: dict, document: str) -> Finding:
+    """The published threshold against the others, at the longest length that has them."""
+    swept = [pairs for off, pairs in reuse.pool_rows(study) if off.point.batch > 1 and len(pairs) > 1]
+    by_size = {reuse.threshold(on.point): on for on, _ in max(swept, key=lambda x: x[0][0].point.seq_len, default=[])}
+    mine = by_size.pop(claim["threshold_mb"], None)
+    gains = {f"with {mb:g} MB": x for mb, row in sorted(by_size.items()) if (x := study.ratio(row, mine))}
+    if not gains:
+        return Finding(missing="it and another threshold in one call")
+    faster = any(x.significantly_faster for x in gains.values())
+    slower = all(x.significantly_slower for x in gains.values())
+    ours = in_words(gains, what="time over that with 16 MB")
+    if not faster and not slower:
+        return Finding(ours=ours, why="within noise: not every threshold differs from it", timed=True)
+    return Finding(ours=ours, holds=slower, timed=True)
+
+
+def pool_by_length(study: Study, claim: dict, document: str) -> Finding:
+    """A pool that lends a buffer against none, at two lengths."""
+    found: dict[int, Ratio] = {}
+    for off, pairs in reuse.pool_rows(study):
+        for on, ratio in pairs:
+            if ratio and off.point.batch > 1 and reuse.lent(on.point, reuse.threshold(on.point)).served:
+                found.setdefault(off.point.seq_len, ratio)
+    ours = in_words({f"at {n:,} tokens": found[n] for n in sorted(found)}, what="gain by the pool")
+    if len(found) < 2:
+        return Finding(ours=ours, missing="a pool that lends something, at two lengths")
+    short, long = found[min(found)], found[max(found)]
+    more = long.significantly_slower and long.low > short.high
+    less = long.significantly_faster or long.high < short.low
+    if not more and not less:
+        return Finding(ours=ours, why="within noise: the intervals at both lengths overlap", timed=True)
+    return Finding(ours=ours, holds=more, timed=True)
+
+
+def flash_from_turing(study: Study, claim: dict, document: str) -> Finding:
+    asked = [x for x in study.results if "flash" in (name := str(r.switches(x.point)["backend"])) and name[:3] != "cpu"]
+    passed = [r.label(x) for x in asked if not objection(x)]
+    why = "flash kernels ask for compute capability 8.0 or newer"
+    if passed or asked and {x.status for x in asked} == {"unsupported"}:
+        return Finding(ours=passed[0] if passed else None, holds=bool(passed), why="" if passed else why)
+    return Finding(missing="a flash kernel that passed, or refused the GPU", why=why)
+
+
+def flash_dtype(study: Study, claim: dict, document: str) -> Finding:
+    """The dtype that our class of that name chooses, beside the policy for this hardware."""
+    p = r.pattern()
+    device = "cuda" if study.device_type == "cuda" and torch.cuda.is_available() else "cpu"
+    module = compat.RingDilatedAttentionV2Flash(list(p.segment_lengths), list(p.dilation_rates), device=device)
+    policy = hardware.default_dtype(None if device == "cpu" else study.profile.capability)
+    holds = module.dtype == torch.float16 != policy
+    chosen, wanted = (str(x).removeprefix("torch.") for x in (module.dtype, policy))
+    return Finding(ours=f"our class of that name: {chosen}", holds=holds, why=f"the policy for this hardware: {wanted}")
+
+
+def throughput(study: Study, claim: dict, document: str) -> Finding:
+    """Our time of the optimized call over the printed one."""
+    about, work = published(document), published(document)["work"]
+    fastest = r.fastest_row(study)
+    why = (f"the divisions are right; according to its source code a call did {work['done_gflop']} of the "
+           f"{work['needed_gflop']} GFLOP of the stated function")  # fmt: skip
+    ours = f"at best {number(fastest.tokens_per_s)} tokens/s" if fastest else None
+    row = best([x for x in r.document_rows(study) if r.is_optimised(x) and x.point.dtype == "float32"])
+    if row is None or objection(row) or not row.ci:
+        return Finding(ours=ours, missing="the optimized call in fp32", why=why)
+    theirs = next(x for x in about["rows"] if x["key"] == "optimised")["ms"] / 1e3
+    found = Ratio(row.median / theirs, row.ci[0] / theirs, row.ci[1] / theirs, len(row.seconds), False)
+    return Finding({"": found}, ours=ours, why=why, timed=True)
+
+
+def two_cards(study: Study, claim: dict, document: str) -> Finding:
+    fit = two_cards_fit(claim["tokens"])
+    needs = f"computed: the original needs {size(fit.original_bytes)} on a card, this library {size(fit.ours_bytes)}"
+    if any(x.point.world_size == 2 and x.point.seq_len >= claim["tokens"] for x in study.good):
+        return Finding(ours=needs, holds=False, why="it ran on two ranks here")
+    return Finding(ours=needs, missing=f"{claim['tokens']:,} tokens on two ranks")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# document 001: one GPU and two
+
+
+def falls_with_ranks(study: Study, claim: dict, document: str) -> Finding:
+    """p times a rank's peak over one rank's, at every length and number of ranks: 1 where memory falls as n/p."""
+    held = peaks(study, OF[document])
+    found = places({(n, p): p * x / held[n, 1] for (n, p), x in held.items() if p > 1 and (n, 1) in held})
+    counts = {p for n, p in held if p > 1 and (n, 1) in held}
+    missing = "" if len(counts) > 1 else "three numbers of ranks or more, which a law needs"
+    return Finding(found, "ranks × peak of a rank, over the peak on one", why=claim["why"], missing=missing)
+
+
+def twice_as_long(study: Study, claim: dict, document: str) -> Finding:
+    held = peaks(study, OF[document])
+    found = {(2 * n, 1): held[2 * n, 2] / x for (n, p), x in held.items() if p == 1 and (2 * n, 2) in held}
+    return Finding(places(found), "peak of each of two ranks over that of one with half of the tokens")
+
+
+def all_scale(study: Study, claim: dict, document: str) -> Finding:
+    """One rank's peak over that of each of two, for every system at its longest length that has both."""
+    found = {}
+    for system in THREE:
+        held = peaks(study, system)
+        if n := max((n for n, p in held if p == 2 and (n, 1) in held), default=None):
+            found[f"for {system.removeprefix('RingDilatedAttention')}"] = held[n, 1] / held[n, 2]
+    ours = in_words(found, what="peak on one rank over that on two")
+    factors = list(found.values())
+    alike = bool(factors) and min(factors) >= claim["least"] and max(factors) <= claim["alike"] * min(factors)
+    absent = [s for s in THREE if f"for {s.removeprefix('RingDilatedAttention')}" not in found]
+    missing = f"{' and '.join(absent)} on two ranks" if absent and (alike or not found) else ""
+    return Finding(ours=ours, holds=alike, missing=missing)
+
+
+def fastest_rate(study: Study, claim: dict, document: str) -> Finding:
+    known = [row.tokens_per_s for row in rows_of(study, OF[document]).values() if timed(row)]
+    values = {"at best": max(known)} if known else {}
+    return Finding(values, elsewhere="theirs are times of a GTX 1080", why=claim.get("why", ""), timed=True)
+
+
+def kb_per_token(study: Study, claim: dict, document: str) -> Finding:
+    found = {p: x / KB for (_, p), row in rows_of(study, OF[document]).items() if (x := per_token(row))}  # the longest
+    both = {1, 2} <= found.keys()
+    ours = f"{found[1]:.2f} KB on one rank, {found[2]:.2f} on two, inputs and results included" if both else None
+    return Finding(ours=ours, elsewhere="theirs counts projections and no inputs", why=claim["why"])
+
+
+def passed(study: Study, claim: dict, document: str) -> Finding:
+    """Rows as long as the claim says passed on several ranks; without lengths, any row."""
+    found = peaks(study, claim.get("system") or OF[document])
+    longest = max(((n, p) for n, p in found if p > 1), default=None)
+    ours = f"passed: {longest[0]:,} tokens on {longest[1]} ranks" if longest else None
+    if not longest or longest[0] < max(claim.get("seq_lens", [0])):
+        return Finding(ours=ours, missing=claim["missing"])
+    return Finding(ours=ours, holds="fails" not in claim, why="every row passed its check")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# document 002: block-sparse attention and extreme lengths
+
+
+def _row(key: str, table: str = "block_rows") -> dict:
+    return next(x for x in sparse.document()[table] if x.get("key", x.get("name")) == key)
+
+
+def possible_time(study: Study, claim: dict, document: str) -> Finding:
+    """A printed time against the least that the stated work takes on the printed device."""
+    theirs, n = _row(claim["row"], "ring"), sparse.stated()[1]["seq_len"]
+    least, mine = sparse.least_seconds(sparse.work(), sparse.card()) * 1e3, sparse.extreme(study).get(n)
+    known = mine is not None and not objection(mine) and mine.median
+    ours = f"a window over {n:,} tokens, {sparse.heads(mine.point)}: {number(mine.median * 1e3)} ms" if known else None
+    source = f"according to its source code it computes {theirs['computes']}"
+    if theirs["ms"] < least:
+        why = f"an {sparse.card().title} needs at least {number(least)} ms for the stated work; {source}"
+        return Finding(ours=ours, impossible=why, apart=least / theirs["ms"])
+    return Finding(ours=ours, elsewhere=f"possible: the stated work takes {number(least)} ms or more", why=source)
+
+
+def possible_memory(study: Study, claim: dict, document: str) -> Finding:
+    """A printed memory against that of its own tensors, then our peak in proportion."""
+    unit, n = {"MB": MB, "GiB": 2**30}[claim["unit"]], claim["seq_len"]
+    row, floor = sparse.extreme(study).get(n), sparse.work(seq_len=n).floor_bytes
+    ours, tensors = row and sparse.held(row), f"q, k, v and out are {number(floor / MB)} MB in fp16"
+    if claim["high"] * unit < floor:
+        why = (f"{tensors}, out alone {number(floor / 4 / MB)}, so the inputs are left out; according to its source "
+               f"code it computes {_row(claim['row'], 'ring')['computes']}")  # fmt: skip
+        return Finding(ours=ours, impossible=why, apart=floor / unit / claim["high"])
+    if not ours:
+        return Finding(missing=f"a row of {n:,} tokens that passed")
+    why = f"{tensors}; ours is a window on {study.device}, which the document's is not"
+    return Finding({"": sparse.held_there(row) / unit}, ours=ours, why=why)
+
+
+def longest_here(study: Study, claim: dict, document: str) -> Finding:
+    passed_here = [n for n, row in sparse.extreme(study).items() if peak_bytes(row)]
+    ours = f"{max(passed_here):,} tokens passed here" if passed_here else None
+    return Finding(ours=ours, missing="the original, which does not run here", why=claim["why"])
+
+
+def ring_sizes(study: Study, claim: dict, document: str) -> Finding:
+    found = {x["ring_size"]: x["mb"] * x["ring_size"] for x in sparse.document()["ring"] if "ring_size" in x}
+    if len(found) < 2:
+        return Finding(missing="a second ring size; the document prints one, on one device")
+    apart = max(found.values()) / min(found.values())
+    why = f"ring size × memory of its rows: {', '.join(f'{x:g} MB at {p}' for p, x in found.items())}"
+    if apart > 1.1:
+        return Finding(contradiction=why, apart=apart)
+    return Finding(holds=True, why=why)
+
+
+def pattern_share(study: Study, claim: dict, document: str) -> Finding:
+    found = {f"({name})": 100 * x for name, x in sparse.shares(study).items()}
+    return Finding(found, "building, of a first call", timed=True)
+
+
+def hit_rate(study: Study, claim: dict, document: str) -> Finding:
+    """Counted on a cache, by as many identical calls as the document made."""
+    kept, calls = caches.PatternCache(), published(document)["source"]["calls"]
+    for _ in range(calls):
+        kept.get("one pattern", lambda: 0)
+    hits = kept.stats().hits
+    why = "any cache does that: it is the number of calls, and says nothing about time"
+    return Finding({f"({hits} of {calls} identical calls)": 100 * hits / calls}, "hits", why=why)
+
+
+def operations(study: Study, claim: dict, document: str) -> Finding:
+    before, after = (sparse.computing(sparse.in_table(study, s)) for s in (suite.ORIGINAL, suite.OPTIMIZED))
+    if None in (before, after):
+        return Finding(missing="operators counted in both rows", why=claim["why"])
+    holds = claim["before"][0] <= before <= claim["before"][1] and after <= claim["most"]
+    ours = f"{before:,} row by row, {after:,} batched, views not counted"
+    return Finding(ours=ours, holds=holds, why=claim["why"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# document 003: all-gather and P2P ring
+
+
+def memory_by_length(study: Study, claim: dict, document: str) -> Finding:
+    """The ring's peak over the all-gather's, of the same factor as printed."""
+    theirs = {(x["seq_len"], 1): x["robust_mb"] / x["collective_mb"] for x in published(document)["memory"]}
+    a, b = peaks(study, ROBUST), peaks(study, COLLECTIVE)
+    found = {k: a[k] / b[k] for k in sorted(a.keys() & b.keys() & theirs.keys())}
+    shares = places({k: x / theirs[k] for k, x in found.items()})
+    return Finding(shares, ours=in_words(places(found), what="the ring's peak over the all-gather's"))
+
+
+def best_choice(study: Study, claim: dict, document: str) -> Finding:
+    """Whether the plan is better than the all-gather in both memory and bytes, at some length on several ranks."""
+    schemes = {"all-gather": COLLECTIVE, "ring": ROBUST, "plan": "ringlab"}
+    found = {name: rows_of(study, system) for name, system in schemes.items()}
+    both = (peak_bytes, sent_bytes)
+    shared = [k for k in found["plan"] if k[1] > 1 and None not in [f(x.get(k)) for x in found.values() for f in both]]
+    better = [k for k in shared if all(f(found["plan"][k]) < f(found["all-gather"][k]) for f in both)]
+    if not shared:
+        return Finding(missing="all three schemes on several ranks")
+    n, p = max(better or shared, key=lambda k: (k[1], k[0]))
+    held = {name: x[n, p] for name, x in found.items()}
+    each = [f"{name} holds {size(peak_bytes(row))}, sends {size(sent_bytes(row))}" for name, row in held.items()]
+    ours = f"at {n:,} tokens on {p} ranks: {'; '.join(each)}"
+    if not better:
+        return Finding(ours=ours, why="no scheme is better in both memory and bytes")
+    return Finding(ours=ours, holds=False, why="the plan computes the same with less memory and fewer bytes")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# document 004: the hybrid ring
+
+
+def spread(study: Study, claim: dict, document: str) -> Finding:
+    """The spread of memory per token over lengths, on two ranks."""
+    own = [x for (_, p), row in rows_of(study, OF[document]).items() if p == 2 and (x := per_token(row))]
+    return Finding({f"over {len(own)} lengths": max(own) / min(own)} if len(own) > 1 else {}, "spread")
+
+
+def peak_at(study: Study, claim: dict, document: str) -> Finding:
+    """The peak of a rank in the unit of the claim."""
+    held = peaks(study, claim.get("system") or OF[document]).get((claim["seq_len"], claim["ranks"]))
+    values = {"": held / {"MB": MB, "GB": 1e9}[claim["unit"]]} if held else {}
+    return Finding(values, "peak of a rank, inputs and results included")
+
+
+def memory_saved(study: Study, claim: dict, document: str) -> Finding:
+    """What a rank saves of the scores of all heads in fp32."""
+    held, n = peaks(study, OF[document]).get((claim["seq_len"], 2)), claim["seq_len"]
+    if not held:
+        return Finding(missing=f"{n:,} tokens on two ranks")
+    saved = 100 * (1 - held / (published(document)["shape"]["heads"] * n**2 * 4))
+    return Finding({"": saved}, ours=f"{saved:.1f} % less than the scores of all heads in fp32")
+
+
+def throughput_falls(study: Study, claim: dict, document: str) -> Finding:
+    found = {n: row.tokens_per_s for (n, p), row in rows_of(study, OF[document]).items() if p == 2 and timed(row)}
+    if len(found) < 2:
+        return Finding(missing="two lengths on two ranks", timed=True)
+    short, long = min(found), max(found)
+    ours = f"{number(found[short])} tokens/s at {short:,} tokens, {number(found[long])} at {long:,}"
+    return Finding(ours=ours, holds=found[short] > 2 * found[long], timed=True,
+                   why="the work per token does not grow with the sequence")  # fmt: skip
+
+
+FINDERS: dict[str, Callable[[Study, dict, str], Finding]] = {
+    f.__name__: f
+    for f in (
+        confounded, dtype_first, cache_gain, best_threshold, pool_by_length, flash_from_turing, flash_dtype,
+        throughput, two_cards, falls_with_ranks, twice_as_long, all_scale, fastest_rate, kb_per_token,
+        passed, possible_time, possible_memory, longest_here, ring_sizes, pattern_share, hit_rate, operations,
+        memory_by_length, best_choice, spread, peak_at, memory_saved, throughput_falls,
+    )
+}  # fmt: skip
