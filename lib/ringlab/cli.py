@@ -235,28 +235,26 @@ def _pdf(given) -> None:
 
 def _compare(given) -> int:
     """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED where one is worse."""
-    from ringlab.report import compare_table
-    from ringlab.report.compare import check, compare
-    from ringlab.report.compare_sides import read_side
+    from ringlab.report import compare
 
     reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
     first = hardware.match(hardware.detect()) if given.first == "auto" else given.first
-    sides = read_side(first, reports), read_side(given.second, reports)
+    sides = compare.read_side(first, reports), compare.read_side(given.second, reports)
     if tolerance is None:
-        found, failures = compare(*sides), []
-        parts = compare_table.sections(found)
+        found, failures = compare.compare(*sides), []
+        parts = compare.sections(found)
     else:
-        found, failures = check(*sides, tolerance)
+        found, failures = compare.check(*sides, tolerance)
         failed = [pair for pair, _ in failures]
-        parts = compare_table.sections(
+        parts = compare.sections(
             found, [p for p in found.pairs if p.significantly_slower or p.significantly_faster or p in failed]
         )
-        parts.append(compare_table.worse(found, failures, tolerance))
+        parts.append(compare.worse(found, failures, tolerance))
     if given.csv:
-        compare_table.write_csv(given.csv, found)
-    print(compare_table.text(parts, given.markdown))
+        compare.write_csv(given.csv, found)
+    print(compare.text(parts, given.markdown))
     return FAILED if failures else OK
 
 
@@ -277,7 +275,7 @@ def _profiles(given) -> None:
 def _measure(given) -> int | None:
     from ringlab import measure
     from ringlab.measure import suites
-    from ringlab.report.plan import plan
+    from ringlab.report.places import plan
 
     check_choice("suite", given.suite, ("all", *suites.SUITES))
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]

@@ -169,7 +169,7 @@ class Shown:
     """All that a page shows of a study: displayed values as Markdown, figures by what is drawn and said."""
 
     def __init__(self, document, page, names):
-        self.tables, self.texts, self.labels, self.drawn = [], [], [], []
+        self.tables, self.texts, self.labels, self.drawn, self.stamps = [], [], [], [], []
         with pytest.MonkeyPatch.context() as patch:
             for module, kinds in ((figures, ("bars", "ratios")), (curves, ("lines", "panels"))):
                 for kind in kinds:
@@ -202,6 +202,7 @@ class Shown:
     def _show(self, fig, name, caption, alt, data=None, *, stamp=""):
         assert alt.strip() and caption.strip()
         self.texts += [caption, alt]
+        self.stamps.append(stamp)
         self._keep(data)
         if fig is not None:
             figures.plt.close(fig)

@@ -16,7 +16,7 @@ from reporting import made_up, sampled, write_rows
 from ringlab import cli
 from ringlab.measure import Group, Point, ratio
 from ringlab.patterns import Dilated
-from ringlab.report import compare_chance
+from ringlab.report import compare
 from started import make
 
 PATTERN = Dilated([64, 128], [1, 2])
@@ -272,9 +272,9 @@ def differences(rng, kind: str, samples: int, size: int, factor: float = 1.0) ->
 
     pairs = [(row("a", factor), row("b", 1.0)) for _ in range(size)]
     ratios = [ratio(a, b) for a, b in pairs]
-    found = compare_chance.holm([compare_chance.chance(a, b, r) for (a, b), r in zip(pairs, ratios)])
+    found = compare.holm([compare.chance(a, b, r) for (a, b), r in zip(pairs, ratios)])
     alone = [r.significantly_slower or r.significantly_faster for r in ratios]
-    return sum(alone), sum(p <= compare_chance.FALSE_ALARMS for p in found)
+    return sum(alone), sum(p <= compare.FALSE_ALARMS for p in found)
 
 
 @pytest.mark.parametrize("kind, samples, count, size", [("normal", 5, 60, 60), ("two speeds", 9, 40, 30)])
@@ -282,7 +282,7 @@ def test_of_many_unchanged_rows_none_is_called_different(kind, samples, count, s
     rng = random.Random(7)
     alone, together = zip(*(differences(rng, kind, samples, size) for _ in range(count)))
     assert sum(alone) / count > 0.8, "of so many rows some lie outside their own interval"
-    assert sum(x > 0 for x in together) / count <= compare_chance.FALSE_ALARMS
+    assert sum(x > 0 for x in together) / count <= compare.FALSE_ALARMS
 
 
 def test_of_sixty_slower_rows_each_is():
@@ -290,7 +290,7 @@ def test_of_sixty_slower_rows_each_is():
 
 
 def test_the_exact_distribution_of_ranks_is_that_of_all_orders():
-    ways = compare_chance._ways(10, 10)
+    ways = compare._ways(10, 10)
     assert sum(ways) == math.comb(20, 10) and ways == ways[::-1] and len(ways) == 101
     # Mann and Whitney 1947, table I: P(U <= 23) of two samples of 10 is 0.022.
     assert sum(ways[:24]) / sum(ways) == pytest.approx(0.0216, abs=5e-4)

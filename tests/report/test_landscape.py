@@ -322,6 +322,6 @@ def test_density_and_cost_of_a_pair_are_counted():
 
 def test_a_rehearsal_is_stamped_and_a_page_without_rows_stands():
     rehearsed = study_of([replace(r, rehearsal=True) for r in made()], "gtx1080", True, NAME)
-    assert "rehearsal" in Shown(document, rehearsed, SHOWN).text.lower()
+    assert {*Shown(document, rehearsed, SHOWN).stamps} == {"rehearsal"}
     found = Shown(document, study_of([], suite=NAME), SHOWN)
     assert "none, no system that passed its checks was timed" in found.text and not found.labels

@@ -34,12 +34,16 @@ def test_page_is_one_offline_file_with_alt_text(reports, page):
     fetched = r"""@import|url\((?!#)|(src|href)=["']?(https?:|//)"""
     assert not re.search(fetched, text)
     assert not found(["script", "link", "iframe", "object", "embed", "video", "audio"])
-    assert all(img["src"].startswith("data:image/") and img["alt"].strip() for img in found("img"))
-    if page == "index":
-        assert len(found("svg")) == len(found(role="img", attrs={"aria-label": True})) >= PAGES[page]
-    else:
-        assert len(found("img")) >= PAGES[page]
-        assert all(img.find_next("details") for img in found("img")), "the data under each figure"
+    assert not found("img") and len(found("svg")) == len(found("figure")) >= PAGES[page]
+    for figure in found("figure"):
+        assert figure.svg["role"] == "img" and len(figure.svg["aria-label"]) > 40 and figure.figcaption.text.strip()
+        assert figure.svg("text"), "text that a reader can search"
+        assert page == "index" or figure.find_next_sibling().name == "details", "the data under each figure"
+    assert len(found("h1")) == len(found("title")) == len(found("main")) == 1 and found.h1.text == found.title.text
+    levels = [int(heading.name[1]) for heading in found(re.compile("^h[1-6]$"))]
+    assert all(deeper <= level + 1 for level, deeper in zip(levels, levels[1:]))
+    ids = [tag["id"] for tag in found(id=True)]
+    assert len(ids) == len(set(ids)) and {*re.findall(r"url\(#([^)]+)", text)} <= {*ids}
     assert "prefers-color-scheme: dark" in text and "@media print" in text and found(attrs={"name": "viewport"})
     for link in (a["href"] for a in found("a")):
         assert found(id=link[1:]) if link.startswith("#") else ((reports / page).parent / link).is_file(), link
@@ -57,19 +61,21 @@ def test_markdown_has_no_html_and_its_figures_exist(reports, page):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
 
 
-def test_rehearsal_is_stamped_in_every_title_table_and_row(reports):
+def test_rehearsal_is_said_in_the_title_one_banner_and_the_figures(reports):
     folder = reports / "gtx1080-rehearsal"
     html, text = ((folder / f"optimization_results.{x}").read_text() for x in ("html", "md"))
     page = BeautifulSoup(html, "html.parser")
-    titles, body = page(["h1", "h2", "h3", "title"]), page.select("tbody tr")
-    assert titles and len(body) > 60 and all("rehearsal" in x.text for x in [*titles, *body])
-    captions = re.findall(r'<p class="caption">(.*?)</p>|<summary>(.*?)</summary>', html)
-    assert captions and all("".join(c).startswith("Rehearsal: ") for c in captions)
-    prose = re.sub(r"```.*?```", "", text, flags=re.S)
-    assert all("rehearsal" in line for line in prose.splitlines() if line.startswith("#"))
-    table_rows = [x for x in text.splitlines() if x.startswith("|") and not x.startswith(("|:", "| Run"))]
-    assert all(x.startswith(("| rehearsal", "| **rehearsal")) for x in table_rows)
-    assert "No NVIDIA GeForce GTX 1080 was at hand" in html
+    assert page.title.text.endswith(" (rehearsal)") and page.h1.text.endswith(" (rehearsal)")
+    banner = [x for x in page.select(".banner") if "rehearsal" in x.text.lower()]
+    assert len(banner) == 1 and banner[0].text.startswith("Rehearsal. No NVIDIA GeForce GTX 1080 was here. ")
+    for figure in page("figure"):
+        assert figure.figcaption.text.startswith("Rehearsal: ") and figure.svg["aria-label"].startswith("Rehearsal: ")
+        assert "rehearsal" in [x.text for x in figure.svg("text")]
+    rest = page.select("h2, h3, nav, .caption, summary, th, td, .note, .answer")
+    assert len(rest) > 60 and not [x.text for x in rest if "rehearsal" in x.text.lower()]
+    prose = re.sub(r"```.*?```|!\[.*?\]\(.*?\)|^\*Rehearsal: .*\*$", "", text, flags=re.S | re.M)
+    said = [line for line in prose.splitlines() if "rehearsal" in line.lower()]
+    assert [line.partition(" ")[0] for line in said] == [">", "#"]
     summary = (folder / "data" / "summary.csv").read_text().splitlines()
     column = summary[0].split(",").index("rehearsal")
     assert {line.split(",")[column] for line in summary[1:] if line.count(",") == summary[0].count(",")} == {"True"}

@@ -17,7 +17,7 @@ import pytest
 from reporting import CPU, NOTEBOOK, figure, notebook, run_in_this_process, two_points, write_two_rows
 from ringlab import cli, measure
 from ringlab.measure import provenance, timing
-from ringlab.report import driver, execute, index, pages, places, render
+from ringlab.report import driver, execute, index, places, render
 from started import gone
 
 
@@ -27,7 +27,7 @@ def place(tmp_path, monkeypatch):
     write_two_rows(tmp_path / "reports")
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])
     monkeypatch.setattr(execute, "execute", run_in_this_process)
-    monkeypatch.setattr(pages, "_utc", lambda _: "2026-01-01T00:00:00Z")
+    monkeypatch.setattr(driver, "_utc", lambda _: "2026-01-01T00:00:00Z")
     monkeypatch.setattr(provenance, "code_hash", lambda *_: "this code")
     return tmp_path / "reports"
 
@@ -70,7 +70,7 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
     assert driver.run("cpu", reports=reports, **how) == written and state(reports) == before
 
 
-def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
+def test_pages_are_run_again_only_if_something_changed(place, tmp_path, monkeypatch):
     one, two = (notebook(tmp_path / f"{n}.ipynb", figure(1, n)) for n in ("one", "two"))
     ran = []
 
@@ -84,25 +84,26 @@ def test_only_what_changed_is_run_again(place, tmp_path, monkeypatch):
         return list(ran)
 
     monkeypatch.setattr(execute, "execute", recorded)
-    assert runs() == ["one", "two"]
+    both = ["one", "two"]
+    assert runs() == both
     assert runs() == []
     one.write_text(one.read_text().replace("A section", "Another section"))
-    assert runs() == ["one"] and "Another section" in (place / "cpu" / "one.html").read_text()
+    assert runs() == both and "Another section" in (place / "cpu" / "one.html").read_text()
     monkeypatch.setattr(provenance, "git_state", lambda *_: ("f" * 40, True))  # a commit that changes no page
     assert runs() == []
     monkeypatch.setattr(provenance, "code_hash", lambda *_: "other code")
-    assert runs() == ["one", "two"]
+    assert runs() == both
     write_two_rows(place)  # the same rows measured again
-    assert runs() == ["one", "two"]
+    assert runs() == both
     (place / "cpu" / "two.md").unlink()
-    assert runs() == ["two"]
+    assert runs() == both and (place / "cpu" / "two.md").is_file()
     for name in ("one.html", "figures/one.png"):  # edited by hand
         (place / "cpu" / name).write_bytes(b"not ours")
-        assert runs() == ["one"] and (place / "cpu" / name).read_bytes() != b"not ours"
-    assert runs(force=True) == ["one", "two"]
+        assert runs() == both and (place / "cpu" / name).read_bytes() != b"not ours"
+    assert runs(force=True) == both
     assert runs() == []
     notebook(two, figure(1, "new"))
-    assert runs() == ["two"] and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"one.png", "new.png"}
+    assert runs() == both and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"one.png", "new.png"}
 
 
 class Killed(BaseException):
@@ -183,12 +184,15 @@ def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_ru
 
     def fails(source, *rest, **more):
         if source.stem == "bad":
-            raise execute.NotebookFailed("bad.ipynb: no luck", execute.read(source), 1)
+            raise execute.NotebookFailed("bad.ipynb: no luck", execute.read(source))
         return run_in_this_process(source, *rest, **more)
 
+    screen = {"title": "a CPU", "lines": ["It **was** fast."], "figures": [], "html": "", "markdown": ""}
+    index.write_manifest(place / "cpu", {"reports": [], "first_screen": screen}, complete=True)
     monkeypatch.setattr(execute, "execute", fails)
     with pytest.raises(places.ReportError, match="^bad.ipynb: no luck$"):
         report(place, bad, good)
+    assert "It <strong>was</strong> fast." in (place / "index.html").read_text(), "the earlier first screen stays"
     assert (place / "cpu" / "good.html").is_file() and (place / "cpu" / "bad.failed.html").is_file()
     monkeypatch.setattr(execute, "execute", run_in_this_process)
     report(place, bad, good)

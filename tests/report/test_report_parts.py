@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -42,11 +43,25 @@ def test_figures_are_the_same_every_time_and_follow_the_scheme(draw):
     figures.plt.close("all")
     assert svg_of(draw()) == svg
     figures.plt.close("all")
-    light = {pair[0] for pair in theme.COLORS.values()}
-    themed = theme.themed(svg)
-    drawn, style = themed.replace("</style>", "<style>").split("<style>")[::2], themed.split("</style>")[0]
-    assert not [color for color in (*light, theme.PAPER) if color in "".join(drawn)]
-    assert all(f"--{name}:{color}" in style for name, pair in theme.COLORS.items() for color in pair)
+    shown = theme.inline(svg, 'a "figure"')
+    assert not [color for color in (*(pair[0] for pair in theme.COLORS.values()), theme.PAPER) if color in shown]
+    image = BeautifulSoup(shown, "html.parser").svg
+    assert (image["role"], image["aria-label"]) == ("img", 'a "figure"') and image("text")
+    for name in set(re.findall(r"var\((--.*?)\)", shown)):
+        light, dark = theme.css().split("@media screen and (prefers-color-scheme: dark)")
+        assert all(f"{name}: {theme.COLORS[name[6:]][i]}" in style for i, style in enumerate((light, dark)))
+
+
+def test_figures_of_a_page_share_no_names():
+    """A clip path is found by its name, and the first one of a page would serve all figures."""
+    found = []
+    for size in (1.0, 2.0):
+        fig = figures.bars([figures.Bar("a", size, 0.9, 3.0)], xlabel="Time (ms)")
+        found.append(theme.inline(svg_of(fig), "a"))
+        figures.plt.close(fig)
+    names = [set(re.findall(r' id="([^"]+)"', svg)) for svg in found]
+    used = [set(re.findall(r'(?:url\(|href=")#([^")]+)', svg)) for svg in found]
+    assert names == used and names[0] and not names[0] & names[1]
 
 
 def test_colours_are_seaborns():
@@ -72,10 +87,10 @@ def test_html_and_markdown_are_escaped():
 
 def test_a_table_names_its_rows_aligns_numbers_and_wraps_text():
     row = ["a", 1234, "needs a device that is not here"]
-    table = tables.Table("t", ["Name", ">Time (ms)", "Why"], [row], stamp="test")
-    assert '<th scope="row">a <small class="stamp">test</small></th><td class="n">1,234</td>' in table.html
+    table = tables.Table("t", ["Name", ">Time (ms)", "Why"], [row])
+    assert '<th scope="row">a</th><td class="n">1,234</td>' in table.html
     assert '<td class="w">needs' in table.html and "<td>" not in table.html
-    assert "| test | a | 1,234 | needs a device that is not here |" in table.markdown
+    assert "\n| a | 1,234 | needs a device that is not here |" in table.markdown
 
 
 @pytest.fixture
@@ -127,11 +142,14 @@ def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys)
     assert len(notes) == 4 and all("manifest.json cannot be read" in note for note in notes)
 
     text = (tmp_path / "index.md").read_text()
-    sections = {s.splitlines()[0]: s for s in text.split("## ")[1:]}
-    assert list(sections) == ["binary", "cut", "failed", "list", "measured", "odd", "whole", "b-rehearsal"]
+    here, absent = text.split("## Computed for GPUs that are not here\n")
+    sections = {s.splitlines()[0]: s for s in here.split("## ")[1:]}
+    assert list(sections) == ["binary", "cut", "failed", "list", "measured", "odd", "whole"]
+    assert absent.count("### ") == 1 and "### b\n" in absent and "unfinished" in absent
+    assert absent.count("rehears") == 2 and "rehears" not in here, "once, and in the path of the data"
     assert "| [A page](whole/page.md) | It is fast. | 3 | 2 | [HTML](whole/page.html)" in sections["whole"]
     assert "a CPU · measured 2026-01-02 03:04 UTC · commit 0123456789 + changes" in sections["whole"]
-    assert "unfinished" not in sections["whole"] and "unfinished" in sections["b-rehearsal"]
+    assert "unfinished" not in sections["whole"]
     assert "**failed: page.ipynb: code cell 2 raised \\| \\<b>**" in sections["failed"]
     assert "no report yet" in sections["measured"] and "(measured/data/samples.jsonl)" in sections["measured"]
     assert all("cannot be read" in sections[name] for name in ("cut", "list", "odd", "binary"))

@@ -20,7 +20,7 @@ REFUSED = Cell("refused", kind="none")
 def backends(study: Study) -> Table:
     """Every kernel that this device runs or refuses, with the reason, and its time and memory where it was timed."""
     if study.device_type == "cuda" and not torch.cuda.is_available():
-        return recorded(_kernel_rows(study), study.stamp)
+        return recorded(_kernel_rows(study))
     ours = [r for r in document_rows(study, system="ringlab") if not objection(r)]
     timed: dict[str, list] = {}
     for row in ours:
@@ -28,7 +28,7 @@ def backends(study: Study) -> Table:
         if name != "auto" and switches(row.point) == FULL | {"backend": name}:
             timed.setdefault(name, []).append(row)
     auto = [r for r in ours if is_optimised(r)]
-    return probed(study.device_type, study.stamp, timed, auto, best(study.rows(system="dense_sdpa", **shape())))
+    return probed(study.device_type, timed, auto, best(study.rows(system="dense_sdpa", **shape())))
 
 
 def _kernel_rows(study: Study) -> list[list]:
@@ -46,10 +46,10 @@ def _kernel(result) -> str:
 
 def backends_by_rule(study: Study) -> Table:
     """What the kernels' rules say of the profile's own GPU; for a CPU, of the document's."""
-    return by_rule(gpu_of(study), study.stamp)
+    return by_rule(gpu_of(study))
 
 
-def probed(device: str, stamp: str, timed: dict[str, list], auto: list, dense, head_dim: int = 64) -> Table:
+def probed(device: str, timed: dict[str, list], auto: list, dense, head_dim: int = 64) -> Table:
     """Every kernel called on a tiny tensor here, forward and backward, by dtype; rows of those that were ``timed``.
 
     ``auto``: the rows of the chosen kernel, shown where it was not timed by its name.
@@ -76,19 +76,18 @@ def probed(device: str, stamp: str, timed: dict[str, list], auto: list, dense, h
         f"Kernels on this {here}, in order of preference",
         ["Kernel", *WORDS.values(), *heads, "Why refused"],
         [*rows, ["Dense SDPA", None, None, None, *beside, None]],
-        stamp=stamp,
         note="Each was called on a tiny tensor, forward and backward, and compared with float64. Times are of the "
         "document's forward with all optimizations; dense SDPA is another function.",
     )
 
 
-def recorded(rows: list[list], stamp: str) -> Table:
+def recorded(rows: list[list]) -> Table:
     """What each kernel did on a GPU that is not here now, from its rows."""
     columns = ["Kernel", "dtype", ">Time (ms)", ">Error", PEAK, "Why not quoted"]
-    return Table("Kernels, as recorded on that device", columns, rows, stamp=stamp)
+    return Table("Kernels, as recorded on that device", columns, rows)
 
 
-def by_rule(profile, stamp: str, head_dim: int = 64) -> Table:
+def by_rule(profile, head_dim: int = 64) -> Table:
     """What each kernel would say on the profile's compute capability: by its rules, not by a call."""
     rows = []
     device = DeviceSpec("cuda", profile.capability)
@@ -100,7 +99,6 @@ def by_rule(profile, stamp: str, head_dim: int = 64) -> Table:
         f"Kernels on {profile.title} ({hardware.sm(profile.capability)}), by their rules",
         ["Kernel", *WORDS.values(), "Why refused"],
         rows,
-        stamp=stamp,
         note="Computed from each kernel's stated needs; nothing was called on that device.",
     )
 

@@ -1,34 +1,138 @@
-"""Two runs beside each other: which rows are alike, how far their times lie apart, and which of that is a difference.
+"""Two runs side by side: which rows are alike, how far their times lie apart, and which of that is a difference.
 
 Rows are alike where group and point agree: system, pattern, shape, dtype, passes, ranks and options. Two runs took no
 turns, so the interval of a ratio comes from the samples of either side and from how unevenly either machine ran
-(``Study.pace``). As in a report, no factor counts that the same work differed by in its run (``Study.noise_floor``).
+(``Study.pace``). A row is called different only where all agree: its 95 % interval, two tests of its samples, and
+Holm's step-down over all rows. As in a report, no factor counts that the same work differed by in its run
+(``Study.noise_floor``). It needs torch alone, so the tests are written out here and not taken from SciPy.
 """
 
 from __future__ import annotations
 
+import csv
 import math
+import random
+import re
+import subprocess
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from statistics import median
+from functools import cache, cached_property
+from pathlib import Path
+from statistics import fmean, median
 
 from .. import measure
+from ..measure import stats, store
 from ..measure.points import Result
-from .compare_chance import FALSE_ALARMS, chance, geometric_mean, holm, noticed
-from .compare_sides import Side, demand_alike
+from ..measure.stats import Ratio
+from ..measure.store import NAME
 from .pace import apart
-from .places import UsageError
+from .places import UsageError, note
+from .rows import DEFAULTS
+from .study import Study, settle
+from .tables import Table, cell, interval, number, size
 from .trust import objection, threads
 
+DEMANDED = ("machine", "device", "device_name", "torch", "method")  # all but the engine, which a check is about
+FALSE_ALARMS = 0.05  # the chance that any row of a comparison is called different where none is
+FEW = 6  # samples below which the ranks of a row cannot tell, and its interval is Student's
 GROWTH = 0.01  # bytes are counted, not sampled, and repeat
 BY_CHANCE = ("ok", "suspect")  # what a row may turn to by a disturbed machine; every other status is of the code
 PROBE = "sgemm"  # the machine's rate: no attention, so in no mean
+NAMED = 3  # points that a line names before it only counts them
+WORSE = {"peak": "higher peak of memory", "sent": "more bytes sent"}
 BYTES = {
     "peak": lambda r: r.memory.get("tracked_peak_bytes"),
     "sent": lambda r: sum(r.ranks["bytes_sent"]) if r.ranks.get("bytes_sent") else None,
 }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the rows of one side
+
+
+@dataclass(frozen=True)
+class Side:
+    """Rows with the name that the user gave them."""
+
+    name: str
+    study: Study
+
+    @property
+    def newest(self) -> dict:
+        """The provenance of the row that was measured last."""
+        return max((r.provenance for r in self.study.results), key=lambda p: p.get("utc", ""))
+
+    def about(self) -> dict[str, str]:
+        """Where the rows come from, for the head of a comparison."""
+        p = self.newest
+        commits = {r.provenance.get("commit") for r in self.study.results}
+        more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
+        said = {name: str(p.get(name)) for name in ("device_name", "device", "threads", "torch", "engine", "method")}
+        said["commit"] = f"{str(p.get('commit'))[:10]}{' with changes' if p.get('dirty') is True else ''}{more}"
+        said |= {"machine": str(p.get("machine")), "measured": str(p.get("utc")), "rows": str(len(self.study.results))}
+        if self.study.left_out:
+            said["rows"] += f" ({self.study.left_out} of another machine, device or engine left out)"
+        return said
+
+
+def read_side(text: str, reports: Path) -> Side:
+    """The rows that ``text`` names, of their newest machine, device and engine.
+
+    ``text`` is a profile of ``reports``, a folder with samples.jsonl, such a file by any name, or REVISION:PROFILE, the
+    rows as they were committed. Raises UsageError, one line, where there are none or another version wrote them.
+    """
+    data = _committed(text, reports) if ":" in text else _found(text, reports)
+    if other := sorted({int(n) for n in re.findall(rb'"schema": (\d+)', data)} - {measure.SCHEMA}):
+        raise UsageError(
+            f"{text}: rows of schema {', '.join(map(str, other))}, this version of ringlab reads schema "
+            f"{measure.SCHEMA}; compare runs of one version"
+        )
+    with tempfile.TemporaryDirectory() as folder:  # the store reads a folder; a committed file lies in none
+        path = Path(folder) / NAME
+        path.write_bytes(data)
+        skipped: list[str] = []
+        try:
+            everything = store.read(folder, warn=skipped.append)
+        except (AttributeError, TypeError) as error:
+            raise UsageError(f"{text}: a row is damaged ({error}); restore the file or measure again") from None
+    if not everything:
+        raise UsageError(f"{text}: no complete row in it")
+    for said in skipped:
+        note(f"ringlab: {said.replace(str(path), text)}")
+    return Side(text, Study(None, folder=Path(text), **settle(everything)))
+
+
+def _found(text: str, reports: Path) -> bytes:
+    try:
+        for path in (reports / text / "data" / NAME, Path(text) / NAME, Path(text) / "data" / NAME, Path(text)):
+            if text and path.is_file():
+                return path.read_bytes()
+        there = sorted(path.parents[1].name for path in reports.glob(f"*/data/{NAME}"))
+    except OSError as error:
+        raise UsageError(f"cannot read rows of {text!r}: {error.strerror or error}") from None
+    raise UsageError(
+        f"no rows of {text!r}; name a profile with rows ({', '.join(there) or 'there is none yet'}), a folder with "
+        f"{NAME}, such a file, or REVISION:PROFILE"
+    )
+
+
+def _committed(text: str, reports: Path) -> bytes:
+    revision, _, profile = text.partition(":")
+    what = f"{revision}:./{profile}/data/{NAME}"  # ./ is the folder that git is run in
+    try:
+        done = subprocess.run(["git", "-C", str(reports), "show", "--end-of-options", what], capture_output=True)
+    except OSError as error:
+        raise UsageError(f"{text}: git cannot be run: {error.strerror or error}") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
+        raise UsageError(f"no rows of {text!r}: {said[0].removeprefix('fatal: ')}")
+    return done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pairs of rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +145,7 @@ class Pair:
 
     first: Result
     second: Result
-    ratio: measure.Ratio | None = None
+    ratio: Ratio | None = None
     reason: str = ""
     refused: bool = False
     p: float = 1.0
@@ -75,35 +179,15 @@ class Comparison:
     second: Side
     pairs: Sequence[Pair]
     only: tuple[list[Result], list[Result]]
-    probe: measure.Ratio | None
+    probe: Ratio | None
 
     @property
     def timed(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.ratio is not None]
 
-    @property
-    def excluded(self) -> list[Pair]:
-        """Rows whose times are in no mean, each with its reason; those that are never timed are not among them."""
-        return [pair for pair in self.pairs if pair.reason]
-
-    @property
-    def noise_floor(self) -> float:
-        return max(self.first.study.noise_floor, self.second.study.noise_floor)
-
     @cached_property
-    def mean(self) -> measure.Ratio | None:
+    def mean(self) -> Ratio | None:
         return _mean(self.timed)
-
-    @property
-    def same(self) -> list[Pair]:
-        """Rows that are one measurement, in both files."""
-        return [pair for pair in self.timed if pair.ratio.paired]
-
-    @property
-    def noticed(self) -> float:
-        """The factor by which the row of middling certainty has to differ to be called different."""
-        found = [noticed(pair.ratio, len(self.timed)) for pair in self.timed if not pair.ratio.paired]
-        return median(found) if found else math.inf
 
 
 def compare(first: Side, second: Side) -> Comparison:
@@ -114,17 +198,18 @@ def compare(first: Side, second: Side) -> Comparison:
             f"{other.name} is a rehearsal and {real.name} is not: their times say nothing about each other"
         )
     rows = [{(r.group, r.point.id): r for r in side.study.rows()} for side in (first, second)]
-    common = [key for key in rows[0] if key in rows[1]]
-    found = [_pair(rows[0][key], rows[1][key], first, second) for key in common]
+    found = [_pair(rows[0][key], rows[1][key], first, second) for key in rows[0] if key in rows[1]]
     pairs = [pair for pair in found if pair.first.point.system != PROBE]
     if not pairs:
         raise UsageError(f"{first.name} and {second.name} have no point in common")
     if all(pair.refused for pair in pairs):
-        why, count = Counter(pair.reason for pair in pairs).most_common(1)[0]
-        raise UsageError(f"no row of {first.name} is like one of {second.name}: {why} ({count} of {len(pairs)} points)")
+        raise UsageError(f"no row of {first.name} is like one of {second.name}: {_most_common_reason(pairs)}")
     probes = [pair for pair in found if pair.first.point.system == PROBE and pair.ratio is not None]
     only = tuple([r for key, r in own.items() if key not in other] for own, other in (rows, rows[::-1]))
-    return Comparison(first, second, _adjusted(pairs), only, _mean(probes))
+    timed = [i for i, pair in enumerate(pairs) if pair.ratio is not None]
+    for i, p in zip(timed, holm([pairs[i].p for i in timed])):
+        pairs[i] = replace(pairs[i], p=p)
+    return Comparison(first, second, pairs, only, _mean(probes))
 
 
 def check(now: Side, base: Side, tolerance: float) -> tuple[Comparison, list[tuple[Pair, str]]]:
@@ -134,15 +219,25 @@ def check(now: Side, base: Side, tolerance: float) -> tuple[Comparison, list[tup
     ``tolerance``; bytes are where they grew by more than 1 %; a row that was quoted is where it now fails, unless a
     disturbed machine may be why. Raises UsageError where more than the engine differs.
     """
-    if now.study.rehearsal == base.study.rehearsal:  # else compare() says what is wrong
-        demand_alike(now, base)
+    alike = now.study.rehearsal == base.study.rehearsal  # else compare() says what is wrong
+    for name in DEMANDED if alike else ():
+        one, other = (sorted({str(r.provenance.get(name)) for r in side.study.results}) for side in (base, now))
+        if len({*one, *other}) > 1:
+            raise UsageError(
+                f"no check of {now.name} against {base.name}: they differ in {name} ({', '.join(one)}; "
+                f"{', '.join(other)}); compare shows them side by side"
+            )
     found = compare(now, base)
     failures = [(pair, why) for pair in found.pairs for why in _worse(pair, tolerance)]
     if not found.timed and not failures:  # to pass would say that something was seen
-        why, count = Counter(pair.reason or "not timed" for pair in found.pairs).most_common(1)[0]
-        raise UsageError(f"no time of {now.name} may be compared with {base.name}: {why} ({count} of "
-                         f"{len(found.pairs)} points)")  # fmt: skip
+        why = _most_common_reason(found.pairs)
+        raise UsageError(f"no time of {now.name} may be compared with {base.name}: {why}")
     return found, failures
+
+
+def _most_common_reason(pairs: Sequence[Pair]) -> str:
+    why, count = Counter(pair.reason or "not timed" for pair in pairs).most_common(1)[0]
+    return f"{why} ({count} of {len(pairs)} points)"
 
 
 def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
@@ -161,9 +256,9 @@ def _pair(a: Result, b: Result, first: Side, second: Side) -> Pair:
             return Pair(a, b, reason=f"{side.name}: {why}")
     if not a.seconds or not b.seconds:
         return Pair(a, b)  # a group that is not timed
-    studies = first.study, second.study
-    pace = math.hypot(*(study.pace for study in studies)) / math.sqrt(2)
-    ratio = replace(apart(measure.ratio(a, b), pace), noise_floor=max(study.noise_floor for study in studies))
+    pace = math.hypot(first.study.pace, second.study.pace) / math.sqrt(2)
+    floor = max(first.study.noise_floor, second.study.noise_floor)
+    ratio = replace(apart(measure.ratio(a, b), pace), noise_floor=floor)
     return Pair(a, b, ratio, p=chance(a, b, ratio))
 
 
@@ -183,14 +278,295 @@ def _untrusted(r: Result) -> str:
     return "" if all(0 < s < math.inf for s in r.seconds) else "suspect: a sample that is no time"
 
 
-def _adjusted(pairs: list[Pair]) -> list[Pair]:
-    timed = [i for i, pair in enumerate(pairs) if pair.ratio is not None]
-    found = dict(zip(timed, holm([pairs[i].p for i in timed])))
-    return [replace(pair, p=found.get(i, 1.0)) for i, pair in enumerate(pairs)]
+# ---------------------------------------------------------------------------------------------------------------------
+# which ratios are differences
 
 
-def _mean(pairs: Iterable[Pair]) -> measure.Ratio | None:
+def chance(a: Result, b: Result, ratio: Ratio) -> float:
+    """p-value of a time of ``a`` over that of ``b`` that differs by more than the noise floor, two-sided.
+
+    The larger of two: that of the 95 % interval (Altman and Bland 2011, BMJ 343, d2304) with Student's t, and, where
+    samples are enough and took no turns, the exact one of their ranks, which holds for any distribution. Rows of fewer
+    than six samples rest on Student's assumption that logarithms of times are normal.
+    """
+    beyond, reach = _distance(ratio)
+    if beyond <= 0 or ratio.rounds < 2:
+        return 1.0
+    df = ratio.rounds - 1
+    found = student(quantile(df) * beyond / reach, df) if reach else 0.0
+    return max(found, _by_ranks(a.seconds, b.seconds, ratio)) if _ranked(ratio) else found
+
+
+def _ranked(ratio: Ratio) -> bool:
+    return not ratio.paired and ratio.rounds >= FEW
+
+
+def _distance(ratio: Ratio) -> tuple[float, float]:
+    """(log distance of a ratio from what the same work differs by, that of its interval's nearer end from itself)."""
+    value, end = ratio.value, ratio.low if ratio.value > 1 else ratio.high
+    reach = abs(math.log(value / end)) if 0 < end < math.inf else math.inf
+    return abs(math.log(value)) - math.log(ratio.noise_floor), reach
+
+
+def noticed(ratio: Ratio, rows: int) -> float:
+    """The factor from which a row as uncertain as this one is called different, the first among ``rows``.
+
+    >>> noticed(Ratio(1.0, 0.95, 1.05, 10, False), 1) < 1.06 < 1.1 < noticed(Ratio(1.0, 0.95, 1.05, 10, False), 60)
+    True
+    """
+    n, level = ratio.rounds, FALSE_ALARMS / rows
+    if n < 2 or _ranked(ratio) and 2 / math.comb(2 * n, n) > level:
+        return math.inf
+    reach = max(_distance(ratio)[1], 0.0)
+    return ratio.noise_floor * math.exp(reach * quantile(n - 1, level) / quantile(n - 1))
+
+
+def holm(chances: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number: the chance that any of the rows is below 0.05 while none differs is 5 %.
+
+    Unadjusted, three of 60 unchanged rows would be. Holm 1979 (Scandinavian Journal of Statistics 6, 65-70), which asks
+    nothing about how rows depend on each other.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    found, worst = [1.0] * len(chances), 0.0
+    for rank, i in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
+        found[i] = worst = max(worst, min(1.0, (len(chances) - rank) * chances[i]))
+    return found
+
+
+def student(t: float, df: int) -> float:
+    """P(abs(T) > t) for Student's t with ``df`` degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4).
+
+    >>> round(student(12.706, 1), 4), round(student(2.306, 8), 4)
+    (0.05, 0.05)
+    """
+    angle, odd = math.atan(t / math.sqrt(df)), df % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(1, df // 2 + 1):
+        total, term = total + term, term * math.cos(angle) ** 2 * (2 * k - 1 + odd) / (2 * k + odd)
+    inside = math.sin(angle) * total
+    return max(0.0, 1 - (2 / math.pi * (angle + inside) if odd else inside))
+
+
+@cache
+def quantile(df: int, level: float = 1 - stats.LEVEL) -> float:
+    """The t beyond which a part ``level`` lies, both sides together.
+
+    >>> round(quantile(3), 3), round(quantile(9, 0.01), 3)
+    (3.182, 3.25)
+    """
+    low, high = 0.0, 1.0
+    while student(high, df) > level:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student(middle, df) > level else (low, middle)
+    return high
+
+
+def _by_ranks(x: Sequence[float], y: Sequence[float], ratio: Ratio) -> float:
+    """Two-sided p-value of Mann and Whitney's U (1947), one side made better by the noise floor; ties count for it."""
+    if ratio.value < 1:
+        x, y = y, x
+    wins = sum(one > other * ratio.noise_floor for one in x for other in y)
+    ways = _ways(len(x), len(y))
+    return min(1.0, 2 * sum(ways[wins:]) / sum(ways))
+
+
+@cache
+def _ways(n: int, m: int) -> list[int]:
+    """By u: the orders of n and m samples in which u pairs have the first above (the Gaussian binomial's coefficients).
+
+    >>> _ways(2, 2)
+    [1, 1, 2, 1, 1]
+    """
+    found = [1] + [0] * (n * m)
+    for i in range(1, n + 1):
+        for k in range(n * m, m + i - 1, -1):
+            found[k] -= found[k - m - i]
+        for k in range(i, n * m + 1):
+            found[k] += found[k - i]
+    return found
+
+
+def _mean(pairs: Iterable[Pair]) -> Ratio | None:
     ratios: dict[str, list[float]] = {}
     for pair in pairs:
         ratios.setdefault(pair.first.point.id, []).append(pair.ratio.value)
     return geometric_mean(ratios)
+
+
+def geometric_mean(ratios: Mapping[str, Sequence[float]]) -> Ratio | None:
+    """Of ratios by point, a point with several counting once; the 95 % interval resamples points (Efron 1979).
+
+    >>> geometric_mean({"a": [2.0, 8.0], "b": [1.0]}).value, geometric_mean({})
+    (2.0, None)
+    """
+    values = [fmean(map(math.log, of_one)) for of_one in ratios.values()]
+    if not values:
+        return None
+    if len(values) == 1:
+        return Ratio(math.exp(values[0]), 0.0, math.inf, 1, False)
+    generator = random.Random(0)
+    found = sorted(fmean(generator.choices(values, k=len(values))) for _ in range(stats.RESAMPLES))
+    tail = round((1 - stats.LEVEL) / 2 * stats.RESAMPLES)
+    low, high = math.exp(found[tail]), math.exp(found[-1 - tail])
+    return Ratio(math.exp(fmean(values)), low, high, len(values), False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a comparison as text, and row by row as CSV
+
+
+def sections(found: Comparison, pairs: Sequence[Pair] | None = None) -> list[Table | str]:
+    """Where the rows come from, the ``pairs`` (default: all), what is left out and why, and what it comes to."""
+    first, second = found.first.name, found.second.name
+    shown = found.pairs if pairs is None else pairs
+    abouts = found.first.about(), found.second.about()
+    parts = [Table("Where the rows come from", ["", first, second], [[k, *(a[k] for a in abouts)] for k in abouts[0]])]
+    if shown:
+        columns = [f">{first} (ms)", f">{second} (ms)", f">{first} / {second}", ">95 % interval"]
+        columns += [f"{second if pairs is None else first} is", ">Peak", ">Sent", "Group", "Point"]
+        caption = f"Times of {first} and {second}; peak memory and bytes sent of {first} over those of {second}"
+        parts.append(Table(caption, columns, [_row(pair, turned=pairs is None) for pair in shown]))
+    excluded = [[pair.reason, pair.first.group, _name(pair.first)] for pair in found.pairs if pair.reason]
+    if excluded:
+        parts.append(Table(f"{len(excluded)} rows whose times are in no mean", ["Why", "Group", "Point"], excluded))
+    return [*parts, "\n".join(_summary(found))]
+
+
+def _row(pair: Pair, turned: bool) -> list:
+    times = [None] * 4
+    if ratio := pair.ratio:
+        times = [number(median(r.seconds) * 1e3) for r in (pair.first, pair.second)]
+        times += [number(ratio.value), interval(*ratio.ci) if ratio.rounds > 1 else None]
+    grown = [None if (g := pair.growth(what)) is None else "∞" if g == math.inf else number(g, 4) for what in BYTES]
+    return [*times, verdict(pair, turned), *grown, pair.first.group, _name(pair.first)]
+
+
+def _name(result) -> str:
+    """A point in one line, without the switches that stand as they do by default."""
+    point = result.point
+    if point.system == "ringlab":
+        point = point.but(options={k: v for k, v in point.options if DEFAULTS.get(k) != v})
+    return point.label()
+
+
+def verdict(pair: Pair, turned: bool = False) -> str | None:
+    """What is said of the first beside the second; ``turned``: of the second beside the first."""
+    if pair.ratio is None:
+        return "excluded" if pair.reason else None
+    if pair.significantly_slower or pair.significantly_faster:
+        return "slower" if pair.significantly_slower != turned else "faster"
+    return "not significant"
+
+
+def _summary(found: Comparison) -> Iterable[str]:
+    first, second, timed = found.first.name, found.second.name, found.timed
+    studies = found.first.study, found.second.study
+    if studies[0].rehearsal:
+        yield "Rehearsals: no time says how fast the device of the profile is."
+    if found.mean:
+        spread = f" ({interval(*found.mean.ci)}, points resampled)" if found.mean.rounds > 1 else ""
+        points = f"{found.mean.rounds} point{'s' * (found.mean.rounds > 1)}"
+        yield f"Geometric mean of {first} / {second} over {points}: {number(found.mean.value)}{spread}."
+        longer, shorter = (sum(getattr(p, f"significantly_{way}") for p in timed) for way in ("slower", "faster"))
+        same = len(timed) - longer - shorter
+        yield f"{second} is faster in {longer} rows, slower in {shorter}; not significant in {same}."
+    else:
+        yield "No time to compare."
+    if one := sum(pair.ratio.paired for pair in timed):
+        yield f"{one} of these are one measurement, kept in both."
+    factors = [noticed(pair.ratio, len(timed)) for pair in timed if not pair.ratio.paired]
+    if factors and median(factors) < math.inf:
+        yield f"Half of the rows would be called different only from a factor of {number(median(factors))} on."
+    for side in (found.first, found.second):
+        if side.study.pace:
+            by = number(100 * side.study.pace, 2)
+            yield f"One call differed by {by} % from group to group in {side.name}: in the intervals."
+    if (floor := max(study.noise_floor for study in studies)) > 1:
+        yield f"The same work differed by up to {number(floor)} within a run; no smaller factor counts."
+    if found.probe:
+        yield f"Their machines' own matrix product, {first} / {second}: {number(found.probe.value)}."
+    if found.first.newest.get("method") != found.second.newest.get("method"):
+        yield "How points are measured changed between the two (method): a part of a difference may come from that."
+    for side, only in zip((found.first, found.second), found.only):
+        if only:
+            more = f"; and {len(only) - NAMED} more" if len(only) > NAMED else ""
+            yield f"Only in {side.name}, {len(only)}: {'; '.join(map(_name, only[:NAMED]))}{more}."
+
+
+def worse(found: Comparison, failures: Sequence[tuple[Pair, str]], tolerance: float) -> str:
+    """What a check comes to: every row that is worse, by name, or that none is."""
+    base, counted = found.second.name, len(found.timed)
+    if not failures:
+        limit = f"{100 * tolerance:.3g} %"
+        said = f"check passed: of {counted} rows none is significantly slower than {base} by more than {limit}"
+        return f"{said}, of {len(found.pairs)} none fails newly or needs more bytes"
+    return "\n".join(
+        [f"check FAILED: {len({id(pair) for pair, _ in failures})} of {len(found.pairs)} rows are worse than {base}:"]
+        + [f"  {pair.first.group}: {_name(pair.first)}: {_how(pair, why)}" for pair, why in failures]
+    )
+
+
+def _how(pair: Pair, why: str) -> str:
+    if why == "slower":
+        return f"{number(pair.ratio.value)} times as long ({interval(*pair.ratio.ci)})"
+    if why in BYTES:
+        first, second = pair.bytes(why)
+        return f"{WORSE[why]}, {size(second)} to {size(first)} ({first - second:+,} bytes)"
+    return f"now {why}: {pair.first.reason or 'no reason given'}"
+
+
+def aligned(table: Table) -> str:
+    """A table for a terminal.
+
+    >>> print(aligned(Table("Times", ["System", ">ms"], [["dense", "12.5"], ["ring", None]])))
+    Times
+    <BLANKLINE>
+    System    ms
+    dense   12.5
+    ring       –
+    """
+    rows = [[c.lstrip(">") for c in table.columns], *([cell(x).plain for x in row] for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    sides = [">" if c.startswith(">") else "<" for c in table.columns]
+    lines = ("  ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)).rstrip() for row in rows)
+    return "\n".join([table.caption, "", *lines])
+
+
+def text(parts: Iterable[Table | str], markdown: bool = False) -> str:
+    """All parts under each other."""
+    if markdown:
+        return "\n\n".join(part.replace("\n", "  \n") if isinstance(part, str) else part.markdown for part in parts)
+    return "\n\n".join(part if isinstance(part, str) else aligned(part) for part in parts)
+
+
+def write_csv(path: Path, found: Comparison) -> None:
+    """One line per point, those that only one side has included; raises UsageError where it cannot be written."""
+    rows = []
+    for pair in found.pairs:
+        times = [median(r.seconds) if r.seconds and not pair.reason else None for r in (pair.first, pair.second)]
+        ratio, peak, sent = pair.ratio, pair.bytes("peak"), pair.bytes("sent")
+        rows.append(_key(pair.first) | {
+            "seconds_first": times[0], "seconds_second": times[1], "ratio": ratio and ratio.value,
+            "low": ratio and ratio.low, "high": ratio and ratio.high, "p": ratio and pair.p,
+            "time_of_first": verdict(pair), "peak_first": peak[0], "peak_second": peak[1], "sent_first": sent[0],
+            "sent_second": sent[1], "not_compared_because": pair.reason,
+        })  # fmt: skip
+    fields = [*rows[0]]
+    for side, only in zip((found.first, found.second), found.only):
+        rows += [_key(r) | {"not_compared_because": f"only in {side.name}"} for r in only]
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            lines = csv.DictWriter(file, fields)
+            lines.writeheader()
+            lines.writerows(rows)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _key(r) -> dict[str, str]:
+    return {"point": r.point.id, "group": r.group, "name": _name(r)}

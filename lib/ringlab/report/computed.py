@@ -56,12 +56,12 @@ def gpu_of(study: Study):
 
 def computed(study: Study) -> Table:
     """What arithmetic alone says of the document's call on a GPU that was not at hand."""
-    return computed_table(gpu_of(study), shape(), pattern(), study.stamp)
+    return computed_table(gpu_of(study), shape(), pattern())
 
 
 def two_cards_table(study: Study) -> Table:
     """Whether the document's failed run, 16K tokens on two 8 GB cards, fits."""
-    return fit_table(study.stamp)
+    return fit_table()
 
 
 def policy(study: Study) -> Text:
@@ -87,7 +87,7 @@ def bounds(profile, shape: dict, pattern, dtypes=("float32", "float16", "bfloat1
     return found
 
 
-def computed_table(profile, shape: dict, pattern, stamp: str) -> Table:
+def computed_table(profile, shape: dict, pattern) -> Table:
     """The document's call on ``profile`` by its peak rates, none of it measured."""
     rows = [
         [
@@ -101,13 +101,12 @@ def computed_table(profile, shape: dict, pattern, stamp: str) -> Table:
         f"Computed for {profile.title}: {shape['seq_len']:,} tokens, forward",
         ["Pattern", "dtype", ">GFLOP", ">Floor", ">Lower bound (ms)", "Rate used"],
         rows,
-        stamp=stamp,
         note="Floor: q, k, v and out once. Lower bound: the larger of work over peak rate and floor over bandwidth"
         + (f" ({number(profile.bandwidth_bytes_per_s / 1e9)} GB/s)." if profile.bandwidth_bytes_per_s else "."),
     )
 
 
-def fit_table(stamp: str, seq_len: int = 16384) -> Table:
+def fit_table(seq_len: int = 16384) -> Table:
     """Whether the document's failed run fits: 16K tokens on two cards of 8 GB."""
     fit = two_cards(seq_len)
 
@@ -125,7 +124,6 @@ def fit_table(stamp: str, seq_len: int = 16384) -> Table:
         f"Computed: {seq_len:,} tokens on two cards of {size(CARD)}",
         ["System", "What it holds", ">Needs a card", ">Card has", "Verdict"],
         rows,
-        stamp=stamp,
         note="Not run on two cards. Segments of 2,048 and 4,096 tokens lie within a shard of 8,192, so that no keys "
         "are received.",
     )

@@ -8,8 +8,7 @@ from .. import cost, hardware, measure
 from ..advise import Evidence
 from ..engine import Execution
 from ..patterns import Dense
-from .places import reports_folder
-from .plan import REHEARSAL
+from .places import REHEARSAL, reports_folder
 from .rows import SHORT
 from .study import Study, pattern_of, read_study, together
 

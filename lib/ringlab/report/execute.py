@@ -20,14 +20,15 @@ from .places import EXPECTED_PREFIX, ReportError, UsageError, own_jupyter
 
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
 KERNEL = "ringlab-own"  # a name nobody else installs, so that no other kernel can shadow it
+logging.getLogger("papermill").disabled = True  # the driver says what happened, in one line
 
 
 class NotebookFailed(ReportError):
-    """A notebook did not finish; ``notebook`` holds what it got to, ``cell`` where it stopped."""
+    """A notebook did not finish; ``notebook`` holds what it got to."""
 
-    def __init__(self, message: str, notebook: nbformat.NotebookNode, cell: int):
+    def __init__(self, message: str, notebook: nbformat.NotebookNode):
         super().__init__(message)
-        self.notebook, self.cell = notebook, cell
+        self.notebook = notebook
 
 
 def execute(
@@ -42,7 +43,7 @@ def execute(
     partial = target.with_name(f"{target.stem}.partial.ipynb")
     partial.parent.mkdir(parents=True, exist_ok=True)
     failure = None
-    with own_kernel() as config, _quiet("papermill"):
+    with own_kernel() as config:
         try:
             papermill.execute_notebook(
                 _literal(source),
@@ -62,15 +63,13 @@ def execute(
         except DeadKernelError:
             failure = "killed its kernel (often: out of memory)"
         except RuntimeError as error:  # so says jupyter_client of a kernel that does not come up
-            raise NotebookFailed(f"{source.name}: {_line(error)}", read(source), 0) from error
+            raise NotebookFailed(f"{source.name}: {_line(error)}", read(source)) from error
     notebook = read(partial)
     if failure:
-        stopped = last_started(notebook)
-        ours = [c for c in notebook.cells[: stopped + 1] if not _added(c)]
-        shown = sum(c.cell_type == "code" for c in ours)
-        where = f"code cell {shown}" + (f" under {heading!r}" if (heading := heading_before(notebook, stopped)) else "")
-        raise NotebookFailed(f"{source.name}: {where} {failure}", notebook, stopped)
-    _forget_places(notebook)
+        raise NotebookFailed(f"{source.name}: {_where(notebook)} {failure}", notebook)
+    for place in ("input_path", "output_path"):  # where this machine keeps its files
+        notebook.metadata.get("papermill", {}).pop(place, None)
+    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     nbformat.write(notebook, partial)
     os.replace(partial, target)
     return notebook
@@ -120,50 +119,21 @@ def own_kernel():
             yield config
 
 
-@contextmanager
-def _quiet(name: str):
-    """Keep a library's logger from telling in its own words what the driver says in one line."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _literal(path: Path) -> str:
     """A path whose braces papermill does not take for parameters."""
     return str(path).replace("{", "{{").replace("}", "}}")
 
 
-def last_started(notebook: nbformat.NotebookNode) -> int:
-    """Index of the cell that was running: papermill calls every cell completed, but only started ones have a time."""
+def _where(notebook: nbformat.NotebookNode) -> str:
+    """The last cell that ran, as a reader would name it: its number among the code cells, the nearest heading above."""
+    # papermill calls every cell completed, but only those that were started have a time.
     started = [i for i, c in enumerate(notebook.cells) if c.metadata.get("papermill", {}).get("start_time")]
-    return max(started, default=0)
-
-
-def _added(cell) -> bool:
-    """Cells that papermill put in: its parameters and its marks of an error."""
-    tags = cell.metadata.get("tags", ())
-    return "injected-parameters" in tags or "papermill-error-cell-tag" in tags
-
-
-def heading_before(notebook: nbformat.NotebookNode, index: int) -> str:
-    """The nearest Markdown heading above a cell, which is how a reader would name it."""
-    for cell in reversed(notebook.cells[:index]):
-        written = cell.cell_type == "markdown" and not _added(cell)
-        titles = [x for x in cell.source.splitlines() if x.startswith("#")] if written else []
-        if titles:
-            return titles[-1].lstrip("# ").strip()
-    return ""
-
-
-def _forget_places(notebook: nbformat.NotebookNode) -> None:
-    """Drop what only tells where this machine keeps its files, and the kernel's throw-away name."""
-    for key in ("input_path", "output_path"):
-        notebook.metadata.get("papermill", {}).pop(key, None)
-    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    added = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
+    cells = [c for c in notebook.cells[: max(started, default=0) + 1] if not added & {*c.metadata.get("tags", ())}]
+    lines = [line for c in cells if c.cell_type == "markdown" for line in c.source.splitlines()]
+    heading = next((line.lstrip("# ").strip() for line in reversed(lines) if line.startswith("#")), "")
+    number = sum(c.cell_type == "code" for c in cells)
+    return f"code cell {number} under {heading!r}" if heading else f"code cell {number}"
 
 
 def _line(text: str, limit: int = 300) -> str:

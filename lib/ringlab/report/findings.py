@@ -56,7 +56,7 @@ def gaps_line(study: Study) -> str:
 
 def limits(study: Study, *more: str) -> Text:
     """What this run cannot tell: ``more``, and points that are missing, failed, unstable or on one device."""
-    lines = [f"How fast {study.profile.title} is: {study.stamp_note}"] if study.rehearsal else []
+    lines = [f"How fast {study.profile.title} is: it was not here."] if study.rehearsal else []
     if all(r.point.world_size == 1 for r in study.results):
         lines.append("Anything about several devices: every row ran on one.")
     lines += more

@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import hardware
-from .places import ReportError, UsageError, reports_folder
-from .plan import REHEARSAL
+from .places import REHEARSAL, ReportError, UsageError, reports_folder
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL = "install one (Debian, Fedora: apt or dnf install chromium) or name it: CHROMIUM=/path/to/chrome"
@@ -109,14 +108,10 @@ def _call(command: Sequence[str], timeout_s: float) -> str:
         with suppress(ProcessLookupError):
             os.killpg(browser.pid, signal.SIGKILL)
         browser.wait()
-    return f"exit code {browser.returncode}; {_reason(said.decode(errors='replace'))}" if browser.returncode else ""
-
-
-def _reason(said: str) -> str:
-    """The last line of the browser's output that is not about the desktop's message bus, without its time stamp."""
-    lines = [line.strip() for line in said.splitlines() if line.strip() and "dbus" not in line.lower()]
-    last = re.sub(r"^\[[^\]]*\]\s*", "", lines[-1]) if lines else "it said nothing"
-    return last[:300]
+    # The last line of its output that is not about the desktop's message bus, without its time stamp.
+    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if "dbus" not in line.lower()]
+    last = re.sub(r"^\[[^\]]*\]\s*", "", next(filter(None, reversed(lines)), "it said nothing"))
+    return f"exit code {browser.returncode}; {last[:300]}" if browser.returncode else ""
 
 
 def _whole(path: Path) -> bool:

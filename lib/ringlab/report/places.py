@@ -1,16 +1,21 @@
-"""Where things lie: the checkout, its notebooks, the reports, found from any working folder; and one run per folder."""
+"""What a request for a profile comes to on this machine, and where its files lie; one run per folder at a time.
+
+Needs torch alone, so that a machine without the report's packages can measure.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import socket
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from .. import hardware
+
+REHEARSAL = "rehearsal"
 EXPECTED_PREFIX = "RINGLAB_EXPECTED_PREFIX"  # tells a kernel which environment its driver runs in
 FOREIGN = ("JUPYTER_PATH", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLBACKEND")
 
@@ -89,46 +94,61 @@ def locked(folder: Path, *, wait: bool = False):
 
     The system drops the lock with its process, so a killed run leaves nothing that could block the next one.
     """
+    from filelock import FileLock, Timeout
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".run.lock"
-    while True:
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read() or "{}"
-            file.close()
-            raise ReportError(f"{folder} is in use by {_name(holder)}; wait for it or stop it") from None
-        if _is_still(file, path):
-            break
-        file.close()  # the former holder removed this file between our open and our lock
+    lock = FileLock(path, blocking=wait)
     try:
-        file.truncate(0)
-        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%H:%M:%S")}
-        file.write(json.dumps(about))
-        file.flush()
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text() if path.is_file() else ""
+        raise ReportError(f"{folder} is in use by {holder or 'another process'}; wait for it or stop it") from None
+    try:
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%H:%M:%S')}")
         yield
     finally:
-        path.unlink(missing_ok=True)
-        file.close()
-
-
-def _is_still(file, path: Path) -> bool:
-    try:
-        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
-    except FileNotFoundError:
-        return False
-
-
-def _name(holder: str) -> str:
-    try:
-        about = json.loads(holder)
-        return f"process {about['pid']} on {about['host']} since {about['since']}"
-    except (ValueError, KeyError):
-        return "another process"
+        path.unlink(missing_ok=True)  # while it is held: who waits for it sees that it is gone and begins anew
+        lock.release()
 
 
 def note(text: str) -> None:
     """A line for the terminal; never part of a report."""
     print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request for a profile comes to on this machine."""
+
+    profile: hardware.Profile
+    folder: str  # below reports/
+    measure: bool
+    rehearsal: bool
+    device: str
+    why: str = ""  # this profile cannot be measured here
+
+
+def plan(name: str, machine: hardware.Machine, reports: Path, *, strict: bool = False, recorded: bool = True) -> Plan:
+    """Decide between measuring, rendering what was recorded elsewhere (unless ``recorded`` is false), and a rehearsal.
+
+    Raises UsageError for an unknown profile, for a GPU that is here but that torch cannot drive (one screen with the
+    install line), and with ``strict`` for anything but real measurements.
+    """
+    try:
+        profile = hardware.resolve(name, machine)
+    except hardware.UnknownProfile as error:
+        raise UsageError(str(error)) from None
+    here = profile.kind == "cpu" or profile.name in (hardware.match(machine), "generic")
+    if profile.kind != "cpu" and here and (screen := hardware.drivable(machine)):
+        raise UsageError(screen)
+    runnable, why = profile.runnable(machine)
+    if runnable:
+        return Plan(profile.on(machine), profile.name, True, False, "cpu" if profile.kind == "cpu" else "cuda")
+    if strict:
+        raise UsageError(
+            f"profile {profile.name!r} cannot be measured here and a rehearsal was refused (strict): {why}"
+        )
+    if recorded and (reports / profile.name / "data" / "samples.jsonl").is_file():
+        return Plan(profile, profile.name, False, False, "cpu", why)
+    return Plan(profile, f"{profile.name}-{REHEARSAL}", True, True, "cpu", why)

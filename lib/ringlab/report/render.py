@@ -5,7 +5,6 @@ The stock templates fetch scripts from the network and know no alt text; the two
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 from copy import deepcopy
@@ -17,22 +16,19 @@ import nbformat
 from nbconvert import HTMLExporter, MarkdownExporter
 from traitlets.config import Config
 
-from .places import ReportError, own_jupyter
+from . import theme
+from .execute import NotebookFailed
+from .places import own_jupyter
 from .tables import PAGE_HTML
-from .theme import themed
 
 TEMPLATES = Path(__file__).parent / "templates"
 HIDDEN_TAGS = {"parameters", "injected-parameters", "papermill-error-cell-tag"}
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
 
 
-class MissingAlt(ReportError):
-    """A page shows an image that cannot be read aloud."""
-
-
 @dataclass(frozen=True)
 class Page:
-    """What a page says around its cells; ``stamp`` is the word that marks every title of a rehearsal."""
+    """What a page says around its cells; ``stamp`` is the word that marks the title of a rehearsal."""
 
     name: str
     subtitle: str = ""
@@ -46,16 +42,21 @@ class Page:
 def render(notebook: nbformat.NotebookNode, page: Page, folder: Path, *, formats=("html", "md")) -> list[Path]:
     """Write ``<name>.html`` and ``<name>.md`` with ``figures/`` into ``folder``; earlier files are replaced whole.
 
-    Returns the paths written, those of the pages first. Raises MissingAlt for an image without alt text.
+    Returns the paths written, those of the pages first. Raises NotebookFailed for an image without alt text.
     """
-    notebook = stamp_titles(notebook, page.stamp)
+    notebook = deepcopy(notebook)
     for i, cell in enumerate(notebook.cells):
         nameless = [output for output in cell.get("outputs", ()) if _nameless(output)]
         if nameless and not page.failure:
-            raise MissingAlt(f"cell {i} shows an image without alt text; use ringlab.report.figures.show")
+            why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
+            raise NotebookFailed(f"{page.name}.ipynb: {why}", notebook)
         for output in nameless:
             cell.outputs.remove(output)
-    about = _about(notebook, page, formats)
+    if page.stamp:
+        _stamp_title(notebook, page.stamp)
+    about = asdict(page) | {"title": title_of(notebook), "css": css(), "contents": _contents(notebook)}
+    names = {"html": "This page as HTML", "md": "This page as Markdown"}
+    about["files"] = [(names[x], f"{page.name}.{x}") for x in formats] + [(name, f"data/{name}") for name in DATA]
     pages, figures = {}, {}
     with own_jupyter():
         if "html" in formats:
@@ -83,14 +84,9 @@ def write(path: Path, data: str | bytes) -> Path:
     return path
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed runs left half-written in ``folder``; only for the run that holds it."""
-    for partial in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
-        partial.unlink(missing_ok=True)
-
-
 def css() -> str:
-    return (TEMPLATES / "html" / "report" / "report.css").read_text()
+    """The style of a page, with that of its figures."""
+    return (TEMPLATES / "html" / "report" / "report.css").read_text() + theme.css()
 
 
 def title_of(notebook: nbformat.NotebookNode) -> str:
@@ -101,15 +97,23 @@ def title_of(notebook: nbformat.NotebookNode) -> str:
     return "Report"
 
 
-def stamp_titles(notebook: nbformat.NotebookNode, stamp: str) -> nbformat.NotebookNode:
-    """A copy in which every Markdown heading carries ``stamp``."""
-    notebook = deepcopy(notebook)
-    written = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
-    for cell in written if stamp else ():
-        cell.source = re.sub(r"^(#{1,6} .+?)[ \t]*$", rf"\1 ({stamp})", cell.source, flags=re.M)
-    for cell in [cell for cell in written if re.search("^## ", cell.source, re.M)][:1]:
-        cell.metadata["first_section"] = True  # the contents go before it, after the opening answer
-    return notebook
+def _stamp_title(notebook: nbformat.NotebookNode, stamp: str) -> None:
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source, count = re.subn(r"^(# .+?)[ \t]*$", rf"\1 ({stamp})", cell.source, count=1, flags=re.M)
+            if count:
+                return
+
+
+def _contents(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
+    """(text, name within the page) of each section; its first cell is marked, as the contents go before it."""
+    found = []
+    for cell in notebook.cells:
+        headings = re.findall(r"^## (.+)$", cell.source, re.M) if cell.cell_type == "markdown" else []
+        if headings and not found:
+            cell.metadata["first_section"] = True
+        found += [(heading.strip(), slug(heading)) for heading in headings]
+    return found
 
 
 def _nameless(output) -> bool:
@@ -127,38 +131,24 @@ def slug(heading: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", unescape(re.sub(r"<.*?>", "", heading)).lower()).strip("-")
 
 
-def named_headings(html: str) -> str:
+def _named_headings(html: str) -> str:
     """nbconvert names headings only together with a link sign in each, which a page read aloud would repeat."""
     return re.sub(r"<h([2-6])>(.*?)</h\1>", lambda m: f'<h{m[1]} id="{slug(m[2])}">{m[2]}</h{m[1]}>', html, flags=re.S)
-
-
-def _about(notebook, page: Page, formats) -> dict:
-    written = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    headings = [found.strip() for text in written for found in re.findall(r"^## (.+)$", text, re.M)]
-    plain = [(h.removesuffix(f" ({page.stamp})"), slug(h)) for h in headings]
-    files = [("This page as Markdown" if x == "md" else "This page as HTML", f"{page.name}.{x}") for x in formats]
-    files += [(name, f"data/{name}") for name in DATA]
-    return asdict(page) | {"title": title_of(notebook), "css": css(), "contents": plain, "files": files}
-
-
-def _base64(text: str) -> str:
-    return base64.b64encode(text.encode()).decode("ascii")
 
 
 def _exporter(kind: str):
     config = Config()
     config.TemplateExporter.extra_template_basedirs = [str(TEMPLATES / kind)]
+    config.TemplateExporter.exclude_input = True
     config.TagRemovePreprocessor.enabled = True
     config.TagRemovePreprocessor.remove_cell_tags = HIDDEN_TAGS
-    filters = {"b64": _base64, "named_headings": named_headings, "themed": themed}
+    filters = {"named_headings": _named_headings, "inline": theme.inline}
     if kind == "html":
-        config.TemplateExporter.exclude_input = True
         config.HTMLExporter.exclude_anchor_links = True
         config.NbConvertBase.display_data_priority = [
             PAGE_HTML, "text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain"
         ]  # fmt: skip
         return HTMLExporter(config=config, template_name="report", filters=filters)
-    config.TemplateExporter.exclude_input = True
     config.ExtractOutputPreprocessor.extract_output_types = {"image/png"}
     config.NbConvertBase.display_data_priority = ["text/markdown", "image/png", "text/plain"]
     return MarkdownExporter(config=config, template_name="report", filters=filters)

@@ -14,8 +14,7 @@ import torch
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
 from .pace import apart, earlier, reproduced, spread, turns, widened
-from .places import EXPECTED_PREFIX, data_folder
-from .plan import REHEARSAL
+from .places import EXPECTED_PREFIX, REHEARSAL, data_folder
 from .tables import Table, Text
 from .trust import judged, objection
 
@@ -111,8 +110,8 @@ class Study:
         if not self.rehearsal:
             return ""
         return (
-            f"No {self.profile.title} was at hand: small timings from {self.device}, with the policies and computed "
-            f"figures of {self.profile.title}. No time here says how fast that device is."
+            f"No {self.profile.title} was here. The times on this page were measured on {self.device}, at shorter "
+            "lengths, and do not say how fast that GPU is. Only what is called computed is about it."
         )
 
     @property
@@ -207,10 +206,10 @@ class Study:
         if not rows or len(rows) == 1 and rows[0][0] == NOT_MEASURED:  # one dash after another says no more
             more, columns = {}, ["What"]
             rows = [[NOT_MEASURED]]
-        return Table(caption, columns, rows, stamp=self.stamp, **more)
+        return Table(caption, columns, rows, **more)
 
     def text(self, *lines: str, **more) -> Text:
-        return Text([f"{self.stamp.capitalize()}: {x}" for x in lines] if self.stamp else lines, **more)
+        return Text(lines, **more)
 
 
 def together(a, b) -> bool:

@@ -61,8 +61,7 @@ def cell(value) -> Cell:
 class Table:
     """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
 
-    ``marked`` are indices of rows to emphasise. ``stamp`` (a rehearsal's word) goes into the caption and every row.
-    With ``cards`` a phone shows a card for each row, as suits rows of words.
+    ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for each row, as suits words.
 
     >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
     **Times**
@@ -78,7 +77,6 @@ class Table:
     rows: Sequence[Sequence] = field(default_factory=list)
     note: str = ""
     marked: Iterable[int] = ()
-    stamp: str = ""
     folded: bool = False  # drawn closed, as the data under a figure is
     cards: bool = False
 
@@ -88,31 +86,26 @@ class Table:
                 raise ValueError(f"table {self.caption!r} has {len(self.columns)} columns, a row has {len(row)}")
 
     @property
-    def title(self) -> str:
-        return f"{self.stamp.capitalize()}: {self.caption}" if self.stamp else self.caption
-
-    @property
     def html(self) -> str:
         rows, marked = [[cell(x) for x in row] for row in self.rows], set(self.marked)
         kinds = [_column_class(name, [row[i] for row in rows]) for i, name in enumerate(self.columns)]
         names = [re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', escape(c.lstrip(">"))) for c in self.columns]
         head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(names, kinds))
-        stamp = f' <small class="stamp">{escape(self.stamp)}</small>' if self.stamp else ""
         body = []
         for i, row in enumerate(rows):
             first, *others = [(c.html, k) for c, k in zip(row, kinds)]
-            cells = f'<th scope="row"{first[1]}>{first[0]}{stamp}</th>'
+            cells = f'<th scope="row"{first[1]}>{first[0]}</th>'
             cells += "".join(f"<td{k}{self._named(i)}>{c}</td>" for i, (c, k) in enumerate(others, 1))
             body.append(f'<tr class="marked">{cells}</tr>' if i in marked else f"<tr>{cells}</tr>")
-        label = escape(self.title, quote=True)
+        label = escape(self.caption, quote=True)
         table = (
             f'<div class="table{" cards" * self.cards}" role="region" tabindex="0" aria-label="{label}"><table>'
             f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
         )
         note = f'<p class="note">{inline_html(self.note)}</p>' if self.note else ""
         if self.folded:
-            return f'<details class="data"><summary>{escape(self.title)}</summary>{table}{note}</details>'
-        return f'<div class="block"><p class="caption">{escape(self.title)}</p>{table}{note}</div>'
+            return f'<details class="data"><summary>{escape(self.caption)}</summary>{table}{note}</details>'
+        return f'<div class="block"><p class="caption">{escape(self.caption)}</p>{table}{note}</div>'
 
     def _named(self, column: int) -> str:
         """What a cell is called on a card, which has no head."""
@@ -120,12 +113,10 @@ class Table:
 
     @property
     def markdown(self) -> str:
-        columns, rows = list(self.columns), [[cell(x) for x in row] for row in self.rows]
-        if self.stamp:
-            columns, rows = ["Run", *columns], [[Cell(self.stamp), *row] for row in rows]
-        lines = [f"**{markdown_text(self.title)}**", ""]
-        lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in columns) + " |")
-        lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in columns) + "|")
+        rows = [[cell(x) for x in row] for row in self.rows]
+        lines = [f"**{markdown_text(self.caption)}**", ""]
+        lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in self.columns) + " |")
+        lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in self.columns) + "|")
         marked = set(self.marked)
         for i, row in enumerate(rows):
             texts = [markdown_text(c.plain) for c in row]
