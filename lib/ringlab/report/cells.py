@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from .tables import Cell, interval, number
-from .trust import objection, status
+from .columns import time as ms
+from .columns import times
+from .tables import Cell, number
+from .trust import objection
+
+__all__ = ["PEAK", "bound", "error", "has_peak", "held", "ms", "peak", "times", "within"]
 
 PEAK = ">Peak memory (× tensors)"
-
-
-def ms(result) -> Cell:
-    """Median time in ms with its 95 % interval, or why there is none."""
-    return _time(result, 1e3)
-
-
-def us(result) -> Cell:
-    """The same in microseconds."""
-    return _time(result, 1e6)
-
-
-def _time(result, scale: float) -> Cell:
-    if result is None or (not objection(result) and result.median is None):
-        return Cell("not measured", kind="none")
-    if objection(result):
-        return Cell(status(result), kind="bad")
-    low, high = result.ci or (None, None)
-    said = interval(low, high, scale) + ("; unstable" if result.unstable else "")
-    return Cell(number(result.median * scale), said)
 
 
 def bound(result) -> Cell | None:
@@ -67,20 +51,3 @@ def peak(result) -> Cell | None:
         return None
     more = held(result)
     return Cell(f"{within(result):.2f}", f"{more[0]} {more[1]:.2f}" if more else "")
-
-
-def peaks(before, after) -> Cell | None:
-    """Peak memory of the second row, and what it was in the first."""
-    if not has_peak(after):
-        return None
-    return Cell(f"{within(after):.2f}", f"off: {within(before):.2f}" if has_peak(before) else "")
-
-
-def times(ratio) -> Cell | None:
-    """A ratio with its interval; one within the noise of the run, unstable or not paired says so."""
-    if ratio is None:
-        return None
-    doubts = [] if ratio.significantly_slower or ratio.significantly_faster else ["; within noise"]
-    doubts += ["; unstable"] if ratio.unstable else []
-    doubts += [] if ratio.paired else ["; unpaired"]
-    return Cell(f"{number(ratio.value)}×", f"{number(ratio.low)} to {number(ratio.high)}{''.join(doubts)}")

@@ -8,10 +8,9 @@ import torch
 
 from ..measure import Ratio
 from . import rows as r
-from .computed import two_cards as two_cards_fit
-from .reuse import largest_share, lent, pool_rows, threshold
+from .optimization import largest_share, lent, pool_rows, switch_pairs, threshold, with_others
+from .optimization import two_cards as two_cards_fit
 from .study import Study, best
-from .switches import switch_pairs, with_others
 from .tables import number, size
 from .trust import objection
 from .verdicts import WORDS, Verdict, by_interval, said, undecided, untestable

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..measure import suites
-from .engine import pass_of
-from .rows import SHORT, label
+from .rows import SHORT, label, pass_of
 from .study import Study
 from .tables import Cell, Table, Text, number
 from .trust import reason, status
@@ -25,6 +24,35 @@ def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
         rows,
         note="Tolerances stand with the claims as data and follow from what is printed, not from these rows.",
     )
+
+
+def trust_line(study: Study) -> str:
+    """The line of an answer about checks, noise and repetition."""
+    shares = [e / r.tolerance[k] for r in study.good for k, e in r.errors.items() if r.tolerance[k]]
+    timed = [r for r in study.good if r.median]
+    again, agreed = study.repeats
+    twice = f"{agreed} of {again} times were the same in an earlier run" if again else "the run was not repeated"
+    good, count, worst = len(study.good), len(study.results), f"worst error {100 * max(shares, default=0):.0f} %"
+    passed = f"all {count} rows" if good == count else f"{good} of {count} rows are shown, which"
+    floor = f"the same work differed by up to {number(study.noise_floor)}× (the noise floor)"
+    return (
+        f"**Trust**: {passed} passed their check against the float64 reference ({worst} of the tolerance); "
+        f"{floor if study.twins else 'no call was measured twice'}; {sum(r.unstable for r in timed)} of {len(timed)} "
+        f"times are unstable; {twice}."
+    )
+
+
+def gaps_line(study: Study) -> str:
+    """The line of an answer about what was not measured."""
+    gaps = [study.profile.title if study.rehearsal else "any GPU"] if study.device_type == "cpu" else []
+    crowded = sorted({r.point.world_size for r in study.good if r.ranks.get("oversubscribed")})
+    if crowded:
+        gaps.append(f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores")
+    if missing := missing_points(study):
+        gaps.append(f"{len(missing)} points of this profile")
+    if failed := study.failed():
+        gaps.append(f"{len(failed)} of {len(study.results)} points are not quoted (listed below)")
+    return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
 
 
 def limits(study: Study, *more: str) -> Text:

@@ -13,10 +13,9 @@ from .. import columns, curves, figures, findings
 from .. import study as studies
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, shown, table, times
 from ..findings import failures
-from ..lengths import begins
+from ..optimization import begins, lent
 from ..origins import provenance
 from ..reading import reading
-from ..reuse import lent
 from ..ring import rows as shared
 from ..rows import SHORT
 from ..study import Study, pattern_of
