@@ -6,10 +6,10 @@ import pytest
 from bs4 import BeautifulSoup
 from reporting import CPU, NOTEBOOK, run_in_this_process, whole_suite, write_rows
 from ringlab import measure
-from ringlab.report import claims, computed, driver, execute, places, rows
+from ringlab.report import claims, driver, execute, optimization, places, rows
 
 # page: the least number of its figures
-PAGES = {"cpu/optimization_results": 4, "gtx1080-rehearsal/optimization_results": 4, "cpu/claims": 1, "index": 1}
+PAGES = {"cpu/optimization_results": 1, "gtx1080-rehearsal/optimization_results": 1, "cpu/claims": 1, "index": 1}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_rehearsal_is_stamped_in_every_title_table_and_row(reports):
     html, text = ((folder / f"optimization_results.{x}").read_text() for x in ("html", "md"))
     page = BeautifulSoup(html, "html.parser")
     titles, body = page(["h1", "h2", "h3", "title"]), page.select("tbody tr")
-    assert titles and len(body) > 60 and all("rehearsal" in x.text for x in [*titles, *body])
+    assert titles and len(body) > 50 and all("rehearsal" in x.text for x in [*titles, *body])
     captions = re.findall(r'<p class="caption">(.*?)</p>|<summary>(.*?)</summary>', html)
     assert captions and all("".join(c).startswith("Rehearsal: ") for c in captions)
     prose = re.sub(r"```.*?```", "", text, flags=re.S)
@@ -82,20 +82,21 @@ def test_rehearsal_says_policy_install_line_refusals_and_what_fits(reports):
     assert "These rows were measured on another machine (a CPU), commit 0000000000" in text
     assert "does not fit" in text and "12 GiB" in text
     assert "dtype=torch.float32" in text
-    fit = computed.two_cards()
+    fit = optimization.two_cards()
     assert fit.original_bytes == 3 * 8 * 16384 * 8192 * 4 and not fit.original_fits and fit.ours_fits
 
 
 def test_report_answers_first_and_judges_every_claim(reports):
     text = (reports / "cpu" / "optimization_results.md").read_text()
     opening = text.split("## ")[0]
-    assert 1 <= len(re.findall(r"^- ", opening, re.M)) <= 5 and "**Fastest correct variant**" in opening
+    assert 1 <= len(re.findall(r"^- ", opening, re.M)) <= 5 and "**Optimizing pays" in opening
     ledger = text.split("## Published claims")[1].split("## ")[0]
     verdicts = [re.split(r"(?<!\\)\|", x)[3].strip() for x in ledger.splitlines() if x.startswith("| ")][1:]
     assert len(verdicts) == len(rows.published()["claims"]) and set(verdicts) <= set(claims.WORDS)
     assert "confounded" in verdicts and "136.52" in text and "rehearsal" not in opening
-    for section in ("Implementations", "Every switch alone", "Kernels", "Memory", "What this run cannot tell"):
+    for section in ("Recommended configuration", "Implementations", "Memory", "What this run cannot tell"):
         assert f"## {section}" in text
+    assert "Kernels on this GPU" not in text, "there are no rows of a GPU"
     implementations = text.split("## Implementations")[1].split("## ")[0]
     assert "Dense SDPA" in implementations and "another function" in text.split("## How to read the tables")[1][:2000]
 

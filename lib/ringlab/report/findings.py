@@ -138,4 +138,5 @@ def failures(study: Study) -> Table | Text:
             [label(r), _shape(r.point), Cell(status(r), kind="bad"), reason(r)]
             for r, _ in failed
         ],
+        folded=True,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
+from typing import NamedTuple
 
 import torch
 
@@ -17,22 +18,28 @@ from .findings import failures
 from .origins import provenance
 from .reading import reading
 from .rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
-from .study import Study, best, pattern_of, together
+from .study import Study, best, pattern_of
 from .tables import Cell, Code, Table, Text, about, number, size
+from .trust import reason
 
 __all__ = [
     "answer", "cache_table", "computed", "efficiency", "failures", "gpu_kernels", "implementations", "kernels_table",
     "ledger", "length_figure", "limits", "memory_exceptions", "open_study", "passes", "pool_table", "provenance",
-    "reading", "recommended", "reuse", "switch_figure",
+    "reading", "recommended", "reuse", "switch_table",
 ]  # fmt: skip
+APPENDIX = """## Kernels on this GPU
+
+Each way to run one pattern at 65,536 tokens in half precision: what was predicted before it ran, what it reached, why,
+and what is aimed at.
+"""
+_longest = cache(longest)
 DTYPES = ("float32", "float16", "bfloat16")
-NAMES = {
-    "gather": "Strided views instead of gathered copies",
-    "backend": "Fused kernel instead of eager",
-    "cache": "Pattern cache on",
-    "pool": "Memory pool on",
+SWITCHES = {  # name: (what it does, off, on)
+    "gather": ("Strided views instead of gathered copies", True, False),
+    "backend": ("Fused kernel instead of eager", "eager", "auto"),
+    "cache": ("Pattern cache on", False, True),
+    "pool": ("Memory pool on", False, True),
 }
-OFF = {"gather": True, "cache": False, "pool": False}
 DEFAULT_MB = 16.0  # the threshold of the document, and of the library's own pool
 EXCEPTION = 1.3  # times q, k, v and out, from which a peak is worth a line
 CARD = 8 * 2**30  # bytes of the card in document 000
@@ -43,8 +50,6 @@ OVERHEAD = 1.15  # our peak over q, k, v and out, at most
 def open_study(profile: str = "auto", data: str = "") -> Study:
     """The rows of this document's suite."""
     return studies.open_study(profile, data, "optimization")
-
-
 
 
 def answer(study: Study) -> Text:
@@ -62,16 +67,17 @@ def _pays_line(study: Study) -> str:
         return "**What optimizing pays**: not measured, no pair of rows passed its check."
     factor = " to ".join(dict.fromkeys(number(f(x.value for x in found), 2) for f in (min, max)))
     noise = "" if all(x.significantly_slower for x in found) else ", within noise"
-    effects = {name: _beyond(x[5]) for name in NAMES if (x := _pair(study, name))}
-    said = [f"**Optimizing pays {factor} times here{noise}** ({shape()['seq_len']:,} tokens, forward, {_pattern_name()})"]
+    where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
+    said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
+    effects = {SWITCHES[name][0].lower(): _beyond(x[5]) for name in SWITCHES if (x := _pair(study, name))}
     for words, sign in (("It comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
-        if names := [NAMES[name].lower() for name, effect in effects.items() if effect == sign]:
+        if names := [name for name, effect in effects.items() if effect == sign]:
             said.append(f"{words}: {', '.join(names)}")
     named = {label(r): _beyond(study.ratio(r, line["row"])) for line in lines for r in line["others"] if shown(r)}
     if named:
-        apart = [name for name, effect in named.items() if effect]
-        same = "though not as fast" if apart else "and as fast"
-        said.append(f"{' and '.join(apart or named)} {'are' if len(apart or named) > 1 else 'is'} the same engine, {same}")
+        apart = ", ".join(name for name, effect in named.items() if effect)
+        same = f"not as fast: {apart}" if apart else "within noise"
+        said.append(f"{' and '.join(named)}: the same engine under other names, {same}")
     return f"{'. '.join(said)}."
 
 
@@ -83,23 +89,18 @@ def _beyond(ratio) -> int:
 def _fits_line(study: Study) -> str:
     """How long a sequence fits, by ``longest``; in a rehearsal the roofline of the device too."""
     gpu, dtype, bound = study.profile, rows.hardware_dtype(study), ""
-    if study.rehearsal:
-        ours, dense = (_bound(gpu, p, dtype) for p in (pattern(), patterns.Dense()))
-        least = f"the call takes at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms; "
-        bound = f"computed for {gpu.title} in {SHORT[dtype]}, {least if ours and dense else ''}"
+    least = [_bound(gpu, p, dtype) for p in (pattern(), patterns.Dense())]
+    if study.rehearsal and all(least):
+        ours, dense = (f"{number(seconds * 1e3)} ms" for seconds in least)
+        bound = f"computed for {gpu.title} in {SHORT[dtype]}, the call takes at least {ours}, dense attention {dense}; "
     if not study.memory_bytes:
         return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
-    most, train = (about(_longest(gpu.name, study.memory_bytes, dtype, p)) for p in ("fwd", "fwd+bwd"))
+    how = {"dtype": getattr(torch, dtype), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
+    most, train = (about(_longest(pattern(), study.memory_bytes, passes=p, **how)) for p in ("fwd", "fwd+bwd"))
     return (
-        f"**How long a sequence fits**: {bound}{size(study.memory_bytes)} hold {most} tokens in a forward call, {train} "
-        "in training. This is attention alone, of one layer, as `ringlab.longest` says."
+        f"**How long a sequence fits**: {bound}{size(study.memory_bytes)} hold {most} tokens in a forward call, "
+        f"{train} in training. This is attention alone, of one layer, as `ringlab.longest` says."
     )
-
-
-@cache
-def _longest(profile: str, budget: int, dtype: str, passes: str) -> int:
-    how = {k: shape()[k] for k in ("batch", "heads", "head_dim")} | {"profile": hardware.get_profile(profile)}
-    return longest(pattern(), budget, dtype=getattr(torch, dtype), passes=passes, **how)
 
 
 def _dense_line(study: Study) -> str:
@@ -108,37 +109,37 @@ def _dense_line(study: Study) -> str:
     if not known:
         return "**Over dense attention**: not measured."
     n, ratio, _, row = known[-1]
-    start = begins([x for x in found if x[0] <= n])
-    since = f"It is faster from {start:,} tokens on. " if start else "Longer sequences are not faster beyond noise. "
+    start = rows.begins([x for x in found if x[0] <= n])
+    since = f"It is faster from {start:,} tokens on. " if start else "It is not faster beyond noise. "
     return (
         f"**Over dense attention** it is {times(ratio).text} as fast at {n:,} tokens in {SHORT[row.point.dtype]} "
         f"({times(ratio).sub.replace(';', ',')}). {since}It computes fewer pairs: another function."
     )
 
 
-def _pattern_name() -> str:
-    return f"segments {segments(pattern().to_dict())}"
-
-
-def segments(found: dict) -> str:
-    """Segment lengths over rates of a stored pattern."""
+def segments(found: dict | None = None) -> str:
+    """Segment lengths over rates of a stored pattern, by default the document's."""
+    found = found or pattern().to_dict()
     if found["kind"] == "dense":
         return "dense"
     return " / ".join(", ".join(map(str, found[k])) for k in ("segment_lengths", "dilation_rates"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a configuration to use
-
-
 def recommended(study: Study) -> Code:
     """A block that runs as it stands, on this profile's device or, where that is absent, on a CPU."""
     s, p = shape(), pattern()
-    dtype, evidence = _chosen_dtype(study)
-    chosen = {name: _chosen_switch(study, name, dtype) for name in NAMES}
-    on = {name: value for name, (value, _) in chosen.items()}
+    dtype, *said = _chosen_dtype(study)
+    on = {}
+    for name, (words, *_) in SWITCHES.items():
+        pair, on[name], why = _pair(study, name, dtype), rows.DEFAULTS[name], "no pair of rows passed"
+        if pair:
+            *_, before, after, ratio = pair
+            why = f"{number(before.median * 1e3)} to {number(after.median * 1e3)} ms, {times(ratio).plain}"
+        if effect := 0 if study.rehearsal or not pair else _beyond(ratio):
+            on[name] = switches((after if effect > 0 else before).point)[name]
+        said.append(f"{words}: {why}{'' if effect else ', so the default'}")
     stamp = f"{study.stamp}, the times are a CPU's; " if study.stamp else ""
-    comments = [f"{stamp}{study.profile.title}: {study.profile.dtype_reason()}", evidence, *(x for _, x in chosen.values())]
+    comments = [f"{stamp}{study.profile.title}: {study.profile.dtype_reason()}", *said]
     device = '"cuda" if torch.cuda.is_available() else "cpu"' if study.profile.kind == "cuda" else '"cpu"'
     return Code(
         "".join(f"# {line}\n" for line in comments) + "import torch\n"
@@ -157,30 +158,15 @@ def _chosen_dtype(study: Study) -> tuple[str, str]:
     """The profile's policy, or another dtype that was faster beyond noise; and the times that say so."""
     policy = rows.hardware_dtype(study)
     ours = [r for r in document_rows(study) if is_optimised(r) and columns.timed(r)]
-    timed = sorted((best([r for r in ours if r.point.dtype == d]) for d in rows.dtypes(ours)), key=lambda r: r.median)
+    timed = {d: best([r for r in ours if r.point.dtype == d]) for d in rows.dtypes(ours)}
     if not timed:
         return policy, "dtype: the hardware's policy, because no row of this function passed"
-    said = ", ".join(f"{SHORT[r.point.dtype]} {number(r.median * 1e3)} ms" for r in timed)
-    line = f"dtype: {label(timed[0])}, {shape()['seq_len']:,} tokens: {said}"
-    own = next((r for r in timed if r.point.dtype == policy), None)
-    if study.rehearsal or _beyond(study.ratio(own, timed[0])) <= 0:
+    fastest = best(timed.values())
+    said = ", ".join(f"{SHORT[d]} {number(r.median * 1e3)} ms" for d, r in timed.items())
+    line = f"dtype: {label(fastest)}, {shape()['seq_len']:,} tokens: {said}"
+    if study.rehearsal or _beyond(study.ratio(timed.get(policy), fastest)) <= 0:
         return policy, f"{line}; {SHORT[policy]} by the policy"
-    return timed[0].point.dtype, f"{line}; faster than the policy's choice"
-
-
-def _chosen_switch(study: Study, name: str, dtype: str) -> tuple[object, str]:
-    """A switch as its pair says; the default where neither side is faster, or a CPU stands in for a GPU."""
-    pair, default = _pair(study, name, dtype), rows.DEFAULTS[name]
-    if pair is None:
-        return default, f"{NAMES[name]}: no pair of rows passed, so the default"
-    *_, off, on, ratio = pair
-    said = f"{NAMES[name]}: {number(off.median * 1e3)} to {number(on.median * 1e3)} ms, {times(ratio).plain}"
-    effect = 0 if study.rehearsal else _beyond(ratio)
-    return switches((on if effect > 0 else off).point)[name] if effect else default, f"{said}{'' if effect else ', so the default'}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# implementations and switches
+    return fastest.point.dtype, f"{line}; faster than the policy's choice"
 
 
 def entries(study: Study) -> list[dict]:
@@ -204,19 +190,18 @@ def entries(study: Study) -> list[dict]:
 
 def implementations(study: Study) -> Table:
     """The document's table: ours beside what is printed; names of one engine share a line."""
-    lines, fastest = entries(study), rows.fastest_row(study)
     tests = {"original": is_plain, "optimised": is_optimised, "flash": lambda r: r.point.system.endswith("V2Flash")}
 
     def name(x: dict) -> Cell:
-        return Cell(label(x["row"]), "; ".join([SHORT[x["row"].point.dtype], *(f"also {label(r)}" for r in x["others"])]))
+        also = (f"also {label(r)}" for r in x["others"])
+        return Cell(label(x["row"]), "; ".join([SHORT[x["row"].point.dtype], *also]))
 
     def paper(x: dict) -> Cell | None:
-        mine = [(r, p) for r in (x["row"], *x["others"]) for p in rows.published()["rows"] if r.point.dtype == p["dtype"]]
-        found = [Cell(f"{p['ms']:.2f}", f"{p['speedup']:.2f}×; {p['name']}") for r, p in mine if tests[p["key"]](r)]
-        return found[0] if found else None
-
-    def leads(x: dict) -> bool:
-        return x["row"] is fastest or x["engine"] and not _beyond(study.ratio(x["row"], fastest)) and shown(x["row"])
+        for r in (x["row"], *x["others"]):
+            for p in rows.published()["rows"]:
+                if tests[p["key"]](r) and r.point.dtype == p["dtype"]:
+                    return Cell(f"{p['ms']:.2f}", f"{p['speedup']:.2f}×; {p['name']}")
+        return None
 
     def by_dtype(test) -> str:
         one, two = (best([r for r in document_rows(study, dtype=d) if test(r)]) for d in ("float16", "float32"))
@@ -224,39 +209,39 @@ def implementations(study: Study) -> Table:
 
     s, d = shape(), rows.published()
     return table(
-        study, f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, {_pattern_name()}",
+        study, f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
         [Column("Implementation", name), TIME.of("row", ">Time (ms)"), ROOFLINE.of("row", ">Roofline (ms)"),
          columns.ratio(study, "naive", "row", ">Faster than naive"),
          columns.ratio(study, "dense", "row", ">Faster than dense"),
          *([] if study.rehearsal else [Column(">Published (ms)", paper)])],
-        lines, marked=[i for i, x in enumerate(lines) if leads(x)],
-        note="Naive is this library's gathered, eager path: the original does not run here. Marked lines are equally "
-        f"fast, within noise. fp32 instead of fp16 alone gains {by_dtype(is_plain)} in the naive path and "
-        f"{by_dtype(is_optimised)} in the optimized one; the published {d['rows'][1]['speedup']}× mixes both. Published "
+        entries(study),
+        note="Naive is this library's gathered, eager path: the original does not run here. fp32 instead of fp16 alone "
+        f"gains {by_dtype(is_plain)} in the naive path and {by_dtype(is_optimised)} in the optimized one; the "
+        f"published {d['rows'][1]['speedup']}× mixes dtype and optimizations. Published "
         f"on {d['device']}; according to its source code the original attends across heads instead of tokens.",
     )  # fmt: skip
 
 
 def switch_pairs(study: Study) -> list[tuple]:
-    """(switch, switches before, switches after, row off, row on, Ratio) for rows that differ in one switch alone."""
-    ours = document_rows(study, system="ringlab")
+    """(switch, switches before, switches after, row off, row on, Ratio) for rows that differ in one switch alone.
+
+    Those in fp32 and with the others on come first.
+    """
     found = []
-    for a in ours:
-        for b in ours:
-            one, two = switches(a.point), switches(b.point)
-            changed = [k for k in one.keys() | two.keys() if one.get(k) != two.get(k)]
-            if len(changed) != 1 or a.point.dtype != b.point.dtype:
-                continue
+    for off, on in permutations(document_rows(study, system="ringlab"), 2):
+        one, two = switches(off.point), switches(on.point)
+        changed = [k for k in one | two if one.get(k) != two.get(k)]
+        if len(changed) == 1 and off.point.dtype == on.point.dtype:
             name = changed[0]
-            chosen = name == "backend" and (one[name], two[name]) == ("eager", "auto")
-            if chosen or (name in OFF and one[name] == OFF[name]):
-                found.append((name, one, two, a, b, study.ratio(a, b)))
+            if (one.get(name), two.get(name)) == SWITCHES.get(name, ("",))[1:]:
+                found.append((name, one, two, off, on, study.ratio(off, on)))
 
-    def order(x: tuple) -> tuple:  # with the others on first: that is the switch as one would use it
+    def order(x: tuple) -> tuple:
         plain = sum(x[2][k] == v for k, v in rows.PLAIN.items())
-        return [*NAMES].index(x[0]), x[3].point.dtype != "float32", plain, x[5] is None
+        return [*SWITCHES].index(x[0]), x[3].point.dtype != "float32", plain, x[5] is None
 
-    return list({(x[3].point.id, x[4].point.id): x for x in sorted(found, key=order, reverse=True)}.values())[::-1]
+    found.sort(key=order, reverse=True)  # of equal points the first stays
+    return [*{(x[3].point.id, x[4].point.id): x for x in found}.values()][::-1]
 
 
 def _pair(study: Study, name: str, dtype: str = "float32") -> tuple | None:
@@ -274,35 +259,21 @@ def with_others(switch: str, s: dict) -> str:
     return ", ".join(v for k, v in words.items() if k != switch)
 
 
-def switch_figure(study: Study) -> None:
-    """What each switch gains alone, and all of them together, in fp32 where there are such rows."""
-    lines = [dict(zip(("name", "with", "off", "on"), (NAMES[n], with_others(n, one), a, b)))
-             for n, one, _, a, b, _ in switch_pairs(study)]  # fmt: skip
+def switch_table(study: Study) -> Table:
+    """What each switch gains alone, and all of them together."""
+    lines = [{"name": SWITCHES[name][0], "with": with_others(name, one), "off": off, "on": on}
+             for name, one, _, off, on, _ in switch_pairs(study)]  # fmt: skip
     lines += [{"name": "All together", "with": "over naive", "off": x["naive"], "on": x["row"]}
               for x in entries(study) if x["engine"] and x["naive"]]  # fmt: skip
-    lines = [x for x in lines if x["on"].point.dtype == "float32"] or lines
-    if not lines:
-        return
-    ratios = {f"{x['name']}, {x['with']}": study.ratio(x["off"], x["on"]) for x in lines}
-    items = [figures.Bar(k, r and r.value, r and r.low, r and r.high, missing="not shown") for k, r in ratios.items()]
-    fig = figures.ratios(items, xlabel="Times as fast with it (line: no difference)")
-    data = table(
-        study, "Data: each optimization alone",
-        [Column("Switch", lambda x: x["name"]), Column("With", lambda x: x["with"]), TIME.of("off", ">Off (ms)"),
-         TIME.of("on", ">On (ms)"), ROOFLINE.of("on", ">Roofline (ms)"), columns.ratio(study, "off", "on", ">Faster by")],
+    return table(
+        study, f"What each optimization gains alone: {shape()['seq_len']:,} tokens, forward, segments {segments()}",
+        [Column("Switch", lambda x: Cell(x["name"], f"{SHORT[x['on'].point.dtype]}, {x['with']}")),
+         TIME.of("off", ">Off (ms)"), TIME.of("on", ">On (ms)"), ROOFLINE.of("on", ">Roofline (ms)"),
+         columns.ratio(study, "off", "on", ">Faster by")],
         lines,
         note="With strided views results are written in place and the pool is never used. With gathered copies the "
         "pool supplies the copy buffers.",
     )  # fmt: skip
-    tells = [name for name, r in ratios.items() if _beyond(r)]
-    found = f"Beyond noise: {'; '.join(tells)}." if tells else "Every factor is within noise."
-    said = "; ".join(f"{b.label} {b.value:.2f} times" if b.value else f"{b.label} not shown" for b in items)
-    caption = f"What each optimization gains alone, {SHORT[lines[0]['on'].point.dtype]}. {found}"
-    figures.show(fig, "optimization-switches", caption, f"{caption} {said}.", data, stamp=study.stamp)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# length, passes, memory
 
 
 def over_dense(study: Study) -> list[tuple]:
@@ -311,51 +282,39 @@ def over_dense(study: Study) -> list[tuple]:
     The dtype is the profile's own where it was timed at more than one length, else fp32.
     """
     wanted = {"pattern": pattern().to_dict(), "passes": "fwd", "causal": False, "batch": 1, "world_size": 1}
-    ours = [r for r in study.rows(**wanted) if is_optimised(r)]
-    found: dict[str, list] = {}
-    for dtype in dict.fromkeys((rows.hardware_dtype(study), "float32")):
-        for n in sorted({r.point.seq_len for r in ours if r.point.dtype == dtype}):
-            pairs = [(r, dense_beside(study, r)) for r in ours if (r.point.dtype, r.point.seq_len) == (dtype, n)]
-            pairs = [(study.ratio(d, r), d, r) for r, d in pairs if d is not None]
-            if pairs:
-                known = [p for p in pairs if p[0] is not None]
-                chosen = max(known, key=lambda p: p[0].paired) if known else pairs[0]
-                found.setdefault(dtype, []).append((n, *chosen))
-    return max(found.values(), key=len, default=[])
-
-
-def begins(found: list[tuple]) -> int | None:
-    """The shortest n from which the pattern is faster than dense at every longer n measured, beyond noise."""
-    start = None
-    for n, ratio, *_ in reversed(found):
-        if ratio is None or not ratio.significantly_slower:
-            break
-        start = n
-    return start
+    found: dict[str, dict[int, tuple]] = {rows.hardware_dtype(study): {}, "float32": {}}
+    for r in filter(is_optimised, study.rows(**wanted)):
+        if (dense := dense_beside(study, r)) and r.point.dtype in found:
+            ratio, lines = study.ratio(dense, r), found[r.point.dtype]
+            n, known = r.point.seq_len, lines.get(r.point.seq_len)
+            if known is None or ratio and (known[0] is None or ratio.paired > known[0].paired):
+                lines[n] = (ratio, dense, r)
+    return [(n, *line) for n, line in sorted(max(found.values(), key=len).items())]
 
 
 def length_figure(study: Study) -> None:
     """Time over length of dense attention and of the pattern, with the pattern's roofline."""
-    found, series = over_dense(study), {}
-    looks = {"Dense SDPA": figures.GREY, "All optimizations": figures.BLUE, "Its roofline": figures.SKY}
-    for row in (r for _, _, d, ours in found for r in (d, ours)):
-        if columns.timed(row):
-            series.setdefault(label(row), []).append((row.point.seq_len, *(x * 1e3 for x in (row.median, *row.ci))))
-    bounds = [(n, r.bound_seconds * 1e3, None, None) for n, _, _, r in found if columns.timed(r) and r.bound_seconds]
-    series |= {"Its roofline": bounds} if bounds else {}
-    if not series:
+    found = over_dense(study)
+    series: dict[str, list] = {"Dense SDPA": [], "All optimizations": [], "Its roofline": []}
+    for row in (r for _, _, d, ours in found for r in (d, ours) if columns.timed(r)):
+        n = row.point.seq_len
+        series[label(row)].append((n, *(x * 1e3 for x in (row.median, *row.ci))))
+        if is_optimised(row) and row.bound_seconds:
+            series["Its roofline"].append((n, row.bound_seconds * 1e3, None, None))
+    colors = dict(zip(series, (figures.GREY, figures.BLUE, figures.SKY)))
+    if not any(series.values()):
         return
-    fig = curves.lines({name: series[name] for name in looks if name in series}, xlabel="Tokens", ylabel="Time (ms)",
-                       colors=[looks[name] for name in looks if name in series], dashed=["Its roofline"])  # fmt: skip
+    fig = curves.lines({k: v for k, v in series.items() if v}, xlabel="Tokens", ylabel="Time (ms)",
+                       colors=[colors[k] for k, v in series.items() if v], dashed=["Its roofline"])  # fmt: skip
     data = table(
         study, "Data: time over length",
         [TOKENS.of("ours", ">Tokens"), TIME.of("dense", ">Dense SDPA (ms)"), TIME.of("ours", ">All optimizations (ms)"),
          ROOFLINE.of("ours", ">Roofline (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
         [{"dense": d, "ours": r} for _, _, d, r in found],
     )  # fmt: skip
-    start = begins(found)
+    start = rows.begins(found)
     said = f"The pattern is faster than dense attention from {start:,} tokens on" if start else "No length is faster"
-    caption = f"{said}: {_pattern_name()}, forward, {SHORT[found[0][3].point.dtype]}."
+    caption = f"{said}: segments {segments()}, forward, {SHORT[found[0][3].point.dtype]}."
     faster = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not shown"
     figures.show(fig, "optimization-length", caption, f"{caption} It is faster by: {faster}.", data, stamp=study.stamp)
 
@@ -369,7 +328,7 @@ def passes(study: Study) -> Table:
             for passes in ("fwd", "fwd+bwd") for causal in (False, True)}  # fmt: skip
     where = f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""
     return table(
-        study, f"All optimizations beside dense attention{where}, {_pattern_name()}",
+        study, f"All optimizations beside dense attention{where}, segments {segments()}",
         [PASS.of("ours", "Pass"), MASK.of("ours", "Mask"), TIME.of("ours", ">All optimizations (ms)"),
          ROOFLINE.of("ours", ">Roofline (ms)"), TIME.of("dense", ">Dense SDPA (ms)"),
          ROOFLINE.of("dense", ">Roofline, dense (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
@@ -379,36 +338,30 @@ def passes(study: Study) -> Table:
 
 
 def memory_exceptions(study: Study) -> Table | Text:
-    """The calls whose peak is far above the tensors that the caller holds, each at its longest sequence."""
-    by_call: dict[tuple, object] = {}
-    for r in sorted(study.rows(world_size=1), key=lambda r: r.point.seq_len):
-        p = r.point
-        if columns.floor_bytes(r) and p.system != "sgemm":
-            by_call[label(r), segments(p.pattern), p.dtype, p.batch, p.passes, p.causal] = r
-    found = sorted(by_call.values(), key=_multiple, reverse=True)
-    above, below = [r for r in found if _multiple(r) > EXCEPTION], [r for r in found if _multiple(r) <= EXCEPTION]
-    rest = f"{len(below)} calls hold at most {_multiple(below[0]):.2f} × their tensors" if below else "not measured"
+    """The calls whose peak is far above the tensors that the caller holds; those of equal peaks share a line."""
+
+    def multiple(row) -> float:
+        return round(columns.peak_bytes(row) / columns.floor_bytes(row), 2)
+
+    known = [r for r in study.rows(world_size=1) if columns.floor_bytes(r) and r.point.system != "sgemm"]
+    by_peak = {(segments(p.pattern), p.dtype, rows.pass_of(p), multiple(r)): r for r in known[::-1] if (p := r.point)}
+    above = sorted((r for r in by_peak.values() if multiple(r) > EXCEPTION), key=multiple, reverse=True)
+    rest = max((m for r in known if (m := multiple(r)) <= EXCEPTION), default=None)
+    others = "others" if above else "calls"
+    said = f"All {others} hold at most {rest:.2f} × q, k, v and out." if rest else "Not measured."
     if not above:
-        return study.text(f"**Peak memory**: {rest}.")
+        return study.text(said)
     return table(
         study, f"Peak memory above {EXCEPTION} × q, k, v and out",
         [columns.SYSTEM, Column("Segments / rates", lambda r: segments(r.point.pattern)),
          Column("Pass", lambda r: rows.pass_of(r.point)), Column(">Tokens", lambda r: _tokens(r.point)), SHARD, PEAK],
         above,
-        note=f"The other {rest}. A peak counts live tensors, q, k, v and out included; in training their gradients too.",
+        note=f"{said} A peak counts live tensors, q, k, v and out included; in training their gradients too.",
     )  # fmt: skip
-
-
-def _multiple(row) -> float:
-    return columns.peak_bytes(row) / columns.floor_bytes(row)
 
 
 def _tokens(point) -> str:
     return f"{point.batch} × {point.seq_len:,}" if point.batch > 1 else f"{point.seq_len:,}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what is kept from call to call: the pattern cache and the memory pool
 
 
 def cache_rows(study: Study) -> list[dict]:
@@ -447,8 +400,7 @@ def cache_table(study: Study) -> Table:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Lent:
+class Lent(NamedTuple):
     """How many buffers a call asks for, and how many of them come from the pool."""
 
     served: int
@@ -505,105 +457,70 @@ def pool_table(study: Study) -> Table:
 
 def reuse(study: Study) -> Text:
     """What the cache and the pool come to, each in a line."""
-    return study.text(_cache_line(study), _pool_line(study), bullets=True)
-
-
-def _cache_line(study: Study) -> str:
     most = max((x for x in cache_rows(study) if x["share"]), key=lambda x: x["share"], default=None)
-    if most is None:
-        return "**Pattern cache**: not measured."
-    took = f"{number(most['cold'].median * 1e6)} µs of {number(most['call'].median * 1e3)} ms"
-    return (
-        f"**Pattern cache**: building a plan takes at most {number(100 * most['share'], 2)} % of a call "
-        f"({most['cold'].point.seq_len:,} tokens, {took}), so no cache can save more."
-    )
-
-
-def _pool_line(study: Study) -> str:
+    cache_line, pool_line = "not measured.", "not measured where it lends anything."
+    if most:
+        took = f"{number(most['cold'].median * 1e6)} µs of {number(most['call'].median * 1e3)} ms"
+        cache_line = (
+            f"building a plan takes at most {number(100 * most['share'], 2)} % of a call "
+            f"({most['cold'].point.seq_len:,} tokens, {took}), so no cache can save more."
+        )
     pairs = [(lent(on.point, threshold(on.point)).served, x) for _, pairs in pool_rows(study) for on, x in pairs if x]
-    used, control = [x for served, x in pairs if served], [x.value for served, x in pairs if not served]
-    if not used:
-        return "**Memory pool**: not measured where it lends anything."
-    won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))
-    ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
-    same = f" Calls in which it lends nothing: {min(control):.2f} to {max(control):.2f} times." if control else ""
-    return (
-        f"**Memory pool**: of {len(used)} calls in which it lends a buffer {won} are faster with it, {lost} slower, "
-        f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast).{same}"
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# efficiency and kernels
-
-
-def over_roofline(row) -> float | None:
-    """Time over the shortest that the device's rates allow."""
-    return row.median / row.bound_seconds if columns.timed(row) and row.bound_seconds else None
+    if used := [x for served, x in pairs if served]:
+        won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))
+        ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
+        pool_line = (
+            f"of {len(used)} calls in which it lends a buffer {won} are faster with it, {lost} slower, "
+            f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast)."
+        )
+    return study.text(f"**Pattern cache**: {cache_line}", f"**Memory pool**: {pool_line}", bullets=True)
 
 
 def efficiency(study: Study) -> Table:
-    """Time over roofline: of the document's call, of dense attention, and by pattern in LongNet's own mixing."""
+    """Time over roofline: of the document's call, of dense attention, and of LongNet's own mixing."""
+
+    def multiple(row) -> str:
+        known = columns.timed(row) and row.bound_seconds
+        return f"{number(row.median / row.bound_seconds, 2)}×" if known else "not shown"
+
     call = best([r for r in document_rows(study, dtype=rows.hardware_dtype(study)) if is_optimised(r)])
-    dense = dense_beside(study, call) if call else None
-    plain = [r for r in study.rows(system="ringlab", world_size=1, batch=1) if not r.point.options and columns.timed(r)]
-    plain.sort(key=lambda r: (r.point.passes, r.point.causal, -max(r.point.pattern["segment_lengths"])))
-
-    def beside(row, system: str):
-        same = {k: getattr(row.point, k) for k in ("seq_len", "causal", "passes", "dtype", "pattern")}
-        return best([r for r in study.rows(system=system, **same) if together(r, row)])
-
-    def multiple(row) -> str | None:
-        return f"{number(over_roofline(row), 2)}×" if over_roofline(row) else None
-
-    ends = [multiple(f(plain, key=over_roofline)) for f in (min, max)] if all(map(over_roofline, plain)) and plain else []
-    mixing = f", LongNet's mixing {' to '.join(ends)}" if ends else ""
-    torchs = Column(">torch's kernel", lambda r: multiple(beside(r, "contiguous_segments")))
-    copying = Column(">Faster than copying", lambda r: times(study.ratio(beside(r, "copying"), r)))
+    first = [r for r in (call, call and dense_beside(study, call)) if r]
+    others = [r for name in ("ringlab", "contiguous_segments", "copying") for r in study.rows(system=name, batch=1)]
+    others = [r for r in others if columns.timed(r) and r.point.pattern != pattern().to_dict()]
+    said = ", ".join(f"{label(r).lower()} {multiple(r)}" for r in first)
     return table(
-        study, f"Time over roofline: the document's call {multiple(call) or 'not shown'}, dense SDPA "
-        f"{multiple(dense) or 'not shown'}{mixing}",
-        [Column("Call", lambda r: Cell(segments(r.point.pattern), f"{rows.pass_of(r.point)}, {SHORT[r.point.dtype]}")),
-         TOKENS, TIME, ROOFLINE, Column(">Time over roofline", multiple), torchs, copying],
-        [r for r in (call, dense) if r] + plain, folded=True,
-        note="The roofline is that of the threads of the row. torch's kernel: its time over its roofline on contiguous "
-        "segments of the first branch. Copying: each branch is copied, the same kernel, scattered, then mixed.",
+        study, f"Time over roofline: {said or 'not measured'}; and LongNet's own mixing",
+        [columns.SYSTEM, Column("Segments / rates", lambda r: segments(r.point.pattern)),
+         Column("Pass", lambda r: rows.pass_of(r.point)), TOKENS, TIME, ROOFLINE, Column(">Over it", multiple)],
+        first + others, folded=True,
+        note="The roofline is that of the threads of the row. Contiguous segments: torch's kernel on the first branch, "
+        "not dilated. Copying form: each branch is copied, the same kernel, scattered, then mixed.",
     )  # fmt: skip
 
 
 def kernels_table(study: Study) -> Table:
-    """Each kernel: what it says when it is called here, its time, and what its rules say of a GPU."""
-    gpu, head_dim = gpu_of(study), shape()["head_dim"]
+    """Each kernel: its time here or why it is refused, and what its rules say of a GPU."""
+    gpu, ours = gpu_of(study), document_rows(study, system="ringlab")
     card = DeviceSpec("cuda", gpu.capability)
-    ours = [r for r in document_rows(study, system="ringlab") if switches(r.point) | {"backend": "auto"} == FULL]
-    timed = {name: best([r for r in ours if switches(r.point)["backend"] == name]) for name in kernels.KERNELS}
-    absent = study.device_type == "cuda" and not torch.cuda.is_available()
-    asked = {} if absent else {d: kernels.table(study.device_type, getattr(torch, d), head_dim, backward=True) for d in DTYPES}
-    here = {name: {SHORT[d]: why for d, found in asked.items() for x, _, why, _ in found if x == name} for name in timed}
-    chosen = [name for name, _, _, taken in asked.get("float32", ()) if taken]
 
-    def says(reasons: dict[str, str | None]) -> Cell | None:
-        right, why = [k for k, x in reasons.items() if not x], "; ".join(dict.fromkeys(filter(None, reasons.values())))
-        return Cell(", ".join(right) or "refused", why, kind="" if right else "none") if reasons else None
+    def here(name: str) -> Cell:
+        row = best([r for r in ours if switches(r.point) == FULL | {"backend": name}])
+        refused = row is not None and row.status == "unsupported"
+        return Cell("refused", reason(row), "none") if refused else columns.time(row)
 
     def by_rule(name: str) -> Cell:
-        return says({SHORT[d]: kernels.KERNELS[name].refuses(card, getattr(torch, d), head_dim) for d in DTYPES})
+        head_dim, kernel = shape()["head_dim"], kernels.KERNELS[name]
+        why = {SHORT[d]: kernel.refuses(card, getattr(torch, d), head_dim) for d in DTYPES}
+        allowed = ", ".join(dtype for dtype, reason in why.items() if not reason)
+        return Cell(allowed or "refused", "; ".join({x: 1 for x in why.values() if x}), "" if allowed else "none")
 
-    names = [x[0] for x in asked.get("float32", ())] or [*timed]
-    said = f"{' and '.join(chosen)} is chosen, {sum(not all(here[x].values()) for x in names)} of {len(names)} run"
     return table(
-        study, f"Kernels: {'as recorded on that device' if absent else said}",
-        [Column("Kernel", lambda x: x), Column("Called here", lambda x: says(here[x])),
-         Column(">The document's call (ms)", lambda x: columns.time(timed[x])),
-         Column(f"By its rules on {gpu.title} ({hardware.sm(gpu.capability)})", by_rule)],
-        names, folded=True, marked=[names.index(x) for x in chosen],
-        note="In order of preference. Each was called on a tiny tensor, forward and backward, and compared with float64. "
-        "By its rules: computed from each kernel's stated needs, nothing was called on that device.",
+        study, f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
+        [Column("Kernel", lambda x: x), Column(">Time here (ms)", here), Column(f"On {gpu.title}", by_rule)],
+        kernels.order(card if study.device_type == "cuda" else torch.device("cpu")), folded=True,
+        note="In order of preference: the first that is not refused is chosen. Rules are each kernel's stated needs; "
+        "nothing was called on that device.",
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# computed, not measured
 
 
 def gpu_of(study: Study):
@@ -620,75 +537,63 @@ def _bound(profile, pattern, dtype: str) -> float | None:
     return work.seconds(rate, bandwidth) if rate and bandwidth else None
 
 
-@dataclass(frozen=True)
-class TwoCards:
-    """16K tokens on two cards, bytes a card: the original's score tensors, and ours."""
+class TwoCards(NamedTuple):
+    """Bytes a card, and whether they fit: the original's score tensors, and ours."""
 
     original_bytes: int
     ours_bytes: float
-
-    @property
-    def original_fits(self) -> bool:
-        return self.original_bytes < CARD
-
-    @property
-    def ours_fits(self) -> bool:
-        return self.ours_bytes < CARD
+    original_fits: bool
+    ours_fits: bool
 
 
-def two_cards(seq_len: int = 16384, heads: int = 8, head_dim: int = 64, dtype=torch.float32) -> TwoCards:
+def two_cards(seq_len: int = 16384) -> TwoCards:
     """The document's failed run: every query against half of the keys, whole score tensors in fp32, three alive.
 
     Ours holds a shard of q, k, v and out; segments of 2048 and 4096 fit a shard of 8192, so that nothing is received.
 
-    >>> fit = two_cards()
-    >>> fit.original_bytes // 2**30, fit.original_fits, fit.ours_fits
+    >>> two_cards().original_bytes // 2**30, two_cards().original_fits, two_cards().ours_fits
     (12, False, True)
     """
-    shard = seq_len // 2
-    scores = heads * seq_len * shard * 4
-    return TwoCards(SCORES_LIVE * scores, OVERHEAD * 4 * shard * heads * head_dim * dtype.itemsize)
+    heads, shard = shape()["heads"], seq_len // 2
+    original, ours = SCORES_LIVE * heads * seq_len * shard * 4, OVERHEAD * 4 * shard * heads * shape()["head_dim"] * 4
+    return TwoCards(original, ours, original < CARD, ours < CARD)
 
 
 def computed(study: Study) -> Table:
     """Rooflines of the document's call and of dense attention on a GPU, its dtype, and what fits two cards."""
-    gpu, fit = gpu_of(study), two_cards()
+    gpu, fit, fits = gpu_of(study), two_cards(), ("does not fit", "fits")
 
     def bound(p):
         return lambda d: number(seconds * 1e3) if (seconds := _bound(gpu, p, d)) else None
 
     return table(
-        study, f"Computed for {gpu.title}: {shape()['seq_len']:,} tokens, forward, {_pattern_name()}",
+        study, f"Computed for {gpu.title}: {shape()['seq_len']:,} tokens, forward, segments {segments()}",
         [Column("dtype", SHORT.get), Column(">Roofline (ms)", bound(pattern())),
          Column(">Roofline, dense (ms)", bound(patterns.Dense())), Column("Rate used", gpu.peak_reason)],
         DTYPES,
-        note=f"Use {gpu.dtype_reason()}; the torch that drives it: `{hardware.install_line(gpu.capability)}`. The failed "
-        f"run of the document, 16,384 tokens on two cards of {size(CARD)}: the original's three score tensors need "
-        f"{size(fit.original_bytes)} a card, which {'fits' if fit.original_fits else 'does not fit'}; this library needs "
-        f"at most {size(fit.ours_bytes)}, which {'fits' if fit.ours_fits else 'does not fit'}.",
+        note=f"Use {gpu.dtype_reason()}; the torch that drives it: `{hardware.install_line(gpu.capability)}`. The run "
+        f"that failed in the document, 16,384 tokens on two cards of {size(CARD)}: the original's three score tensors "
+        f"need {size(fit.original_bytes)} a card and {fits[fit.original_fits]}; this library needs at most "
+        f"{size(fit.ours_bytes)} and {fits[fit.ours_fits]}.",
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# claims, limits, the appendix
 
 
 def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
     from . import claims  # its functions select rows by those of this module
 
-    return findings.ledger(study, claims.judge(study, rows.published()["claims"]))
+    found = findings.ledger(study, claims.judge(study, rows.published()["claims"]))
+    found.folded = True  # the page of claims shows it open
+    return found
 
 
 def limits(study: Study) -> Text:
     """What this run cannot tell."""
-    lines = ["Training, causal attention, the cache, the pool and the engine: a rehearsal leaves them out."]
-    lines = lines if study.rehearsal else []
-    for dtype in ("float16", "bfloat16", "float32"):
-        if not [r for r in study.good if r.point.dtype == dtype]:
-            tried = [r for r in study.results if r.point.dtype == dtype]
-            said = "no row passed, each with its reason below" if tried else "not measured"
-            lines.append(f"{SHORT[dtype]}: {said}.")
+    lines = []
+    for dtype in DTYPES:
+        tried = [r for r in study.results if r.point.dtype == dtype]
+        if not any(map(shown, tried)):
+            lines.append(f"{SHORT[dtype]}: {'no row passed, each with its reason below' if tried else 'not measured'}.")
     return findings.limits(study, *lines)
 
 
@@ -696,14 +601,7 @@ def gpu_kernels(study: Study) -> None:
     """The appendix on GPU kernels, from the rows of their own suite; nothing where there are none."""
     from IPython.display import Markdown, display
 
-    if not rung_rows.measured(study) and rungs.tuned(study) is None:
-        return
-    display(Markdown(
-        "## Kernels on this GPU\n\nEach way to run one pattern at 65,536 tokens in half precision: what was predicted "
-        "before it ran, what it reached, why, and what is aimed at."
-    ))  # fmt: skip
-    parts = (rungs.versions, rungs.tuned, rungs.targets, rungs.lengths, rungs.blocks, rungs.memory, rungs.sources,
-             rungs.unquoted)  # fmt: skip
-    for found in (part(study) for part in parts):
-        if found is not None:
-            display(found)
+    if rung_rows.measured(study) or rungs.tuned(study):
+        parts = (rungs.versions, rungs.tuned, rungs.targets, rungs.lengths, rungs.blocks, rungs.memory, rungs.sources,
+                 rungs.unquoted)  # fmt: skip
+        display(Markdown(APPENDIX), *(found for part in parts if (found := part(study)) is not None))

@@ -139,3 +139,13 @@ def dense_beside(study: Study, row):
     names = ("seq_len", "dtype", "passes", "causal", "batch", "heads", "kv_heads", "head_dim", "world_size")
     found = study.rows(system="dense_sdpa", **{k: getattr(row.point, k) for k in names})
     return best([r for r in found if together(r, row) and not objection(r)]) or best(found)
+
+
+def begins(found: list[tuple]) -> int | None:
+    """The shortest n from which the pattern is faster than dense at every longer n measured, beyond noise."""
+    start = None
+    for n, ratio, *_ in reversed(found):
+        if ratio is None or not ratio.significantly_slower:
+            break
+        start = n
+    return start

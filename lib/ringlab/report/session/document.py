@@ -13,11 +13,11 @@ from .. import columns, curves, figures, findings
 from .. import study as studies
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, shown, table, times
 from ..findings import failures
-from ..optimization import begins, lent
+from ..optimization import lent
 from ..origins import provenance
 from ..reading import reading
 from ..ring import rows as shared
-from ..rows import SHORT
+from ..rows import SHORT, begins
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number, size
 from . import claims, rows
@@ -160,8 +160,12 @@ def steps(study: Study) -> list[dict]:
     found = [
         ("Row by row, the plan built in each call", f"{j['launches']} launches", None, off),
         ("Row by row, the plan cached", span("cache"), off, on),
-        ("Batched: keys of many blocks copied together", f"{span('batching')}, to {j['batched_launches']} launches",
-         on, batched),
+        (
+            "Batched: keys of many blocks copied together",
+            f"{span('batching')}, to {j['batched_launches']} launches",
+            on,
+            batched,
+        ),
         ("torch.sparse tensors, fp32", "slower", optimized, sparse),
         ("Views: neighbouring blocks read in place", None, batched, views),
         ("Views, the plan built in each call", None, views, rows.way(study, "views", cache=False)),
