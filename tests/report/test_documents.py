@@ -159,7 +159,7 @@ def test_the_answer_says_which_switches_gain_and_which_do_not():
         return lambda r: longer(r, factor) if r.point.system == "ringlab" and work(r) == options else r
 
     first = single.answer(page("000")).lines[0]
-    assert "It comes from: strided views instead of gathered copies, fused kernel instead of eager." in first
+    assert "The gain comes from: strided views instead of gathered copies, fused kernel instead of eager." in first
     assert "No measurable gain: pattern cache on, memory pool on." in first
     slow = single.answer(page("000", without("cache", 2))).lines[0]
     assert "eager, pattern cache on. No measurable gain: memory pool on." in slow
@@ -201,7 +201,7 @@ def test_efficiency_is_time_over_roofline():
     """Made-up rooflines are 0.6 of the time, for the row of all optimizations 0.5 of it."""
     half = page("000", lambda r: replace(r, bound_seconds=r.median / 2) if rows.is_optimised(r) else r)
     found = single.efficiency(half)
-    assert "all optimizations 2.0×, dense sdpa 1.7×" in found.caption
+    assert "the document's call 2.0×, dense SDPA 1.7×" in found.caption
     shown_rows = {row[0].text: text(row[-1]) for row in found.rows}
     assert shown_rows["All optimizations"] == "2.0×" and shown_rows["ringlab.attention as called"] == "1.7×"
     assert {row[2] for row in found.rows} == {"forward", "forward, causal", "training"}
@@ -232,8 +232,8 @@ def test_cache_and_pool_are_said_from_the_rows():
     assert lends["Strided (bf16, 16 × 4,096 tokens)", "4 MiB"] == "1 of 1"
     assert lends["Strided (bf16, 16 × 4,096 tokens)", "16 MiB"] == "1 of 1"
     assert lends["Strided (bf16, 16 × 4,096 tokens)", "64 MiB"] == "0 of 1"
-    assert lends["Strided (fp32, 8,192 tokens)", "16 MiB"] == "0 of 0"
-    assert lends["Gathered (fp32, 8,192 tokens)", "16 MiB"] == "2 of 4"
+    assert lends["Strided (fp32, 1 × 8,192 tokens)", "16 MiB"] == "0 of 0"
+    assert lends["Gathered (fp32, 1 × 8,192 tokens)", "16 MiB"] == "2 of 4"
     lines = single.reuse(about).lines
     assert "building a plan takes at most" in lines[0]
     assert "of 4 calls in which it lends a buffer 0 are faster" in lines[1]

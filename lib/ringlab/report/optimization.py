@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from dataclasses import replace
 from functools import cache
 from itertools import permutations
-from typing import NamedTuple
 
 import torch
 
@@ -29,9 +30,7 @@ __all__ = [
 ]  # fmt: skip
 APPENDIX = """## Kernels on this GPU
 
-Each way to run one pattern at 65,536 tokens in half precision: what was predicted before it ran, what it reached, why,
-and what is aimed at.
-"""
+Each way to run one pattern at 65,536 tokens: what was predicted, what it reached, why, and what is aimed at."""
 _longest = cache(longest)
 DTYPES = ("float32", "float16", "bfloat16")
 SWITCHES = {  # name: (what it does, off, on)
@@ -40,11 +39,10 @@ SWITCHES = {  # name: (what it does, off, on)
     "cache": ("Pattern cache on", False, True),
     "pool": ("Memory pool on", False, True),
 }
-DEFAULT_MB = 16.0  # the threshold of the document, and of the library's own pool
 EXCEPTION = 1.3  # times q, k, v and out, from which a peak is worth a line
 CARD = 8 * 2**30  # bytes of the card in document 000
-SCORES_LIVE = 3  # score tensors that the original held at once, by its own analysis of the failure
-OVERHEAD = 1.15  # our peak over q, k, v and out, at most
+Lent = namedtuple("Lent", "served asked")  # buffers that a call gets from a pool, and all that it asks for
+TwoCards = namedtuple("TwoCards", "original_bytes ours_bytes original_fits ours_fits")  # bytes a card
 
 
 def open_study(profile: str = "auto", data: str = "") -> Study:
@@ -54,10 +52,10 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
 
 def answer(study: Study) -> Text:
     """At most five lines: what optimizing pays, what fits, dense attention, trust, what was not measured."""
-    lines = [_pays_line(study), _fits_line(study), _dense_line(study)]
-    if study.rehearsal:  # what is computed for the device comes before times of another one
-        lines[:2] = lines[1::-1]
-    return study.text(*lines, findings.trust_line(study), findings.gaps_line(study), kind="answer", bullets=True)
+    # In a rehearsal what is computed for the device comes before times of another one.
+    first = (_fits_line, _pays_line) if study.rehearsal else (_pays_line, _fits_line)
+    lines = (*first, _dense_line, findings.trust_line, findings.gaps_line)
+    return study.text(*(line(study) for line in lines), kind="answer", bullets=True)
 
 
 def _pays_line(study: Study) -> str:
@@ -70,14 +68,15 @@ def _pays_line(study: Study) -> str:
     where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
     said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
     effects = {SWITCHES[name][0].lower(): _beyond(x[5]) for name in SWITCHES if (x := _pair(study, name))}
-    for words, sign in (("It comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
+    for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
         if names := [name for name, effect in effects.items() if effect == sign]:
             said.append(f"{words}: {', '.join(names)}")
-    named = {label(r): _beyond(study.ratio(r, line["row"])) for line in lines for r in line["others"] if shown(r)}
-    if named:
-        apart = ", ".join(name for name, effect in named.items() if effect)
+    if named := [
+        (label(r), _beyond(study.ratio(r, line["row"]))) for line in lines for r in line["others"] if shown(r)
+    ]:
+        apart = ", ".join(dict.fromkeys(name for name, effect in named if effect))
         same = f"not as fast: {apart}" if apart else "within noise"
-        said.append(f"{' and '.join(named)}: the same engine under other names, {same}")
+        said.append(f"{' and '.join(dict(named))}: the same engine under other names, {same}")
     return f"{'. '.join(said)}."
 
 
@@ -89,10 +88,9 @@ def _beyond(ratio) -> int:
 def _fits_line(study: Study) -> str:
     """How long a sequence fits, by ``longest``; in a rehearsal the roofline of the device too."""
     gpu, dtype, bound = study.profile, rows.hardware_dtype(study), ""
-    least = [_bound(gpu, p, dtype) for p in (pattern(), patterns.Dense())]
-    if study.rehearsal and all(least):
-        ours, dense = (f"{number(seconds * 1e3)} ms" for seconds in least)
-        bound = f"computed for {gpu.title} in {SHORT[dtype]}, the call takes at least {ours}, dense attention {dense}; "
+    ours, dense = (_bound(gpu, p, dtype) for p in (pattern(), patterns.Dense()))
+    if study.rehearsal and ours and dense:
+        bound = f"computed for {gpu.title} in {SHORT[dtype]}, the call takes at least {ours} ms, dense {dense} ms; "
     if not study.memory_bytes:
         return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
     how = {"dtype": getattr(torch, dtype), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
@@ -119,17 +117,15 @@ def _dense_line(study: Study) -> str:
 
 def segments(found: dict | None = None) -> str:
     """Segment lengths over rates of a stored pattern, by default the document's."""
+    keys, text = ("segment_lengths", "dilation_rates"), " / " if found else " / rates "
     found = found or pattern().to_dict()
-    if found["kind"] == "dense":
-        return "dense"
-    return " / ".join(", ".join(map(str, found[k])) for k in ("segment_lengths", "dilation_rates"))
+    return text.join(", ".join(map(str, found[k])) for k in keys if k in found) or "dense"
 
 
 def recommended(study: Study) -> Code:
     """A block that runs as it stands, on this profile's device or, where that is absent, on a CPU."""
     s, p = shape(), pattern()
-    dtype, *said = _chosen_dtype(study)
-    on = {}
+    (dtype, *said), on = _chosen_dtype(study), {}
     for name, (words, *_) in SWITCHES.items():
         pair, on[name], why = _pair(study, name, dtype), rows.DEFAULTS[name], "no pair of rows passed"
         if pair:
@@ -170,10 +166,7 @@ def _chosen_dtype(study: Study) -> tuple[str, str]:
 
 
 def entries(study: Study) -> list[dict]:
-    """A line for each thing that runs, by dtype: naive, the engine under all of its names, dense attention.
-
-    ``row`` is the one that is shown, ``others`` are those of the same engine under published names.
-    """
+    """A line by dtype of naive, the engine and dense; ``others`` are rows of the engine under published names."""
     ours, dense, found = document_rows(study), study.rows(system="dense_sdpa", **shape()), []
     for some, test in ((ours, is_plain), (ours, rows.is_engine), (dense, bool)):
         for dtype in rows.dtypes(filter(test, some)):
@@ -223,10 +216,7 @@ def implementations(study: Study) -> Table:
 
 
 def switch_pairs(study: Study) -> list[tuple]:
-    """(switch, switches before, switches after, row off, row on, Ratio) for rows that differ in one switch alone.
-
-    Those in fp32 and with the others on come first.
-    """
+    """(switch, switches before and after, row off, row on, Ratio) of rows that differ in one switch, fp32 first."""
     found = []
     for off, on in permutations(document_rows(study, system="ringlab"), 2):
         one, two = switches(off.point), switches(on.point)
@@ -252,35 +242,27 @@ def _pair(study: Study, name: str, dtype: str = "float32") -> tuple | None:
 
 def with_others(switch: str, s: dict) -> str:
     """The other switches of a pair."""
-    words = {
-        "gather": "gathered" if s["gather"] else "strided", "backend": f"{s['backend']} kernel",
-        "cache": "cache" if s["cache"] else "no cache", "pool": "pool" if s["pool"] else "no pool",
-    }  # fmt: skip
+    words = {"gather": "gathered" if s["gather"] else "strided", "backend": f"{s['backend']} kernel",
+             "cache": "cache" if s["cache"] else "no cache", "pool": "pool" if s["pool"] else "no pool"}  # fmt: skip
     return ", ".join(v for k, v in words.items() if k != switch)
 
 
 def switch_table(study: Study) -> Table:
-    """What each switch gains alone, and all of them together."""
+    """What each switch gains alone, where the others are on."""
     lines = [{"name": SWITCHES[name][0], "with": with_others(name, one), "off": off, "on": on}
-             for name, one, _, off, on, _ in switch_pairs(study)]  # fmt: skip
-    lines += [{"name": "All together", "with": "over naive", "off": x["naive"], "on": x["row"]}
-              for x in entries(study) if x["engine"] and x["naive"]]  # fmt: skip
+             for name, one, two, off, on, _ in switch_pairs(study) if name == "pool" or two == FULL]  # fmt: skip
     return table(
         study, f"What each optimization gains alone: {shape()['seq_len']:,} tokens, forward, segments {segments()}",
         [Column("Switch", lambda x: Cell(x["name"], f"{SHORT[x['on'].point.dtype]}, {x['with']}")),
          TIME.of("off", ">Off (ms)"), TIME.of("on", ">On (ms)"), ROOFLINE.of("on", ">Roofline (ms)"),
          columns.ratio(study, "off", "on", ">Faster by")],
         lines,
-        note="With strided views results are written in place and the pool is never used. With gathered copies the "
-        "pool supplies the copy buffers.",
+        note="Strided views write results in place and never use the pool. It supplies the buffers of gathered copies.",
     )  # fmt: skip
 
 
 def over_dense(study: Study) -> list[tuple]:
-    """(n, Ratio or None, dense row, our row) of dense SDPA over all optimizations, by n, in one dtype.
-
-    The dtype is the profile's own where it was timed at more than one length, else fp32.
-    """
+    """(n, Ratio or None, dense row, our row) by n, in the profile's dtype or in fp32, whichever has more lengths."""
     wanted = {"pattern": pattern().to_dict(), "passes": "fwd", "causal": False, "batch": 1, "world_size": 1}
     found: dict[str, dict[int, tuple]] = {rows.hardware_dtype(study): {}, "float32": {}}
     for r in filter(is_optimised, study.rows(**wanted)):
@@ -347,21 +329,17 @@ def memory_exceptions(study: Study) -> Table | Text:
     by_peak = {(segments(p.pattern), p.dtype, rows.pass_of(p), multiple(r)): r for r in known[::-1] if (p := r.point)}
     above = sorted((r for r in by_peak.values() if multiple(r) > EXCEPTION), key=multiple, reverse=True)
     rest = max((m for r in known if (m := multiple(r)) <= EXCEPTION), default=None)
-    others = "others" if above else "calls"
-    said = f"All {others} hold at most {rest:.2f} × q, k, v and out." if rest else "Not measured."
+    said = f"All {'others' if above else 'calls'} hold at most {rest:.2f} × q, k, v and out." if rest else "Not known."
     if not above:
         return study.text(said)
     return table(
         study, f"Peak memory above {EXCEPTION} × q, k, v and out",
         [columns.SYSTEM, Column("Segments / rates", lambda r: segments(r.point.pattern)),
-         Column("Pass", lambda r: rows.pass_of(r.point)), Column(">Tokens", lambda r: _tokens(r.point)), SHARD, PEAK],
+         Column("Pass", lambda r: rows.pass_of(r.point)),
+         Column(">Tokens", lambda r: f"{r.point.batch} × {r.point.seq_len:,}"), SHARD, PEAK],
         above,
         note=f"{said} A peak counts live tensors, q, k, v and out included; in training their gradients too.",
     )  # fmt: skip
-
-
-def _tokens(point) -> str:
-    return f"{point.batch} × {point.seq_len:,}" if point.batch > 1 else f"{point.seq_len:,}"
 
 
 def cache_rows(study: Study) -> list[dict]:
@@ -395,16 +373,8 @@ def cache_table(study: Study) -> Table:
          micros.of("cold", ">Built (µs)"), micros.of("warm", ">Found (µs)"), TIME.of("call", ">The call (ms)"),
          Column(">Built, of the call", lambda x: f"{number(100 * x['share'], 2)} %" if x["share"] else None)],
         cache_rows(study), folded=True,
-        note="Built: the cache is cleared before each call. Found: the same call again. The difference is all that the "
-        "cache can save.",
+        note="Built: the cache is cleared before each call. Found: the same call again. It can save the difference.",
     )  # fmt: skip
-
-
-class Lent(NamedTuple):
-    """How many buffers a call asks for, and how many of them come from the pool."""
-
-    served: int
-    asked: int
 
 
 @cache
@@ -420,9 +390,9 @@ def lent(point, threshold_mb: float) -> Lent:
 
 
 def threshold(point) -> float | None:
-    """The threshold of a point's pool in MiB; None without a pool."""
+    """The threshold of a point's pool in MiB, by default the document's and the library's 16; None without a pool."""
     s = switches(point)
-    return float(s.get("pool_threshold_mb", DEFAULT_MB)) if s["pool"] else None
+    return float(s.get("pool_threshold_mb", 16.0)) if s["pool"] else None
 
 
 def pool_rows(study: Study) -> list[tuple]:
@@ -441,8 +411,8 @@ def pool_table(study: Study) -> Table:
              for off, pairs in pool_rows(study) for on, _ in pairs]  # fmt: skip
 
     def call(x: dict) -> Cell:
-        p = x["on"].point
-        return Cell("Gathered" if switches(p)["gather"] else "Strided", f"{SHORT[p.dtype]}, {_tokens(p)} tokens")
+        p, way = x["on"].point, "Gathered" if switches(x["on"].point)["gather"] else "Strided"
+        return Cell(way, f"{SHORT[p.dtype]}, {p.batch} × {p.seq_len:,} tokens")
 
     return table(
         study, "The memory pool by its threshold",
@@ -487,7 +457,7 @@ def efficiency(study: Study) -> Table:
     first = [r for r in (call, call and dense_beside(study, call)) if r]
     others = [r for name in ("ringlab", "contiguous_segments", "copying") for r in study.rows(system=name, batch=1)]
     others = [r for r in others if columns.timed(r) and r.point.pattern != pattern().to_dict()]
-    said = ", ".join(f"{label(r).lower()} {multiple(r)}" for r in first)
+    said = ", ".join(f"{name} {multiple(r)}" for name, r in zip(("the document's call", "dense SDPA"), first))
     return table(
         study, f"Time over roofline: {said or 'not measured'}; and LongNet's own mixing",
         [columns.SYSTEM, Column("Segments / rates", lambda r: segments(r.point.pattern)),
@@ -505,8 +475,10 @@ def kernels_table(study: Study) -> Table:
 
     def here(name: str) -> Cell:
         row = best([r for r in ours if switches(r.point) == FULL | {"backend": name}])
-        refused = row is not None and row.status == "unsupported"
-        return Cell("refused", reason(row), "none") if refused else columns.time(row)
+        if row is None or row.status == "unsupported":
+            return Cell("refused", reason(row), "none") if row else columns.time(row)
+        time = columns.time(row)
+        return Cell(time.text, f"{SHORT[row.point.dtype]}; {time.sub}", time.kind)
 
     def by_rule(name: str) -> Cell:
         head_dim, kernel = shape()["head_dim"], kernels.KERNELS[name]
@@ -518,8 +490,7 @@ def kernels_table(study: Study) -> Table:
         study, f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
         [Column("Kernel", lambda x: x), Column(">Time here (ms)", here), Column(f"On {gpu.title}", by_rule)],
         kernels.order(card if study.device_type == "cuda" else torch.device("cpu")), folded=True,
-        note="In order of preference: the first that is not refused is chosen. Rules are each kernel's stated needs; "
-        "nothing was called on that device.",
+        note="The first that is not refused is chosen. Rules are stated needs; nothing was called on that device.",
     )  # fmt: skip
 
 
@@ -529,47 +500,33 @@ def gpu_of(study: Study):
     return study.profile if own else hardware.get_profile(rows.published()["profile"])
 
 
-def _bound(profile, pattern, dtype: str) -> float | None:
-    """The roofline of a pattern at the document's shape on a profile, in seconds."""
+def _bound(profile, pattern, dtype: str) -> str | None:
+    """The roofline of a pattern at the document's shape on a profile, in ms."""
     fields = {k: shape()[k] for k in ("batch", "seq_len", "heads", "head_dim", "causal", "passes")}
     rate, bandwidth = profile.peak(getattr(torch, dtype)), profile.bandwidth_bytes_per_s
     work = cost.count(pattern, dtype=getattr(torch, dtype), **fields)
-    return work.seconds(rate, bandwidth) if rate and bandwidth else None
-
-
-class TwoCards(NamedTuple):
-    """Bytes a card, and whether they fit: the original's score tensors, and ours."""
-
-    original_bytes: int
-    ours_bytes: float
-    original_fits: bool
-    ours_fits: bool
+    return number(work.seconds(rate, bandwidth) * 1e3) if rate and bandwidth else None
 
 
 def two_cards(seq_len: int = 16384) -> TwoCards:
-    """The document's failed run: every query against half of the keys, whole score tensors in fp32, three alive.
-
-    Ours holds a shard of q, k, v and out; segments of 2048 and 4096 fit a shard of 8192, so that nothing is received.
+    """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a shard of q, k, v and out.
 
     >>> two_cards().original_bytes // 2**30, two_cards().original_fits, two_cards().ours_fits
     (12, False, True)
     """
     heads, shard = shape()["heads"], seq_len // 2
-    original, ours = SCORES_LIVE * heads * seq_len * shard * 4, OVERHEAD * 4 * shard * heads * shape()["head_dim"] * 4
+    original, ours = 3 * heads * seq_len * shard * 4, 1.15 * 4 * shard * heads * shape()["head_dim"] * 4
     return TwoCards(original, ours, original < CARD, ours < CARD)
 
 
 def computed(study: Study) -> Table:
     """Rooflines of the document's call and of dense attention on a GPU, its dtype, and what fits two cards."""
     gpu, fit, fits = gpu_of(study), two_cards(), ("does not fit", "fits")
-
-    def bound(p):
-        return lambda d: number(seconds * 1e3) if (seconds := _bound(gpu, p, d)) else None
-
     return table(
         study, f"Computed for {gpu.title}: {shape()['seq_len']:,} tokens, forward, segments {segments()}",
-        [Column("dtype", SHORT.get), Column(">Roofline (ms)", bound(pattern())),
-         Column(">Roofline, dense (ms)", bound(patterns.Dense())), Column("Rate used", gpu.peak_reason)],
+        [Column("dtype", SHORT.get), Column(">Roofline (ms)", lambda d: _bound(gpu, pattern(), d)),
+         Column(">Roofline, dense (ms)", lambda d: _bound(gpu, patterns.Dense(), d)),
+         Column("Rate used", gpu.peak_reason)],
         DTYPES,
         note=f"Use {gpu.dtype_reason()}; the torch that drives it: `{hardware.install_line(gpu.capability)}`. The run "
         f"that failed in the document, 16,384 tokens on two cards of {size(CARD)}: the original's three score tensors "
@@ -582,9 +539,7 @@ def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
     from . import claims  # its functions select rows by those of this module
 
-    found = findings.ledger(study, claims.judge(study, rows.published()["claims"]))
-    found.folded = True  # the page of claims shows it open
-    return found
+    return replace(findings.ledger(study, claims.judge(study, rows.published()["claims"])), folded=True)
 
 
 def limits(study: Study) -> Text:

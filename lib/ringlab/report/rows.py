@@ -24,8 +24,8 @@ def published() -> dict:
 
 def shape() -> dict:
     """The document's configuration as fields of a point, its pattern aside, on one device."""
-    found = {k: v for k, v in published()["shape"].items() if k not in ("segment_lengths", "dilation_rates")}
-    return found | {"world_size": 1}
+    pattern = ("segment_lengths", "dilation_rates")
+    return {k: v for k, v in published()["shape"].items() if k not in pattern} | {"world_size": 1}
 
 
 def pattern() -> patterns.Dilated:
@@ -75,10 +75,8 @@ def label(result) -> str:
         "pool_workload": f"Scratch of {options.get('size_mb')} MiB, {options.get('threads')} threads, "
         + ("pooled" if options.get("pool") else "fresh"),
     }
-    if point.system in names:
-        return names[point.system]
     if point.system != "ringlab":
-        return point.system
+        return names.get(point.system, point.system)
     if is_plain(result):
         return "Naive (ours)"
     if is_optimised(result):
