@@ -51,8 +51,7 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
 
 
 def answer(study: Study) -> Text:
-    """At most five lines: what optimizing pays, what fits, dense attention, trust, what was not measured."""
-    # In a rehearsal what is computed for the device comes before times of another one.
+    """What optimizing pays, what fits (computed, so first in a rehearsal), dense attention, trust, what is missing."""
     first = (_fits_line, _pays_line) if study.rehearsal else (_pays_line, _fits_line)
     lines = (*first, _dense_line, findings.trust_line, findings.gaps_line)
     return study.text(*(line(study) for line in lines), kind="answer", bullets=True)
@@ -67,9 +66,9 @@ def _pays_line(study: Study) -> str:
     noise = "" if all(x.significantly_slower for x in found) else ", within noise"
     where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
     said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
-    effects = {SWITCHES[name][0].lower(): _beyond(x[5]) for name in SWITCHES if (x := _pair(study, name))}
+    effects = [(words.lower(), x[5]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
     for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
-        if names := [name for name, effect in effects.items() if effect == sign]:
+        if names := [f"{name} ({number(x.value)}×)" for name, x in effects if _beyond(x) == sign]:
             said.append(f"{words}: {', '.join(names)}")
     if named := [
         (label(r), _beyond(study.ratio(r, line["row"]))) for line in lines for r in line["others"] if shown(r)
@@ -481,8 +480,7 @@ def kernels_table(study: Study) -> Table:
         return Cell(time.text, f"{SHORT[row.point.dtype]}; {time.sub}", time.kind)
 
     def by_rule(name: str) -> Cell:
-        head_dim, kernel = shape()["head_dim"], kernels.KERNELS[name]
-        why = {SHORT[d]: kernel.refuses(card, getattr(torch, d), head_dim) for d in DTYPES}
+        why = {SHORT[d]: kernels.KERNELS[name].refuses(card, getattr(torch, d), shape()["head_dim"]) for d in DTYPES}
         allowed = ", ".join(dtype for dtype, reason in why.items() if not reason)
         return Cell(allowed or "refused", "; ".join({x: 1 for x in why.values() if x}), "" if allowed else "none")
 
