@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reporting import PAGES, longer, made, made_up, on_ranks, page, shown, slower, study_of, system, words
+from reporting import PAGES, lean, longer, made, made_up, on_ranks, page, shown, slower, study_of, system, words
 from ringlab import block_patterns, cache, cost, hardware, patterns
 from ringlab.estimate import longest
 from ringlab.measure import Group, Point, suites, timing
 from ringlab.measure.systems import SYSTEMS
-from ringlab.report import cells, columns, driver, lengths, origins, reuse, rows, tables, trust
+from ringlab.report import columns, driver, origins, rows, tables, trust
 from ringlab.report import optimization as single
 from ringlab.report.documents import ring
 from ringlab.report.published import DOCUMENTS
@@ -134,66 +134,107 @@ def test_superlinear_is_told_from_one_rank_with_as_many_threads(alone, each, fas
 # document 000: what is shown
 
 
-def test_every_table_of_times_has_memory_and_dense_attention_beside_it():
-    def of_times(column: str) -> bool:
-        return column.endswith(("(ms)", "(µs)")) and not column.startswith((">Lower bound", ">Published"))
-
-    timed = [t for t in shown("000").tables if any(map(of_times, t.columns))]
-    assert len(timed) >= 10
-    for t in timed:
-        assert any("eak memory" in c or "racked peak" in c for c in t.columns), t.caption
-        assert any("Dense SDPA" in x for x in [*t.columns, *(text(row[0]) for row in t.rows)]), t.caption
-
-
-def test_figures_name_things_as_the_tables_do():
-    found = shown("000")
-    names = {column.lstrip(">").removesuffix(" (ms)") for t in found.tables for column in t.columns}
-    for row in (row for t in found.tables for row in t.rows):
-        names |= {", ".join(map(text, row[:k])) for k in range(1, 6)}
-    assert len(found.labels) == 5 and {x for labels in found.labels for x in labels} <= names
-
-
-def test_passes_hold_forward_and_backward_causal_and_not():
-    shown_passes = single.passes(page("000")).rows
-    assert [row[0] for row in shown_passes] == [
-        "forward", "forward, causal", "forward and backward", "forward and backward, causal",
+def test_names_of_one_engine_share_a_line_and_no_name_is_the_fastest():
+    """Made-up rows differ by 2 %: noise. V2Flash in fp16 is published, and so is its name beside that of the engine."""
+    lines = single.implementations(page("000")).rows
+    names = [(row[0].text, row[0].sub) for row in lines]
+    assert names == [
+        ("Naive (ours)", "fp16"), ("Naive (ours)", "fp32"),
+        ("All optimizations", "fp16; also RingDilatedAttentionV2Flash"), ("All optimizations", "bf16"),
+        ("All optimizations", "fp32; also RingDilatedAttentionV2Collective"), ("Dense SDPA", "fp32"),
     ]  # fmt: skip
-    for row in shown_passes:
-        assert "not measured" not in (text(row[3]), text(row[4]))
-        assert row[5] is not None and "process 2.00" in row[9].sub
+    printed = {name: row[5].text for name, row in zip(names, lines) if row[5]}
+    assert [*printed.values()] == ["136.52", "201.02", "7.66"] and "Original" not in text(lines[0][0])
+    first = single.answer(page("000")).lines[0]
+    assert re.search(r"\*\*Optimizing pays 3\.\d times here\*\*", first) and "within noise" in first
+    assert "Fastest" not in single.answer(page("000")).markdown
+    apart = single.answer(page("000", lambda r: longer(r, 2) if r.point.system.endswith("V2Flash") else r)).lines[0]
+    assert apart.endswith("the same engine under other names, not as fast: RingDilatedAttentionV2Flash.")
 
 
-def test_the_ceiling_has_a_backward_and_the_engine_is_held_against_it():
-    about = page("000")
-    assert {row[2] for row in single.ceilings(about).rows} == {"fwd", "fwd, causal", "fwd+bwd"}
-    speed, against = single.speed(about), single.against(about)
-    backward = [row for row in against.rows if row[2] == "fwd+bwd"]
-    assert len(backward) == 2 and all(row[-1] is not None for row in backward)
-    assert [row[:3] for row in against.rows] == [row[:3] for row in speed.rows]
-    assert all(text(row[-2]) not in ("not measured", tables.DASH) for row in speed.rows)
+def test_the_answer_says_which_switches_gain_and_which_do_not():
+    def without(name: str, factor: float):
+        options = rows.FULL | {name: rows.PLAIN[name]}
+        return lambda r: longer(r, factor) if r.point.system == "ringlab" and work(r) == options else r
+
+    def said(change=None) -> str:
+        return re.sub(r" \([\d.]+×\)", "", single.answer(page("000", change)).lines[0])
+
+    assert "The gain comes from: strided views instead of gathered copies, fused kernel instead of eager." in said()
+    assert "No measurable gain: pattern cache on, memory pool on." in said()
+    assert "eager, pattern cache on. No measurable gain: memory pool on." in said(without("cache", 2))
+    assert "A loss: memory pool on." in said(without("pool", 0.6))
+    assert "times here, within noise**" in said(lambda r: longer(r, 9) if r.option("twin") else r)
+
+
+def test_how_long_a_sequence_fits_is_what_longest_says():
+    for name, rehearsal, dtype in (("cpu", False, torch.float32), ("gtx1080", True, torch.float32)):
+        about = page("000", None, name, rehearsal)
+        said = next(line for line in single.answer(about).lines if "How long" in line)
+        for passes in ("fwd", "fwd+bwd"):
+            most = longest(rows.pattern(), about.memory_bytes, dtype=dtype, profile=name, passes=passes)
+            assert f"{tables.about(most)} tokens" in said or f", {tables.about(most)} in training" in said
+    assert said is single.answer(about).lines[0] or said == single.answer(about).lines[0], "computed figures come first"
+    assert "computed for NVIDIA GeForce GTX 1080 in fp32, the call takes at least 2.90 ms" in said
+
+
+def test_passes_hold_forward_and_training_causal_and_not():
+    lines = single.passes(page("000")).rows
+    assert [(row[0], row[1]) for row in lines] == [
+        ("forward", "not causal"), ("forward", "causal"), ("training", "not causal"), ("training", "causal"),
+    ]  # fmt: skip
+    assert all(text(row[i]) not in ("not measured", tables.DASH) for row in lines for i in range(2, 7))
+
+
+def test_only_peaks_above_the_tensors_are_listed():
+    assert "All calls hold at most 1.12 × q, k, v and out." in single.memory_exceptions(page("000")).markdown
+    found = single.memory_exceptions(page("000", lambda r: lean(r, 3) if rows.is_plain(r) else r))
+    assert [(row[0].text, row[0].sub, row[5].sub) for row in found.rows] == [
+        ("Naive (ours)", dtype, "3.36 × tensors") for dtype in ("fp16", "fp32")
+    ]  # fmt: skip
+    assert "All others hold at most 1.12" in found.note
+
+
+def test_efficiency_is_time_over_roofline():
+    """Made-up rooflines are 0.6 of the time, for the row of all optimizations 0.5 of it."""
+    half = page("000", lambda r: replace(r, bound_seconds=r.median / 2) if rows.is_optimised(r) else r)
+    found = single.efficiency(half)
+    assert "the document's call 2.0×, dense SDPA 1.7×" in found.caption
+    shown_rows = {row[0].text: text(row[-1]) for row in found.rows}
+    assert shown_rows["All optimizations"] == "2.0×" and shown_rows["ringlab.attention as called"] == "1.7×"
+    assert {row[2] for row in found.rows} == {"forward", "forward, causal", "training"}
+
+
+def test_a_kernel_has_a_time_or_a_reason_and_what_its_rules_say():
+    found = {row[0]: row[1:] for row in single.kernels_table(page("000")).rows}
+    assert found["cpu_flash"][0].text[0].isdigit() and found["cudnn"][0].sub == "needs a CUDA device, this is cpu"
+    assert found["cudnn"][1].text == "refused" and found["xformers"][1].text == "fp32, fp16"
+    h200 = single.kernels_table(page("000", None, "h200"))
+    assert (
+        h200.rows[0][0] == "flash_attn_3" and {row[0]: text(row[2]) for row in h200.rows}["eager"] == "fp32, fp16, bf16"
+    )
 
 
 def test_what_a_pool_is_asked_for_is_counted():
     point = Point("ringlab", patterns.Dilated([8, 32], [1, 2]), batch=16, seq_len=32, heads=1, dtype="bfloat16")
-    size = 16 * 32 * 64 * 4
-    assert reuse.lent(point, 0.0) == reuse.Lent(size, 1, 1, size)
-    assert reuse.lent(point, 1.0) == reuse.Lent(size, 0, 1, 0)
-    assert reuse.lent(point.but(dtype="float32"), 0.0) == reuse.Lent(0, 0, 0, 0)
+    assert single.lent(point, 0.0) == single.Lent(served=1, asked=1)
+    assert single.lent(point, 1.0) == single.Lent(served=0, asked=1)
+    assert single.lent(point.but(dtype="float32"), 0.0) == single.Lent(served=0, asked=0)
 
 
 def test_cache_and_pool_are_said_from_the_rows():
     about = page("000")
     built = single.cache_table(about).rows
     assert len(built) == 4 and {row[0] for row in built} == {"Plan of strided views", "Index tensors, gathered"}
-    pool = single.pool_table(about)
-    assert {"off", "from 4 MiB", "from 16 MiB", "from 64 MiB"} <= {row[1] for row in pool.rows}
-    lends = {(row[0], row[1]): row[3] for row in pool.rows}
-    assert lends["Strided, bf16, 16 × 4,096 tokens", "from 16 MiB"] == "1 of 1"
-    assert lends["Strided, bf16, 16 × 4,096 tokens", "from 64 MiB"] == "0 of 1"
-    assert lends["Strided, fp32, 8,192 tokens", "from 16 MiB"] == "0 of 0"
-    assert lends["Gathered, fp32, 8,192 tokens", "from 16 MiB"] == "2 of 4"
-    lines = single.cache_and_pool(about).lines
-    assert "building takes at most" in lines[0] and "of 4 calls in which it lends a buffer" in lines[1]
+    lends = {(row[0].plain, row[1]): row[2] for row in single.pool_table(about).rows}
+    assert lends["Strided (bf16, 16 × 4,096 tokens)", "4 MiB"] == "1 of 1"
+    assert lends["Strided (bf16, 16 × 4,096 tokens)", "16 MiB"] == "1 of 1"
+    assert lends["Strided (bf16, 16 × 4,096 tokens)", "64 MiB"] == "0 of 1"
+    assert lends["Strided (fp32, 1 × 8,192 tokens)", "16 MiB"] == "0 of 0"
+    assert lends["Gathered (fp32, 1 × 8,192 tokens)", "16 MiB"] == "2 of 4"
+    lines = single.reuse(about).lines
+    assert "building a plan takes at most" in lines[0]
+    assert "of 4 calls in which it lends a buffer 0 are faster" in lines[1]
 
 
 def block(about) -> str:
@@ -210,7 +251,7 @@ def test_the_recommended_block_runs(name, rehearsal):
         exec(source, names)
     assert names["out"].shape == (1, 8192, 8, 64) and torch.isfinite(names["out"]).all()
     evidence = [line for line in source.splitlines() if line.startswith("# ")]
-    assert len(evidence) >= 5 and any(line.startswith("# dtype: With all optimizations") for line in evidence)
+    assert len(evidence) >= 5 and any(line.startswith("# dtype: All optimizations") for line in evidence)
     assert ("a CPU's" in evidence[0]) == rehearsal
 
 
@@ -240,7 +281,7 @@ def test_what_the_same_work_differs_by_is_no_difference():
         copying, ours = (one.rows(system=s, pattern=suites.LADDER.to_dict())[0] for s in ("copying", "ringlab"))
         factor = one.ratio(copying, ours)
         assert factor.value == pytest.approx(1.1, rel=0.02) and factor.significantly_slower is tells
-        assert ("within noise" in cells.times(factor).sub) is not tells
+        assert ("within noise" in columns.times(factor).sub) is not tells
     assert not {r.option("twin") for r in calm.rows()} - {None} and len(calm.results) == len(calm.rows()) + 5
 
 
@@ -255,7 +296,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     refused = next(line for line in lines if "needs a CUDA device" in line)
     assert all(name in refused for name in ("cudnn", "flash_attn_2", "flash_attn_3", "xformers", "efficient"))
     assert refused.count("needs a CUDA device") == 1
-    assert "2 times are unstable" in said and "Original (no optimizations), fp16, 8,192 tokens, fwd" in said
+    assert "2 times are unstable" in said and "Naive (ours), fp16, 8,192 tokens, forward" in said
     assert "unstable" in single.implementations(about).markdown
     failed = single.failures(about)
     assert len(failed.rows) == 7 and all(row[3] == "needs a CUDA device, this is cpu" for row in failed.rows)
@@ -286,11 +327,11 @@ def test_provenance_says_clocks_completeness_and_counts(tmp_path):
     assert origins.provenance(replace(study_of(made("000")), folder=tmp_path)).rows
 
 
-def test_longest_and_beginning_come_from_rows_that_may_be_quoted():
-    found = lengths.over_dense(page("000"))
-    assert [n for n, *_ in found] == [1024, 2048, 4096, 8192] and lengths.begins(found) == 1024
+def test_the_beginning_comes_from_rows_that_may_be_shown():
+    found = single.over_dense(page("000"))
+    assert [n for n, *_ in found] == [1024, 2048, 4096, 8192] and rows.begins(found) == 1024
     bad = page("000", lambda r: spoiled(r, "too fast") if r.point.seq_len == 2048 else r)
-    assert lengths.begins(lengths.over_dense(bad)) == 4096
+    assert rows.begins(single.over_dense(bad)) == 4096
     assert "1,024" not in single.answer(bad).lines[2]
 
 
@@ -395,10 +436,11 @@ def test_blocks_chosen_by_content_stand_beside_the_patterns():
     assert line[:3] == ["by content", "blocks of 64: the best 5 by content", "7.81 %"] and line[3].text
 
 
-def test_times_stand_beside_rooflines():
-    for t in shown("002").tables:
-        columns = " ".join(t.columns)
-        assert "Time (ms)" not in columns or "Roofline" in columns or "published" in t.caption, t.caption
+@pytest.mark.parametrize("number", ["000", "002"])
+def test_times_stand_beside_rooflines(number):
+    for t in shown(number).tables:
+        names = " ".join(t.columns)
+        assert "Time (ms)" not in names or "Roofline" in names or "published" in t.caption, t.caption
 
 
 def test_rows_without_operator_calls_are_shown():

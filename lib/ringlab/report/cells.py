@@ -7,14 +7,9 @@ from .columns import times
 from .tables import Cell, number
 from .trust import objection
 
-__all__ = ["PEAK", "bound", "error", "has_peak", "held", "ms", "peak", "peaks", "times", "us", "within"]
+__all__ = ["PEAK", "bound", "error", "has_peak", "held", "ms", "peak", "times", "within"]
 
 PEAK = ">Peak memory (× tensors)"
-
-
-def us(result) -> Cell:
-    """The time in microseconds."""
-    return ms(result, 1e6)
 
 
 def bound(result) -> Cell | None:
@@ -56,10 +51,3 @@ def peak(result) -> Cell | None:
         return None
     more = held(result)
     return Cell(f"{within(result):.2f}", f"{more[0]} {more[1]:.2f}" if more else "")
-
-
-def peaks(before, after) -> Cell | None:
-    """Peak memory of the second row, and what it was in the first."""
-    if not has_peak(after):
-        return None
-    return Cell(f"{within(after):.2f}", f"off: {within(before):.2f}" if has_peak(before) else "")

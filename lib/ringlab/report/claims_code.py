@@ -15,11 +15,11 @@ from .. import cache as caches
 from .. import compat, hardware
 from ..measure import Ratio
 from ..measure import suites as suite
-from . import reuse
 from . import rows as r
 from .claims import NO_PAIR, Finding, Verdict, by_rows, compared, in_words, judge
 from .columns import peak_bytes, per_token, rows_of, sent_bytes, timed
-from .computed import two_cards as two_cards_fit
+from .optimization import largest_share, lent, pool_rows, threshold
+from .optimization import two_cards as two_cards_fit
 from .published import KB, MB, published
 from .session import rows as sparse
 from .study import Study, best
@@ -102,7 +102,7 @@ def dtype_first(study: Study, claim: dict, document: str) -> Finding:
 
 def cache_gain(study: Study, claim: dict, document: str) -> Finding:
     """The pattern cache on and off; it saves at most the part of a call that building the plan takes."""
-    found, share = by_rows(study, claim), reuse.largest_share(study)
+    found, share = by_rows(study, claim), largest_share(study)
     if share is None or 100 * (1 / (1 - share) - 1) >= claim["low"]:
         return found
     return replace(found, holds=False, why=f"building takes at most {number(100 * share, 2)} % of a call, so that no "
@@ -111,8 +111,8 @@ def cache_gain(study: Study, claim: dict, document: str) -> Finding:
 
 def best_threshold(study: Study, claim: dict, document: str) -> Finding:
     """The published threshold against the others, at the longest length that has them."""
-    swept = [pairs for off, pairs in reuse.pool_rows(study) if off.point.batch > 1 and len(pairs) > 1]
-    by_size = {reuse.threshold(on.point): on for on, _ in max(swept, key=lambda x: x[0][0].point.seq_len, default=[])}
+    swept = [pairs for off, pairs in pool_rows(study) if off.point.batch > 1 and len(pairs) > 1]
+    by_size = {threshold(on.point): on for on, _ in max(swept, key=lambda x: x[0][0].point.seq_len, default=[])}
     mine = by_size.pop(claim["threshold_mb"], None)
     gains = {f"with {mb:g} MB": x for mb, row in sorted(by_size.items()) if (x := study.ratio(row, mine))}
     if not gains:
@@ -128,9 +128,9 @@ def best_threshold(study: Study, claim: dict, document: str) -> Finding:
 def pool_by_length(study: Study, claim: dict, document: str) -> Finding:
     """A pool that lends a buffer against none, at two lengths."""
     found: dict[int, Ratio] = {}
-    for off, pairs in reuse.pool_rows(study):
+    for off, pairs in pool_rows(study):
         for on, ratio in pairs:
-            if ratio and off.point.batch > 1 and reuse.lent(on.point, reuse.threshold(on.point)).served:
+            if ratio and off.point.batch > 1 and lent(on.point, threshold(on.point)).served:
                 found.setdefault(off.point.seq_len, ratio)
     ours = in_words({f"at {n:,} tokens": found[n] for n in sorted(found)}, what="gain by the pool")
     if len(found) < 2:

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from ..measure import suites
 from . import claims
 from .claims import Verdict
-from .engine import pass_of
-from .rows import SHORT, label
+from .rows import SHORT, label, pass_of
 from .study import Study
 from .tables import Cell, Table, Text, number
 from .trust import reason, status
@@ -137,4 +136,5 @@ def failures(study: Study) -> Table | None:
             [label(r), _shape(r.point), Cell(status(r), kind="bad"), reason(r)]
             for r, _ in failed
         ],
+        folded=True,
     )  # fmt: skip

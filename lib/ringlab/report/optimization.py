@@ -1,45 +1,48 @@
-"""Document 000, the first of five published, from measured rows: all that its notebook shows, in its order."""
+"""Document 000, the first of five published: what each optimization gains, where it pays, and what it holds."""
 
 from __future__ import annotations
 
-from . import claims_code, figures, findings
+from collections import namedtuple
+from dataclasses import replace
+from functools import cache
+from itertools import permutations
+
+import torch
+
+from .. import Execution, attention, cost, hardware, kernels, memory, patterns
+from ..estimate import longest
+from ..kernels.base import DeviceSpec
+from . import columns, curves, figures, findings, rows, rung_rows, rungs
 from . import study as studies
-from .answer import answer
-from .backends import backends, backends_by_rule
-from .cells import PEAK, bound, error, ms, peak, times
-from .computed import computed, policy
-from .computed import two_cards_table as two_cards
-from .engine import against, ceilings, speed
+from .columns import MASK, PASS, PEAK, ROOFLINE, SHARD, TIME, TOKENS, Column, shown, table, times
 from .findings import failures
-from .footprints import memory, memory_figure
-from .lengths import length_figure, lengths
 from .origins import provenance
-from .passes import passes
-from .predictions import predictions, predictions_figure
 from .reading import reading
-from .recommend import recommended
-from .reuse import cache_and_pool, cache_table, pool_figure, pool_table
-from .rows import (
-    SHORT,
-    fastest_row,
-    implementation_rows,
-    is_plain,
-    label,
-    pattern,
-    published,
-    shape,
-)  # fmt: skip
-from .study import Study
-from .switches import switch_figure, switch_table, two_by_two
-from .tables import Cell, Table, Text, number
-from .trust import objection, status
+from .rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
+from .study import Study, best, pattern_of
+from .tables import Cell, Code, Table, Text, about, number, size
+from .trust import reason
 
 __all__ = [
-    "against", "answer", "backends", "backends_by_rule", "cache_and_pool", "cache_table", "ceilings", "computed",
-    "failures", "implementations", "ledger", "length_figure", "lengths", "limits", "memory", "memory_figure",
-    "open_study", "passes", "policy", "pool_figure", "pool_table", "predictions", "predictions_figure", "provenance",
-    "reading", "recommended", "speed", "switch_figure", "switch_table", "time_figure", "two_by_two", "two_cards",
+    "answer", "cache_table", "computed", "efficiency", "failures", "gpu_kernels", "implementations", "kernels_table",
+    "ledger", "length_figure", "limits", "memory_exceptions", "open_study", "passes", "pool_table", "provenance",
+    "reading", "recommended", "reuse", "switch_table",
 ]  # fmt: skip
+APPENDIX = """## Kernels on this GPU
+
+Each way to run one pattern at 65,536 tokens: what was predicted, what it reached, why, and what is aimed at."""
+_longest = cache(longest)
+DTYPES = ("float32", "float16", "bfloat16")
+SWITCHES = {  # name: (what it does, off, on)
+    "gather": ("Strided views instead of gathered copies", True, False),
+    "backend": ("Fused kernel instead of eager", "eager", "auto"),
+    "cache": ("Pattern cache on", False, True),
+    "pool": ("Memory pool on", False, True),
+}
+EXCEPTION = 1.3  # times q, k, v and out, from which a peak is worth a line
+CARD = 8 * 2**30  # bytes of the card in document 000
+Lent = namedtuple("Lent", "served asked")  # buffers that a call gets from a pool, and all that it asks for
+TwoCards = namedtuple("TwoCards", "original_bytes ours_bytes original_fits ours_fits")  # bytes a card
 
 
 def open_study(profile: str = "auto", data: str = "") -> Study:
@@ -47,87 +50,511 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
     return studies.open_study(profile, data, "optimization")
 
 
+def answer(study: Study) -> Text:
+    """What optimizing pays, what fits (computed, so first in a rehearsal), dense attention, trust, what is missing."""
+    first = (_fits_line, _pays_line) if study.rehearsal else (_pays_line, _fits_line)
+    lines = (*first, _dense_line, findings.trust_line, findings.gaps_line)
+    return study.text(*(line(study) for line in lines), kind="answer", bullets=True)
+
+
+def _pays_line(study: Study) -> str:
+    lines = [x for x in entries(study) if x["engine"]]
+    found = [x for line in lines if (x := study.ratio(line["naive"], line["row"]))]
+    if not found:
+        return "**What optimizing pays**: not measured, no pair of rows passed its check."
+    factor = " to ".join(dict.fromkeys(number(f(x.value for x in found), 2) for f in (min, max)))
+    noise = "" if all(x.significantly_slower for x in found) else ", within noise"
+    where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
+    said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
+    effects = [(words.lower(), x[5]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
+    for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
+        if names := [f"{name} ({number(x.value)}×)" for name, x in effects if _beyond(x) == sign]:
+            said.append(f"{words}: {', '.join(names)}")
+    if named := [
+        (label(r), _beyond(study.ratio(r, line["row"]))) for line in lines for r in line["others"] if shown(r)
+    ]:
+        apart = ", ".join(dict.fromkeys(name for name, effect in named if effect))
+        same = f"not as fast: {apart}" if apart else "within noise"
+        said.append(f"{' and '.join(dict(named))}: the same engine under other names, {same}")
+    return f"{'. '.join(said)}."
+
+
+def _beyond(ratio) -> int:
+    """1 where the second row of a ratio is faster beyond noise, -1 where it is slower."""
+    return 0 if ratio is None else ratio.significantly_slower - ratio.significantly_faster
+
+
+def _fits_line(study: Study) -> str:
+    """How long a sequence fits, by ``longest``; in a rehearsal the roofline of the device too."""
+    gpu, dtype, bound = study.profile, rows.hardware_dtype(study), ""
+    ours, dense = (_bound(gpu, p, dtype) for p in (pattern(), patterns.Dense()))
+    if study.rehearsal and ours and dense:
+        bound = f"computed for {gpu.title} in {SHORT[dtype]}, the call takes at least {ours} ms, dense {dense} ms; "
+    if not study.memory_bytes:
+        return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
+    how = {"dtype": getattr(torch, dtype), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
+    most, train = (about(_longest(pattern(), study.memory_bytes, passes=p, **how)) for p in ("fwd", "fwd+bwd"))
+    return (
+        f"**How long a sequence fits**: {bound}{size(study.memory_bytes)} hold {most} tokens in a forward call, "
+        f"{train} in training. This is attention alone, of one layer, as `ringlab.longest` says."
+    )
+
+
+def _dense_line(study: Study) -> str:
+    found = over_dense(study)
+    known = [x for x in found if x[1] is not None]
+    if not known:
+        return "**Over dense attention**: not measured."
+    n, ratio, _, row = known[-1]
+    start = rows.begins([x for x in found if x[0] <= n])
+    since = f"It is faster from {start:,} tokens on. " if start else "It is not faster beyond noise. "
+    return (
+        f"**Over dense attention** it is {times(ratio).text} as fast at {n:,} tokens in {SHORT[row.point.dtype]} "
+        f"({times(ratio).sub.replace(';', ',')}). {since}It computes fewer pairs: another function."
+    )
+
+
+def segments(found: dict | None = None) -> str:
+    """Segment lengths over rates of a stored pattern, by default the document's."""
+    keys, text = ("segment_lengths", "dilation_rates"), " / " if found else " / rates "
+    found = found or pattern().to_dict()
+    return text.join(", ".join(map(str, found[k])) for k in keys if k in found) or "dense"
+
+
+def recommended(study: Study) -> Code:
+    """A block that runs as it stands, on this profile's device or, where that is absent, on a CPU."""
+    s, p = shape(), pattern()
+    (dtype, *said), on = _chosen_dtype(study), {}
+    for name, (words, *_) in SWITCHES.items():
+        pair, on[name], why = _pair(study, name, dtype), rows.DEFAULTS[name], "no pair of rows passed"
+        if pair:
+            *_, before, after, ratio = pair
+            why = f"{number(before.median * 1e3)} to {number(after.median * 1e3)} ms, {times(ratio).plain}"
+        if effect := 0 if study.rehearsal or not pair else _beyond(ratio):
+            on[name] = switches((after if effect > 0 else before).point)[name]
+        said.append(f"{words}: {why}{'' if effect else ', so the default'}")
+    stamp = f"{study.stamp}, the times are a CPU's; " if study.stamp else ""
+    comments = [f"{stamp}{study.profile.title}: {study.profile.dtype_reason()}", *said]
+    device = '"cuda" if torch.cuda.is_available() else "cpu"' if study.profile.kind == "cuda" else '"cpu"'
+    return Code(
+        "".join(f"# {line}\n" for line in comments) + "import torch\n"
+        "import ringlab\n\n"
+        f"device = {device}\n"
+        f"pattern = ringlab.Dilated({list(p.segment_lengths)}, {list(p.dilation_rates)}, mixing={p.mixing!r}, "
+        f"offsets={p.offsets!r})\n"
+        f"q, k, v = torch.randn(3, {s['batch']}, {s['seq_len']}, {s['heads']}, {s['head_dim']}, dtype=torch.{dtype}, "
+        "device=device)\n"
+        f"execution = ringlab.Execution(gather={on['gather']}, cache={on['cache']}, pool={on['pool']})\n"
+        f'out = ringlab.attention(q, k, v, pattern, backend="{on["backend"]}", execution=execution)\n'
+    )
+
+
+def _chosen_dtype(study: Study) -> tuple[str, str]:
+    """The profile's policy, or another dtype that was faster beyond noise; and the times that say so."""
+    policy = rows.hardware_dtype(study)
+    ours = [r for r in document_rows(study) if is_optimised(r) and columns.timed(r)]
+    timed = {d: best([r for r in ours if r.point.dtype == d]) for d in rows.dtypes(ours)}
+    if not timed:
+        return policy, "dtype: the hardware's policy, because no row of this function passed"
+    fastest = best(timed.values())
+    said = ", ".join(f"{SHORT[d]} {number(r.median * 1e3)} ms" for d, r in timed.items())
+    line = f"dtype: {label(fastest)}, {shape()['seq_len']:,} tokens: {said}"
+    if study.rehearsal or _beyond(study.ratio(timed.get(policy), fastest)) <= 0:
+        return policy, f"{line}; {SHORT[policy]} by the policy"
+    return fastest.point.dtype, f"{line}; faster than the policy's choice"
+
+
+def entries(study: Study) -> list[dict]:
+    """A line by dtype of naive, the engine and dense; ``others`` are rows of the engine under published names."""
+    ours, dense, found = document_rows(study), study.rows(system="dense_sdpa", **shape()), []
+    for some, test in ((ours, is_plain), (ours, rows.is_engine), (dense, bool)):
+        for dtype in rows.dtypes(filter(test, some)):
+            alike = [r for r in some if test(r) and r.point.dtype == dtype]
+            row = best([r for r in alike if shown(r) and is_optimised(r)]) or best(alike)
+            naive = best([r for r in ours if is_plain(r) and r.point.dtype == dtype])
+            found.append({
+                "row": row, "engine": test is rows.is_engine, "naive": None if row is naive else naive,
+                "dense": None if some is dense else dense_beside(study, row),
+                "others": [r for r in alike if test is rows.is_engine and r.point.system != row.point.system],
+            })  # fmt: skip
+    return found
+
+
+def implementations(study: Study) -> Table:
+    """The document's table: ours beside what is printed; names of one engine share a line."""
+    tests = {"original": is_plain, "optimised": is_optimised, "flash": lambda r: r.point.system.endswith("V2Flash")}
+
+    def name(x: dict) -> Cell:
+        also = (f"also {label(r)}" for r in x["others"])
+        return Cell(label(x["row"]), "; ".join([SHORT[x["row"].point.dtype], *also]))
+
+    def paper(x: dict) -> Cell | None:
+        for r in (x["row"], *x["others"]):
+            for p in rows.published()["rows"]:
+                if tests[p["key"]](r) and r.point.dtype == p["dtype"]:
+                    return Cell(f"{p['ms']:.2f}", f"{p['speedup']:.2f}×; {p['name']}")
+        return None
+
+    def by_dtype(test) -> str:
+        one, two = (best([r for r in document_rows(study, dtype=d) if test(r)]) for d in ("float16", "float32"))
+        return cell.plain if (cell := times(study.ratio(one, two))) else "not measured"
+
+    s, d = shape(), rows.published()
+    return table(
+        study, f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
+        [Column("Implementation", name), TIME.of("row", ">Time (ms)"), ROOFLINE.of("row", ">Roofline (ms)"),
+         columns.ratio(study, "naive", "row", ">Faster than naive"),
+         columns.ratio(study, "dense", "row", ">Faster than dense"),
+         *([] if study.rehearsal else [Column(">Published (ms)", paper)])],
+        entries(study),
+        note="Naive is this library's gathered, eager path: the original does not run here. fp32 instead of fp16 alone "
+        f"gains {by_dtype(is_plain)} in the naive path and {by_dtype(is_optimised)} in the optimized one; the "
+        f"published {d['rows'][1]['speedup']}× mixes dtype and optimizations. Published "
+        f"on {d['device']}; according to its source code the original attends across heads instead of tokens.",
+    )  # fmt: skip
+
+
+def switch_pairs(study: Study) -> list[tuple]:
+    """(switch, switches before and after, row off, row on, Ratio) of rows that differ in one switch, fp32 first."""
+    found = []
+    for off, on in permutations(document_rows(study, system="ringlab"), 2):
+        one, two = switches(off.point), switches(on.point)
+        changed = [k for k in one | two if one.get(k) != two.get(k)]
+        if len(changed) == 1 and off.point.dtype == on.point.dtype:
+            name = changed[0]
+            if (one.get(name), two.get(name)) == SWITCHES.get(name, ("",))[1:]:
+                found.append((name, one, two, off, on, study.ratio(off, on)))
+
+    def order(x: tuple) -> tuple:
+        plain = sum(x[2][k] == v for k, v in rows.PLAIN.items())
+        return [*SWITCHES].index(x[0]), x[3].point.dtype != "float32", plain, x[5] is None
+
+    found.sort(key=order, reverse=True)  # of equal points the first stays
+    return [*{(x[3].point.id, x[4].point.id): x for x in found}.values()][::-1]
+
+
+def _pair(study: Study, name: str, dtype: str = "float32") -> tuple | None:
+    """The pair of a switch with all others on, in a dtype where there is one."""
+    found = [x for x in switch_pairs(study) if x[0] == name and x[2] == FULL and x[5] is not None]
+    return min(found, key=lambda x: x[3].point.dtype != dtype, default=None)
+
+
+def with_others(switch: str, s: dict) -> str:
+    """The other switches of a pair."""
+    words = {"gather": "gathered" if s["gather"] else "strided", "backend": f"{s['backend']} kernel",
+             "cache": "cache" if s["cache"] else "no cache", "pool": "pool" if s["pool"] else "no pool"}  # fmt: skip
+    return ", ".join(v for k, v in words.items() if k != switch)
+
+
+def switch_table(study: Study) -> Table:
+    """What each switch gains alone, where the others are on."""
+    lines = [{"name": SWITCHES[name][0], "with": with_others(name, one), "off": off, "on": on}
+             for name, one, two, off, on, _ in switch_pairs(study) if name == "pool" or two == FULL]  # fmt: skip
+    return table(
+        study, f"What each optimization gains alone: {shape()['seq_len']:,} tokens, forward, segments {segments()}",
+        [Column("Switch", lambda x: Cell(x["name"], f"{SHORT[x['on'].point.dtype]}, {x['with']}")),
+         TIME.of("off", ">Off (ms)"), TIME.of("on", ">On (ms)"), ROOFLINE.of("on", ">Roofline (ms)"),
+         columns.ratio(study, "off", "on", ">Faster by")],
+        lines,
+        note="Strided views write results in place and never use the pool. It supplies the buffers of gathered copies.",
+    )  # fmt: skip
+
+
+def over_dense(study: Study) -> list[tuple]:
+    """(n, Ratio or None, dense row, our row) by n, in the profile's dtype or in fp32, whichever has more lengths."""
+    wanted = {"pattern": pattern().to_dict(), "passes": "fwd", "causal": False, "batch": 1, "world_size": 1}
+    found: dict[str, dict[int, tuple]] = {rows.hardware_dtype(study): {}, "float32": {}}
+    for r in filter(is_optimised, study.rows(**wanted)):
+        if (dense := dense_beside(study, r)) and r.point.dtype in found:
+            ratio, lines = study.ratio(dense, r), found[r.point.dtype]
+            n, known = r.point.seq_len, lines.get(r.point.seq_len)
+            if known is None or ratio and (known[0] is None or ratio.paired > known[0].paired):
+                lines[n] = (ratio, dense, r)
+    return [(n, *line) for n, line in sorted(max(found.values(), key=len).items())]
+
+
+def length_figure(study: Study) -> None:
+    """Time over length of dense attention and of the pattern, with the pattern's roofline."""
+    found = over_dense(study)
+    series: dict[str, list] = {"Dense SDPA": [], "All optimizations": [], "Its roofline": []}
+    for row in (r for _, _, d, ours in found for r in (d, ours) if columns.timed(r)):
+        n = row.point.seq_len
+        series[label(row)].append((n, *(x * 1e3 for x in (row.median, *row.ci))))
+        if is_optimised(row) and row.bound_seconds:
+            series["Its roofline"].append((n, row.bound_seconds * 1e3, None, None))
+    colors = dict(zip(series, (figures.GREY, figures.BLUE, figures.SKY)))
+    if not any(series.values()):
+        return
+    fig = curves.lines({k: v for k, v in series.items() if v}, xlabel="Tokens", ylabel="Time (ms)",
+                       colors=[colors[k] for k, v in series.items() if v], dashed=["Its roofline"])  # fmt: skip
+    data = table(
+        study, "Data: time over length",
+        [TOKENS.of("ours", ">Tokens"), TIME.of("dense", ">Dense SDPA (ms)"), TIME.of("ours", ">All optimizations (ms)"),
+         ROOFLINE.of("ours", ">Roofline (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
+        [{"dense": d, "ours": r} for _, _, d, r in found],
+    )  # fmt: skip
+    start = rows.begins(found)
+    said = f"The pattern is faster than dense attention from {start:,} tokens on" if start else "No length is faster"
+    caption = f"{said}: segments {segments()}, forward, {SHORT[found[0][3].point.dtype]}."
+    faster = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not shown"
+    figures.show(fig, "optimization-length", caption, f"{caption} It is faster by: {faster}.", data, stamp=study.stamp)
+
+
+def passes(study: Study) -> Table:
+    """Forward and training, not causal and causal, at the longest n at which training was timed."""
+    ours = [r for r in study.rows(pattern=pattern().to_dict(), world_size=1, batch=1) if is_optimised(r)]
+    p = max((r.point for r in ours if r.point.passes == "fwd+bwd"), key=lambda p: p.seq_len, default=None)
+    here = [r for r in ours if p and (r.point.seq_len, r.point.dtype) == (p.seq_len, p.dtype)]
+    ways = {(passes, causal): [r for r in here if (r.point.passes, r.point.causal) == (passes, causal)]
+            for passes in ("fwd", "fwd+bwd") for causal in (False, True)}  # fmt: skip
+    where = f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""
+    return table(
+        study, f"All optimizations beside dense attention{where}, segments {segments()}",
+        [PASS.of("ours", "Pass"), MASK.of("ours", "Mask"), TIME.of("ours", ">All optimizations (ms)"),
+         ROOFLINE.of("ours", ">Roofline (ms)"), TIME.of("dense", ">Dense SDPA (ms)"),
+         ROOFLINE.of("dense", ">Roofline, dense (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
+        [{"ours": best(some), "dense": dense_beside(study, best(some))} for some in ways.values() if some],
+        note="Training: forward and backward together, with a random gradient of the output.",
+    )  # fmt: skip
+
+
+def memory_exceptions(study: Study) -> Table | Text:
+    """The calls whose peak is far above the tensors that the caller holds; those of equal peaks share a line."""
+
+    def multiple(row) -> float:
+        return round(columns.peak_bytes(row) / columns.floor_bytes(row), 2)
+
+    known = [r for r in study.rows(world_size=1) if columns.floor_bytes(r) and r.point.system != "sgemm"]
+    by_peak = {(segments(p.pattern), p.dtype, rows.pass_of(p), multiple(r)): r for r in known[::-1] if (p := r.point)}
+    above = sorted((r for r in by_peak.values() if multiple(r) > EXCEPTION), key=multiple, reverse=True)
+    rest = max((m for r in known if (m := multiple(r)) <= EXCEPTION), default=None)
+    said = f"All {'others' if above else 'calls'} hold at most {rest:.2f} × q, k, v and out." if rest else "Not known."
+    if not above:
+        return study.text(said)
+    return table(
+        study, f"Peak memory above {EXCEPTION} × q, k, v and out",
+        [columns.SYSTEM, Column("Segments / rates", lambda r: segments(r.point.pattern)),
+         Column("Pass", lambda r: rows.pass_of(r.point)),
+         Column(">Tokens", lambda r: f"{r.point.batch} × {r.point.seq_len:,}"), SHARD, PEAK],
+        above,
+        note=f"{said} A peak counts live tensors, q, k, v and out included; in training their gradients too.",
+    )  # fmt: skip
+
+
+def cache_rows(study: Study) -> list[dict]:
+    """Building a plan, finding it, and the call that needs it, by what is built."""
+    builds, found = study.rows(system="plan_build", world_size=1), []
+    for cold in [r for r in builds if not dict(r.point.options)["warm"]]:
+        p, options = cold.point, dict(cold.point.options)
+        alike = {"seq_len": p.seq_len, "pattern": p.pattern, "passes": "fwd", "causal": False, "batch": 1}
+        wanted = {"backend": "auto", "gather": options.get("gather", False), "cache": True}
+        calls = [r for r in study.rows(system="ringlab", world_size=1, **alike) if columns.timed(r)]
+        call = best([r for r in calls if wanted.items() <= switches(r.point).items()])
+        warm = best([r for r in builds if r.point == p.but(options=options | {"warm": True})])
+        share = cold.median / call.median if call and columns.timed(cold) else None
+        found.append({"cold": cold, "warm": warm, "call": call, "share": share})
+    return sorted(found, key=lambda x: (rows.steps_of(x["cold"].point), x["cold"].point.seq_len))
+
+
+def largest_share(study: Study) -> float | None:
+    """The largest part of a call that building its plan takes, for the document's pattern."""
+    ours = [x for x in cache_rows(study) if pattern_of(x["cold"].point) == pattern()]
+    return max((x["share"] for x in ours if x["share"]), default=None)
+
+
+def cache_table(study: Study) -> Table:
+    """What a plan costs when it is built, when it is found, and how much of a call that is."""
+    micros = Column("", lambda r: columns.time(r, 1e6))
+    return table(
+        study, "The pattern cache: a plan built in each call, and found",
+        [Column("Plan", lambda x: rows.steps_of(x["cold"].point)),
+         Column("Segments / rates", lambda x: segments(x["cold"].point.pattern)), TOKENS.of("cold", ">Tokens"),
+         micros.of("cold", ">Built (µs)"), micros.of("warm", ">Found (µs)"), TIME.of("call", ">The call (ms)"),
+         Column(">Built, of the call", lambda x: f"{number(100 * x['share'], 2)} %" if x["share"] else None)],
+        cache_rows(study), folded=True,
+        note="Built: the cache is cleared before each call. Found: the same call again. It can save the difference.",
+    )  # fmt: skip
+
+
+@cache
+def lent(point, threshold_mb: float) -> Lent:
+    """What one forward call of a point borrows, counted by making it once on the CPU; a GPU borrows the same."""
+    pool = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
+    execution = Execution(gather=switches(point)["gather"], blocks=switches(point).get("blocks", "auto"), pool=pool)
+    shape = point.batch, point.seq_len, point.heads, point.head_dim
+    q, k, v = torch.zeros(3, *shape, dtype=getattr(torch, point.dtype))
+    attention(q, k, v, pattern_of(point), causal=point.causal, execution=execution)
+    stats = pool.stats()
+    return Lent(stats.borrows - stats.bypassed, stats.borrows)
+
+
+def threshold(point) -> float | None:
+    """The threshold of a point's pool in MiB, by default the document's and the library's 16; None without a pool."""
+    s = switches(point)
+    return float(s.get("pool_threshold_mb", 16.0)) if s["pool"] else None
+
+
+def pool_rows(study: Study) -> list[tuple]:
+    """(row without a pool, [(row with one, Ratio or None), ...] by threshold), by call; the document's calls last."""
+    ours, found = study.rows(system="ringlab", world_size=1), []
+    swept = sorted((r for r in ours if "pool_threshold_mb" in switches(r.point)), key=lambda r: threshold(r.point))
+    for plain in dict.fromkeys(r.point.but(options=()) for r in swept):
+        if off := best([r for r in ours if r.point == plain]):
+            found.append((off, [(r, study.ratio(off, r)) for r in swept if r.point.but(options=()) == plain]))
+    return found + [(off, [(on, ratio)]) for name, _, _, off, on, ratio in switch_pairs(study) if name == "pool"]
+
+
+def pool_table(study: Study) -> Table:
+    """Each threshold beside plain allocation; what is borrowed is counted."""
+    lines = [{"off": off, "on": on, "lent": lent(on.point, threshold(on.point))}
+             for off, pairs in pool_rows(study) for on, _ in pairs]  # fmt: skip
+
+    def call(x: dict) -> Cell:
+        p, way = x["on"].point, "Gathered" if switches(x["on"].point)["gather"] else "Strided"
+        return Cell(way, f"{SHORT[p.dtype]}, {p.batch} × {p.seq_len:,} tokens")
+
+    return table(
+        study, "The memory pool by its threshold",
+        [Column("Call", call), Column(">Pool from", lambda x: f"{threshold(x['on'].point):g} MiB"),
+         Column(">Buffers from the pool", lambda x: f"{x['lent'].served} of {x['lent'].asked}"),
+         TIME.of("off", ">Without (ms)"), TIME.of("on", ">With (ms)"), ROOFLINE.of("on", ">Roofline (ms)"),
+         columns.ratio(study, "off", "on", ">Faster with it")],
+        lines, folded=True,
+        note="Buffers are counted in a call that is made for this page. The batched calls need an fp32 accumulator.",
+    )  # fmt: skip
+
+
+def reuse(study: Study) -> Text:
+    """What the cache and the pool come to, each in a line."""
+    most = max((x for x in cache_rows(study) if x["share"]), key=lambda x: x["share"], default=None)
+    cache_line, pool_line = "not measured.", "not measured where it lends anything."
+    if most:
+        took = f"{number(most['cold'].median * 1e6)} µs of {number(most['call'].median * 1e3)} ms"
+        cache_line = (
+            f"building a plan takes at most {number(100 * most['share'], 2)} % of a call "
+            f"({most['cold'].point.seq_len:,} tokens, {took}), so no cache can save more."
+        )
+    pairs = [(lent(on.point, threshold(on.point)).served, x) for _, pairs in pool_rows(study) for on, x in pairs if x]
+    if used := [x for served, x in pairs if served]:
+        won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))
+        ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
+        pool_line = (
+            f"of {len(used)} calls in which it lends a buffer {won} are faster with it, {lost} slower, "
+            f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast)."
+        )
+    return study.text(f"**Pattern cache**: {cache_line}", f"**Memory pool**: {pool_line}", bullets=True)
+
+
+def efficiency(study: Study) -> Table:
+    """Time over roofline: of the document's call, of dense attention, and of LongNet's own mixing."""
+
+    def multiple(row) -> str:
+        known = columns.timed(row) and row.bound_seconds
+        return f"{number(row.median / row.bound_seconds, 2)}×" if known else "not shown"
+
+    call = best([r for r in document_rows(study, dtype=rows.hardware_dtype(study)) if is_optimised(r)])
+    first = [r for r in (call, call and dense_beside(study, call)) if r]
+    others = [r for name in ("ringlab", "contiguous_segments", "copying") for r in study.rows(system=name, batch=1)]
+    others = [r for r in others if columns.timed(r) and r.point.pattern != pattern().to_dict()]
+    said = ", ".join(f"{name} {multiple(r)}" for name, r in zip(("the document's call", "dense SDPA"), first))
+    return table(
+        study, f"Time over roofline: {said or 'not measured'}; and LongNet's own mixing",
+        [columns.SYSTEM, Column("Segments / rates", lambda r: segments(r.point.pattern)),
+         Column("Pass", lambda r: rows.pass_of(r.point)), TOKENS, TIME, ROOFLINE, Column(">Over it", multiple)],
+        first + others, folded=True,
+        note="The roofline is that of the threads of the row. Contiguous segments: torch's kernel on the first branch, "
+        "not dilated. Copying form: each branch is copied, the same kernel, scattered, then mixed.",
+    )  # fmt: skip
+
+
+def kernels_table(study: Study) -> Table:
+    """Each kernel: its time here or why it is refused, and what its rules say of a GPU."""
+    gpu, ours = gpu_of(study), document_rows(study, system="ringlab")
+    card = DeviceSpec("cuda", gpu.capability)
+
+    def here(name: str) -> Cell:
+        row = best([r for r in ours if switches(r.point) == FULL | {"backend": name}])
+        if row is None or row.status == "unsupported":
+            return Cell("refused", reason(row), "none") if row else columns.time(row)
+        time = columns.time(row)
+        return Cell(time.text, f"{SHORT[row.point.dtype]}; {time.sub}", time.kind)
+
+    def by_rule(name: str) -> Cell:
+        why = {SHORT[d]: kernels.KERNELS[name].refuses(card, getattr(torch, d), shape()["head_dim"]) for d in DTYPES}
+        allowed = ", ".join(dtype for dtype, reason in why.items() if not reason)
+        return Cell(allowed or "refused", "; ".join({x: 1 for x in why.values() if x}), "" if allowed else "none")
+
+    return table(
+        study, f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
+        [Column("Kernel", lambda x: x), Column(">Time here (ms)", here), Column(f"On {gpu.title}", by_rule)],
+        kernels.order(card if study.device_type == "cuda" else torch.device("cpu")), folded=True,
+        note="The first that is not refused is chosen. Rules are stated needs; nothing was called on that device.",
+    )  # fmt: skip
+
+
+def gpu_of(study: Study):
+    """The GPU that computed figures are for: the profile's own, or the document's where the profile has none."""
+    own = study.profile.kind == "cuda" and study.profile.capability is not None
+    return study.profile if own else hardware.get_profile(rows.published()["profile"])
+
+
+def _bound(profile, pattern, dtype: str) -> str | None:
+    """The roofline of a pattern at the document's shape on a profile, in ms."""
+    fields = {k: shape()[k] for k in ("batch", "seq_len", "heads", "head_dim", "causal", "passes")}
+    rate, bandwidth = profile.peak(getattr(torch, dtype)), profile.bandwidth_bytes_per_s
+    work = cost.count(pattern, dtype=getattr(torch, dtype), **fields)
+    return number(work.seconds(rate, bandwidth) * 1e3) if rate and bandwidth else None
+
+
+def two_cards(seq_len: int = 16384) -> TwoCards:
+    """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a shard of q, k, v and out.
+
+    >>> two_cards().original_bytes // 2**30, two_cards().original_fits, two_cards().ours_fits
+    (12, False, True)
+    """
+    heads, shard = shape()["heads"], seq_len // 2
+    original, ours = 3 * heads * seq_len * shard * 4, 1.15 * 4 * shard * heads * shape()["head_dim"] * 4
+    return TwoCards(original, ours, original < CARD, ours < CARD)
+
+
+def computed(study: Study) -> Table:
+    """Rooflines of the document's call and of dense attention on a GPU, its dtype, and what fits two cards."""
+    gpu, fit, fits = gpu_of(study), two_cards(), ("does not fit", "fits")
+    return table(
+        study, f"Computed for {gpu.title}: {shape()['seq_len']:,} tokens, forward, segments {segments()}",
+        [Column("dtype", SHORT.get), Column(">Roofline (ms)", lambda d: _bound(gpu, pattern(), d)),
+         Column(">Roofline, dense (ms)", lambda d: _bound(gpu, patterns.Dense(), d)),
+         Column("Rate used", gpu.peak_reason)],
+        DTYPES,
+        note=f"Use {gpu.dtype_reason()}; the torch that drives it: `{hardware.install_line(gpu.capability)}`. The run "
+        f"that failed in the document, 16,384 tokens on two cards of {size(CARD)}: the original's three score tensors "
+        f"need {size(fit.original_bytes)} a card and {fits[fit.original_fits]}; this library needs at most "
+        f"{size(fit.ours_bytes)} and {fits[fit.ours_fits]}.",
+    )  # fmt: skip
+
+
 def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
-    return findings.ledger(study, claims_code.judged(study, "000"))
+    from . import claims_code  # its functions select rows by those of this module
+
+    return replace(findings.ledger(study, claims_code.judged(study, "000")), folded=True)
 
 
 def limits(study: Study) -> Text:
     """What this run cannot tell."""
-    lines = ["Training, causal attention, the cache, the pool and the engine: a rehearsal leaves them out."]
-    lines = lines if study.rehearsal else []
-    for dtype in ("float16", "bfloat16", "float32"):
-        if not [r for r in study.good if r.point.dtype == dtype]:
-            tried = [r for r in study.results if r.point.dtype == dtype]
-            said = "no row passed, each with its reason below" if tried else "not measured"
-            lines.append(f"{SHORT[dtype]}: {said}.")
-    if study.profile.kind == "cpu":
-        lines.append("GPU kernels (flash, efficient, cuDNN, xformers): see the table of kernels for each refusal.")
+    lines = []
+    for dtype in DTYPES:
+        tried = [r for r in study.results if r.point.dtype == dtype]
+        if not any(map(shown, tried)):
+            lines.append(f"{SHORT[dtype]}: {'no row passed, each with its reason below' if tried else 'not measured'}.")
     return findings.limits(study, *lines)
 
 
-def implementations(study: Study) -> Table:
-    """Implementation by dtype, this machine beside the published values, dense SDPA at the same n."""
-    entries = implementation_rows(study)
-    originals = [r for _, r in entries if r is not None and is_plain(r)]
-    base = next((r for r in originals if not objection(r)), None)  # fp16 as published, where it may be quoted
-    rows, marked, fastest = [], [], fastest_row(study)
-    for i, (paper, row) in enumerate(entries):
-        name = paper["name"] if paper else label(row)
-        dtype = paper["dtype"] if paper else row.point.dtype
-        ratio = study.ratio(base, row) if row is not base else None
-        speedup = Cell("1×", "the base") if row is base and row is not None else times(ratio)
-        rows.append([
-            name, SHORT[dtype], ms(row), _throughput(row), speedup, error(row), bound(row), peak(row),
-            f"{paper['ms']:.2f}" if paper else None, f"{paper['speedup']:.2f}×" if paper else None,
-        ])  # fmt: skip
-        if row is not None and row is fastest:
-            marked.append(i)
-    s = shape()
-    return study.table(
-        f"One device, {s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward",
-        ["Implementation", "dtype", ">Time (ms)", ">Tokens/s", ">Speed-up", ">Error", ">Lower bound (ms)",
-         PEAK, ">Published (ms)", ">Published speed-up"],
-        rows, marked=marked,
-        note=f"{str(pattern()).capitalize()}. Published on {published()['device']}, where the original's source "
-        "attends over the heads of each position: its times are of other work. Speed-ups are over "
-        f"{label(base) if base else 'the original'}{', ' + SHORT[base.point.dtype] if base else ''}.",
-    )  # fmt: skip
+def gpu_kernels(study: Study) -> None:
+    """The appendix on GPU kernels, from the rows of their own suite; nothing where there are none."""
+    from IPython.display import Markdown, display
 
-
-def _throughput(row) -> str | None:
-    return None if row is None or objection(row) or not row.median else number(row.tokens_per_s)
-
-
-def time_figure(study: Study) -> None:
-    """Time by implementation with its interval and lower bound."""
-    entries = [(p, r) for p, r in implementation_rows(study) if r is not None]
-    items = []
-    for paper, row in entries:
-        quoted = not objection(row) and row.median
-        color = figures.GREY if row.point.system == "dense_sdpa" else figures.BLUE
-        items.append(figures.Bar(
-            f"{paper['name'] if paper else label(row)}, {SHORT[row.point.dtype]}", row.median * 1e3 if quoted else None,
-            row.ci[0] * 1e3 if quoted else None, row.ci[1] * 1e3 if quoted else None, color,
-            row.bound_seconds * 1e3 if quoted and row.bound_seconds else None, status(row),
-        ))  # fmt: skip
-    spread = [b.value for b in items if b.value]
-    log = bool(spread) and max(spread) > 20 * min(spread)
-    scale = ", logarithmic" if log else ""
-    fig = figures.bars(items, xlabel=f"Time (ms){scale}", bound_label="lower bound", log=log, fmt=number)
-    said = "; ".join(
-        f"{b.label} {number(b.value)} ms" if b.value else f"{b.label} {b.missing or 'not measured'}" for b in items
-    )
-    data = study.table(
-        "Data: time by implementation",
-        ["Implementation", "dtype", ">Time (ms)", ">Lower bound (ms)", PEAK],
-        [[p["name"] if p else label(r), SHORT[r.point.dtype], ms(r), bound(r), peak(r)] for p, r in entries],
-    )
-    figures.show(
-        fig,
-        "optimization-time",
-        f"Time of one forward call at {shape()['seq_len']:,} tokens, with 95 % intervals and lower bounds.",
-        f"Time of one forward call at {shape()['seq_len']:,} tokens: {said}.",
-        data,
-        stamp=study.stamp,
-    )
+    if rung_rows.measured(study) or rungs.tuned(study):
+        parts = (rungs.versions, rungs.tuned, rungs.targets, rungs.lengths, rungs.blocks, rungs.memory, rungs.sources,
+                 rungs.unquoted)  # fmt: skip
+        display(Markdown(APPENDIX), *(found for part in parts if (found := part(study)) is not None))

@@ -1,4 +1,4 @@
-"""Which rows are which in document 000: found by system, pattern, shape and switches, not by the names of groups."""
+"""Which rows are which in document 000, and what a reader calls a row: by system, pattern, shape and switches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from .trust import objection
 
 DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
 FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
-CONTIGUOUS = {"cudnn": "cuDNN", "flash": "torch's flash", "efficient": "torch's efficient"}
 PLAIN = {"gather": True, "cache": False, "pool": False, "backend": "eager"}
+CONTIGUOUS = {"cudnn": "cuDNN", "flash": "torch's flash", "efficient": "torch's efficient"}
+NAMED = "RingDilatedAttention"  # how the published names of the engine begin
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
@@ -23,8 +24,8 @@ def published() -> dict:
 
 def shape() -> dict:
     """The document's configuration as fields of a point, its pattern aside, on one device."""
-    found = {k: v for k, v in published()["shape"].items() if k not in ("segment_lengths", "dilation_rates")}
-    return found | {"world_size": 1}
+    pattern = ("segment_lengths", "dilation_rates")
+    return {k: v for k, v in published()["shape"].items() if k not in pattern} | {"world_size": 1}
 
 
 def pattern() -> patterns.Dilated:
@@ -54,6 +55,11 @@ def is_optimised(result) -> bool:
     return result.point.system == "ringlab" and switches(result.point) == FULL
 
 
+def is_engine(result) -> bool:
+    """All optimizations, as ``ringlab.attention`` or under a published name: one engine."""
+    return is_optimised(result) or result.point.system.startswith(NAMED)
+
+
 def label(result) -> str:
     """What a reader calls a row."""
     point, options = result.point, dict(result.point.options)
@@ -69,14 +75,12 @@ def label(result) -> str:
         "pool_workload": f"Scratch of {options.get('size_mb')} MiB, {options.get('threads')} threads, "
         + ("pooled" if options.get("pool") else "fresh"),
     }
-    if point.system in names:
-        return names[point.system]
     if point.system != "ringlab":
-        return point.system
+        return names.get(point.system, point.system)
     if is_plain(result):
-        return "Original (no optimizations)"
+        return "Naive (ours)"
     if is_optimised(result):
-        return "With all optimizations"
+        return "All optimizations"
     s = switches(point)
     if "twin" in s:
         return f"{label(replace(result, point=point.first))}, once more"
@@ -87,10 +91,10 @@ def label(result) -> str:
     if "blocks" in s:
         return f"ringlab.attention, blocks={s['blocks']}" + ("" if s["cache"] else ", cache off")
     if "pool_threshold_mb" in s:
-        return f"strided, pool from {s['pool_threshold_mb']:g} MiB"
+        return f"Strided, pool from {s['pool_threshold_mb']:g} MiB"
     if s == FULL | {"backend": s["backend"]}:
-        return f"With all optimizations, {s['backend']} kernel"
-    said = ["gathered" if s["gather"] else "strided", "cache on" if s["cache"] else "cache off"]
+        return f"All optimizations, {s['backend']} kernel"
+    said = ["Gathered (ours)" if s["gather"] else "Strided", "cache on" if s["cache"] else "cache off"]
     said += ["pool on" if s["pool"] else "pool off"] + ([] if s["backend"] == "auto" else [s["backend"]])
     return ", ".join(said)
 
@@ -103,6 +107,16 @@ def steps_of(point) -> str:
     return "Index tensors, gathered" if options.get("gather") else "Plan of strided views"
 
 
+def pass_of(point) -> str:
+    """A pass in words.
+
+    >>> from ringlab.measure import sgemm
+    >>> pass_of(sgemm(8).but(passes="fwd+bwd", causal=True))
+    'training, causal'
+    """
+    return ("forward" if point.passes == "fwd" else "training") + (", causal" if point.causal else "")
+
+
 def dtypes(results) -> list[str]:
     """Names of the dtypes present, the document's fp16 first."""
     order = ["float16", "bfloat16", "float32", "float64"]
@@ -110,9 +124,8 @@ def dtypes(results) -> list[str]:
 
 
 def fastest_row(study: Study):
-    """The fastest quotable row of the implementations; single switches are its variants and differ by noise."""
-    found = [r for _, r in implementation_rows(study) if r is not None and not objection(r) and r.median]
-    return best([r for r in found if computes_pattern(r.point.system)])
+    """The fastest row of the document's function that may be shown; those within noise of it are no slower."""
+    return best([r for r in document_rows(study) if (is_plain(r) or is_engine(r)) and not objection(r) and r.median])
 
 
 def hardware_dtype(study: Study) -> str:
@@ -126,28 +139,11 @@ def dense_beside(study: Study, row):
     return best([r for r in found if together(r, row) and not objection(r)]) or best(found)
 
 
-def implementation_rows(study: Study) -> list[tuple]:
-    """(published row or None, our row or None): the document's rows in their dtype, then all else in every dtype."""
-    ours = document_rows(study)
-    roles = {"original": is_plain, "optimised": is_optimised, "flash": lambda r: r.point.system.endswith("V2Flash")}
-    entries, used = [], set()
-    for paper in published()["rows"]:
-        row = best([r for r in ours if roles[paper["key"]](r) and r.point.dtype == paper["dtype"]])
-        entries.append((paper, row))
-        used.add(id(row))
-    for test in roles.values():
-        for dtype in dtypes(ours):
-            row = best([r for r in ours if test(r) and r.point.dtype == dtype])
-            if row is not None and id(row) not in used:
-                entries.append((None, row))
-                used.add(id(row))
-    named = sorted({r.point.system for r in ours if r.point.system not in ("ringlab",) and not roles["flash"](r)})
-    for system in [*named, "dense_sdpa"]:
-        pool = (
-            study.rows(system="dense_sdpa", **shape())
-            if system == "dense_sdpa"
-            else [r for r in ours if r.point.system == system]
-        )
-        for dtype in dtypes(pool):
-            entries.append((None, best([r for r in pool if r.point.dtype == dtype])))
-    return entries
+def begins(found: list[tuple]) -> int | None:
+    """The shortest n from which the pattern is faster than dense at every longer n measured, beyond noise."""
+    start = None
+    for n, ratio, *_ in reversed(found):
+        if ratio is None or not ratio.significantly_slower:
+            break
+        start = n
+    return start

@@ -13,11 +13,10 @@ from .. import claims_code, columns, curves, figures, findings
 from .. import study as studies
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, shown, table, times
 from ..findings import failures
-from ..lengths import begins
+from ..optimization import lent
 from ..origins import provenance
 from ..reading import reading
-from ..reuse import lent
-from ..rows import SHORT
+from ..rows import SHORT, begins
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number, size
 from . import rows
