@@ -76,7 +76,7 @@ def test_lengths_memory_and_bytes_are_those_of_the_commands():
         n = line[0]
         forward, across = ringlab.advise("cpu", n, passes="fwd"), ringlab.advise("cpu", n, ranks=2)
         assert line[-1] == tables.size(across.proposals[0].sent_bytes)
-        assert line[3].sub == tables.size(forward.need_bytes) and said == f"{line[3].text}; fits"
+        assert line[3].sub == tables.size(forward.need_bytes) and said == f"{line[3].text}, fits"
 
 
 def test_rooflines_of_a_cpu_come_from_its_rows():

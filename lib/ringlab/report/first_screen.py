@@ -240,8 +240,8 @@ def _overview(study: Study, n: int, advised: dict) -> str:
     if isinstance(advice, str) or advice.fits is False:
         return "does not fit"
     training = advised[n, "fwd+bwd"]
-    also = "fits" if isinstance(training, Advice) and training.fits else "training does not fit"
-    return f"{_time(study, n, advice).text}; {also}"
+    also = "fits" if isinstance(training, Advice) and training.fits else "fits forward only"
+    return f"{_time(study, n, advice).text}, {also}"
 
 
 def _decisions(study: Study, advised: dict) -> Table:

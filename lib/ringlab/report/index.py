@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from . import theme
+from .first_screen import OVERVIEW
 from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
 from .tables import DASH, inline_html, markdown_text
@@ -22,6 +23,8 @@ SAID = {
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
+    "overview_note": "What to use, by policy: LongNet's pattern with segments from 2,048 tokens on. Its forward time "
+    "(≥ marks a computed lower bound), and whether it fits in memory, forward and in training.",
     "columns": ("Report", "Answer", "Points quoted", "Not quoted", "Files"),
 }
 
@@ -69,11 +72,20 @@ def write_index(reports: Path) -> list[Path]:
         folders = sorted(p for p in reports.iterdir() if any((p / "data" / name).exists() for name in DATA))
         found = [_section(p) for p in folders]
         groups = {"measured": [s for s in found if not s["rehearsal"]], "absent": [s for s in found if s["rehearsal"]]}
+        groups["overview"] = _overview([*groups["measured"], *groups["absent"]])
         bodies = {x: templates.get_template(f"profiles.{x}.j2").render(groups) for x in ("html", "md")}
         return [
             write(reports / f"index.{ending}", re.sub(r"\n{3,}", "\n\n", body).strip() + "\n")
             for ending, body in bodies.items()
         ]
+
+
+def _overview(found: list[dict]) -> dict | None:
+    """One line for each profile that has a first screen: what its lengths take and whether they fit."""
+    rows = [[s["screen"]["title"], *s["screen"]["overview"]] for s in found if s["screen"]]
+    if not rows:
+        return None
+    return {"columns": ["Device", *(f"{n:,} tokens" for n in OVERVIEW)], "rows": rows, "note": SAID["overview_note"]}
 
 
 def _section(folder: Path) -> dict:
