@@ -41,7 +41,8 @@ def test_a_tutorial_asks_first_and_uses_public_names(path):
     assert re.findall(r"^\d\. \*\*", box[0], re.M) == ["1. **", "2. **"], "two exercises"
     assert not re.findall(r"(?<![\w.])_[a-z]\w*|\._[a-z]\w*", code), "private names"
     linked = re.findall(r"\]\(([^)#:]+)\)", text)
-    assert [name for name in linked if not (FOLDER / name).exists()] == []
+    ours = [name for name in linked if "reports/" not in name]  # those are made by each user
+    assert [name for name in ours if not (FOLDER / name).exists()] == []
 
 
 def test_which_attention(run):

@@ -82,7 +82,8 @@ def write_index(reports: Path) -> list[Path]:
 
 def _overview(found: list[dict]) -> dict | None:
     """One line for each profile that has a first screen: what its lengths take and whether they fit."""
-    rows = [[s["screen"]["title"], *s["screen"]["overview"]] for s in found if s["screen"]]
+    screens = [s["screen"] for s in found if s["screen"] and "overview" in s["screen"]]
+    rows = [[screen["title"], *screen["overview"]] for screen in screens]
     if not rows:
         return None
     return {"columns": ["Device", *(f"{n:,} tokens" for n in OVERVIEW)], "rows": rows, "note": SAID["overview_note"]}
