@@ -34,7 +34,8 @@ CALL = (ValueError, NotImplementedError, torch.OutOfMemoryError)  # what an impo
 OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
 # What pyproject.toml's [report] installs, asked for before minutes are spent on measuring.
 REPORT_PACKAGES = (
-    "filelock", "ipykernel", "jinja2", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill", "seaborn",
+    "filelock", "ipykernel", "jinja2", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill",
+    "seaborn",
 )  # fmt: skip
 DTYPES = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
