@@ -171,7 +171,7 @@ class Shown:
     def __init__(self, document, page, names):
         self.tables, self.texts, self.labels, self.drawn, self.stamps = [], [], [], [], []
         with pytest.MonkeyPatch.context() as patch:
-            for module, kinds in ((figures, ("bars", "ratios")), (curves, ("lines", "panels"))):
+            for module, kinds in ((figures, ("bars", "ratios")), (curves, ("lines",))):
                 for kind in kinds:
                     patch.setattr(module, kind, self._draw)
             patch.setattr(figures, "show", self._show)
@@ -190,10 +190,6 @@ class Shown:
                 self.tables.append(value)
 
     def _draw(self, items, **_) -> None:
-        if isinstance(items, list) and items and isinstance(items[0], tuple):  # panels, each with its series
-            for _, series in items:
-                self._draw(series)
-            return
         labels = list(items) if isinstance(items, dict) else [b.label for b in items]
         values = [y for s in items.values() for _, y, *_ in s] if isinstance(items, dict) else [b.value for b in items]
         self.labels.append(labels)

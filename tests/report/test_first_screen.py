@@ -9,7 +9,7 @@ import pytest
 import ringlab
 from reporting import longer, made_up
 from ringlab import hardware
-from ringlab.measure import suites
+from ringlab.measure import peers, suites
 from ringlab.report import first_screen, index, render, tables
 from ringlab.report.study import Study
 
@@ -63,6 +63,25 @@ def test_what_the_run_does_not_tell_apart_is_named_together():
 
     said = first_screen.fastest(study(change=but_bigbird))
     assert "BigBird" not in said
+
+
+def test_a_run_without_dense_attention_or_without_a_right_system_has_a_first_screen():
+    def lost(r, systems):
+        gone = {"status": "crashed", "reason": "gone", "seconds": (), "rounds": (), "median": None, "ci": None}
+        return replace(r, **gone) if r.point.system in systems else r
+
+    no_dense = study(change=lambda r: lost(r, ("dense_sdpa",)))
+    assert "dense attention" not in first_screen.fastest(no_dense) and "Dense SDPA" not in first_screen.series(no_dense)
+    only_dense = study(change=lambda r: lost(r, ("ringlab", "flex", *peers.PEERS)))
+    assert "Dense SDPA takes" in first_screen.fastest(only_dense)
+    assert "times less" not in first_screen.fastest(only_dense)
+    wrong = {"status": "incorrect", "reason": "dq is off", "errors": {"dq": 1.0}}
+    none = study(
+        change=lambda r: replace(lost(r, ("flex", *peers.PEERS)), **(wrong if r.point.passes != "fwd" else {}))
+    )
+    assert first_screen.series(none) == {}
+    half = study(change=lambda r: replace(r, point=r.point.but(dtype="bfloat16")))
+    assert "≥" in first_screen.first_screen(half).table.markdown
 
 
 def test_lengths_memory_and_bytes_are_those_of_the_commands():

@@ -1,4 +1,4 @@
-"""Lines over sequence length: one axis, or panels of them, on logarithmic axes and labelled at their ends."""
+"""Lines over sequence length, on logarithmic axes and labelled at the right edge."""
 
 from __future__ import annotations
 
@@ -41,24 +41,6 @@ def lines(
                         textcoords="offset points", ha="right", va="bottom", color=RED, fontsize=9)  # fmt: skip
         ax.set_xlabel(xlabel)
         ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
-        return fig
-
-
-def panels(items: Sequence[tuple[str, dict]], *, xlabel: str, colors: Sequence[str] = (BLUE, ORANGE, GREEN, PURPLE)):
-    """(title, series) each in a panel of its own, two beside each other; axes and labels as in ``lines``."""
-    with drawing(**{"axes.grid": True}):
-        rows = -(-len(items) // 2)
-        fig, axes = plt.subplots(rows, 2, figsize=(WIDTH, 3.0 * rows), squeeze=False)
-        names = list(dict.fromkeys(name for _, series in items for name in series))  # one colour each in all panels
-        looks = dict(zip(names, zip(colors, MARKERS)))
-        for ax, (title, series) in zip(axes.flat, items):
-            _draw(ax, series, [looks[name] for name in series], ())
-            ax.set_title(title, loc="left", fontsize=10)
-            ax.margins(x=0.25)
-        for ax in list(axes.flat)[len(items) :]:
-            ax.set_visible(False)
-        for ax in axes[-1]:
-            ax.set_xlabel(xlabel)
         return fig
 
 

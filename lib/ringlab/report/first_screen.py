@@ -20,6 +20,7 @@ from . import curves, figures
 from .figures import Figure
 from .landscape import field
 from .landscape.document import COLORS
+from .predicted import rates_of
 from .rows import SHORT
 from .session.rows import percent
 from .study import Study, best, pattern_of, together
@@ -75,17 +76,16 @@ def first_screen(study: Study) -> FirstScreen:
     )
 
 
-def _with_rates(study: Study):
-    """The profile; that of a CPU with the rates that bound the rows, of as many threads."""
-    timed = [r for r in study.good if r.bound_seconds and r.cost.get("folded_flops") and r.point.world_size == 1]
-    if study.profile.kind != "cpu" or not timed:
+def _with_rates(study: Study) -> Profile:
+    """The profile; that of a CPU with the rates that bound the rows of its most threads."""
+    timed = [r for r in study.good if r.bound_seconds and r.point.world_size == 1]
+    if study.profile.kind != "cpu":
         return study.profile
-    threads_ = max(threads(r) or 1 for r in timed)
-    timed = [r for r in timed if (threads(r) or 1) == threads_ and r.point.dtype == "float32"]
-    # A bound is the larger of work over rate and bytes over bandwidth, so that the largest quotients are the rates.
-    flops = max(r.cost["folded_flops"] / r.bound_seconds for r in timed)
-    moved = max(r.cost["floor_bytes"] / r.bound_seconds for r in timed)
-    return replace(study.profile, flops={"float32": flops}, bandwidth_bytes_per_s=moved)
+    most = max((threads(r) or 1 for r in timed), default=1)
+    rates = rates_of(r for r in timed if (threads(r) or 1) == most and r.point.dtype == "float32")
+    if rates.flops_per_s is None:
+        return study.profile
+    return replace(study.profile, flops={"float32": rates.flops_per_s}, bandwidth_bytes_per_s=rates.bytes_per_s)
 
 
 def _try(ask, n: int, **how) -> Advice | str:
@@ -106,10 +106,9 @@ def series(study: Study) -> dict[str, list]:
     Dense attention and the library stand in other suites too, at longer lengths; a row counts if shape, dtype and
     threads are those of the landscape.
     """
-    ns = field.lengths(study)
-    if not ns:
+    first = next((r for n in field.lengths(study) for _, _, r in field.standing(study, n)), None)
+    if first is None:
         return {}
-    first = next(r for _, _, r in field.standing(study, ns[0]))
     alike = {"passes": "fwd", "causal": False, "world_size": 1, "dtype": first.point.dtype, **SHAPE}
     found: dict[str, list] = {}
     for entry in field.FIELD:
@@ -120,15 +119,16 @@ def series(study: Study) -> dict[str, list]:
             # Rows that took turns with those of the landscape come first.
             found[entry.name] = [best([r for r in some if together(r, first)]) or best(some)
                                  for _, some in sorted(by_length.items())]  # fmt: skip
-    return found
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def fastest(study: Study) -> str:
     """The fastest at the longest length of the landscape, with all that the run does not tell apart from it."""
-    n = field.lengths(study)[-1]
-    ranked = field.standing(study, n)
+    ranked = next(x for n in reversed(field.lengths(study)) if (x := field.standing(study, n)))
+    n = ranked[0][2].point.seq_len
     first = [(entry, row) for rank, entry, row in ranked if rank == ranked[0][0]]
-    dense, (entry, row) = next((r for r in series(study)["Dense SDPA"] if r.point.seq_len == n), None), first[0]
+    entry, row = first[0]
+    dense = next((r for r in series(study).get("Dense SDPA", ()) if r.point.seq_len == n and r is not row), None)
     said = f"**{n:,} tokens, forward, measured: {entry.name} takes {number(row.median * 1e3)} ms**"
     said += f" ({number(row.ci[0] * 1e3, 2)} to {number(row.ci[1] * 1e3, 2)})"
     if ratio := study.ratio(dense, row):
@@ -143,7 +143,7 @@ def fastest(study: Study) -> str:
 
 def _measured_figure(study: Study, measured: dict[str, list]) -> Figure:
     points = {name: [(r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))) for r in rows]
-              for name, rows in measured.items() if rows}  # fmt: skip
+              for name, rows in measured.items()}  # fmt: skip
     fig = curves.lines(points, xlabel="Tokens", ylabel="Measured: time of a forward call (ms)",
                        colors=[COLORS[name] for name in points])  # fmt: skip
     ends = "; ".join(f"{name} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for name, p in points.items())
