@@ -1,17 +1,18 @@
-"""The appendix on kernels from made-up rows of an H200: figures, causes, and verdicts that follow the rows."""
+"""The appendix on kernels from made-up rows of an H200: figures and causes that follow the rows."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from reporting import made_up, sampled, study_of
+from reporting import made_up, notebook, run_in_this_process, sampled, study_of, two_points, write_rows
 from ringlab import cli, hardware
 from ringlab.kernels.triton_config import Sizes, Use
 from ringlab.kernels.triton_tune import Timed
 from ringlab.measure import suites as suite
-from ringlab.report import driver, rung_rows, rungs
+from ringlab.report import driver, rungs
 from ringlab.report.study import Study, cost_of
+from ringlab.report.tables import number
 
 # Useful TFLOP/s of each way, so that what follows from them can be worked out by hand.
 RATES = {"default": 600, "lists": 580, "fused": 590, "strided": 520, "copying": 260, "cudnn": 640, "flash": 360,
@@ -52,9 +53,14 @@ def of_kernels(results, name: str = "h200") -> Study:
     return study_of(results, name, suite="kernels")
 
 
-def verdicts(results, name: str = "h200") -> dict[str, tuple[str, str]]:
-    """By the words of a target: (figure, verdict)."""
-    return {row[0]: (row[2].text, row[3].text) for row in rungs.targets(of_kernels(results, name)).rows}
+def column(table, name: str) -> dict[tuple, str]:
+    """The texts of a column, by way, tokens, head_dim, pattern and pass."""
+    at = [c.lstrip(">") for c in table.columns].index(name)
+    return {tuple(row[:5]): getattr(row[at], "text", row[at]) for row in table.rows}
+
+
+def shares(results, name: str = "h200") -> dict[tuple, str]:
+    return column(rungs.times(of_kernels(results, name)), "Of the best peer")
 
 
 @pytest.fixture(scope="module")
@@ -80,102 +86,92 @@ def is_default(passes="fwd", seq_len=65536, head_dim=128, causal=False, kind="di
     return test
 
 
-LONGEST = "Peak memory of the longest training step, of its tensors"
-WORST = "Largest error, of twice that of one dense call"
-SHARE = "Of the best peer's rate, {}, head_dim {}"
+DEFAULT = "Default path", 65536, 128, "dilated", "forward"
 
 
-def test_targets_are_met_or_missed_by_the_rows(whole):
-    found = verdicts(whole)
+def test_each_way_stands_with_its_time_its_roofline_and_its_share_of_the_best_peer(whole):
+    table = rungs.times(of_kernels(whole))
+    found = shares(whole)
+    assert len(table.rows) == len(whole) - 1  # but for the twin
     for d in (128, 64):
         for name in suite.RUNG_PASSES:
-            assert found[SHARE.format(name, d)] == ("93.8 %", "met")
-    assert found["Useful work, forward, head_dim 128"] == ("600 TFLOP/s", "missed")
-    assert found["Useful work, forward and backward, head_dim 128"] == ("600 TFLOP/s", "met")
-    for n in ("16,384", "65,536", "262,144", "1,048,576"):
-        assert found[f"Faster than the copying form, {n} tokens"] == ("2.31×", "met")
-    assert found["Faster than strided views with eager merges"] == ("1.15×", "met")
-    assert found["Blocks: time over dense time times density"] == ("1.15×", "met")  # 690 / 600
-    assert found["Blocks: time over FlexAttention's"] == ("0.667×", "met")
-    assert found[LONGEST] == ("1.05×", "met") and found[WORST] == ("50.0 %", "met")
-    assert len(found) == len(rung_rows.data()["targets"])
+            assert found["Default path", 65536, d, "dilated", name] == "93.8 %"  # 600 / 640
+    assert found["Tile lists (Triton)", *DEFAULT[1:]] == "90.6 %"
+    assert found["FlexAttention", 65536, 128, "block-sparse", "forward"] is None
+    assert found["Default path", 65536, 128, "block-sparse", "forward"] == "150 %"  # 600 / 400
+    assert found["Dense SDPA", 65536, 128, "dense", "forward"] is found["Default path", 1048576, *DEFAULT[2:]] is None
+    row = next(r for r in whole if is_default()(r))
+    assert column(table, "Time (ms)")[DEFAULT] == number(row.median * 1e3)
+    assert column(table, "Roofline (ms)")[DEFAULT] == number(row.bound_seconds * 1e3)
+    assert {key[1] for key in found} == {16384, 65536, 262144, 1048576} and table.html and table.markdown
 
 
-def test_a_verdict_follows_the_row_that_it_rests_on(whole):
-    slow = verdicts(changed(whole, is_default(), rate=500))
-    assert slow[SHARE.format("forward", 128)] == ("78.1 %", "missed")
-    assert slow["Faster than the copying form, 65,536 tokens"] == ("1.92×", "missed")
-    assert slow["Faster than strided views with eager merges"] == ("0.962×", "missed")
-    assert slow[SHARE.format("causal", 128)][1] == slow["Faster than the copying form, 16,384 tokens"][1] == "met"
-    unsure = verdicts(changed(whole, is_default(), rate=560, noise=0.1))
-    assert unsure[SHARE.format("forward", 128)][1] == "not told"
-    faster = changed(whole, lambda r: dict(r.point.options).get("backend") == "flash", rate=800)
-    assert verdicts(faster)[SHARE.format("forward", 64)] == ("75.0 %", "missed"), "the best of the peers"
-    blocks = verdicts(changed(whole, is_default(kind="block_sparse"), rate=390))
-    assert blocks["Blocks: time over dense time times density"] == ("1.77×", "missed")
-    assert blocks["Blocks: time over FlexAttention's"] == ("1.03×", "missed")
+def test_a_share_follows_the_row_and_its_peers(whole):
+    slow = shares(changed(whole, is_default(), rate=500))
+    assert slow[DEFAULT] == "78.1 %" and slow[*DEFAULT[:4], "causal"] == "93.8 %"
+    faster = shares(changed(whole, lambda r: dict(r.point.options).get("backend") == "flash", rate=800))
+    assert faster["Default path", 65536, 64, "dilated", "forward"] == "75.0 %", "of the best of the peers"
+    unsure = rungs.times(of_kernels(changed(whole, is_default(), rate=560, noise=0.1)))
+    cell = next(row[7] for row in unsure.rows if tuple(row[:5]) == DEFAULT)
+    low, high = map(float, cell.sub.split(" to "))
+    assert low < float(cell.text[:-2]) < high
 
 
-def test_memory_errors_and_rows_that_may_not_be_quoted(whole):
-    longest = is_default("fwd+bwd", 1_048_576)
-    row = next(r for r in whole if longest(r))
-    large = row.memory | {"allocator_peak_bytes": int(1.3 * row.memory["floor_bytes"])}
-    assert verdicts(changed(whole, longest, memory=large))[LONGEST] == ("1.30×", "missed")
-    found = verdicts(changed(whole, longest, errors=dict.fromkeys(row.errors, 5e-3)))
-    assert found[WORST] == ("125 %", "missed") and found[LONGEST] == ("incorrect", "open")
-    lost = changed(whole, is_default(), status="oom", reason="CUDA out of memory", median=None, seconds=(), ci=None)
-    assert verdicts(lost)[SHARE.format("forward", 128)] == ("oom", "open")
-    assert [row[1].text for row in rungs.unquoted(of_kernels(lost)).rows] == ["oom", "oom"]  # it stands there twice
-    found = verdicts([r for r in whole if r.point.system != "flex" and not longest(r)])
-    assert found["Blocks: time over FlexAttention's"] == ("nothing to hold it against", "open")
-    assert found[LONGEST] == ("not measured", "open")
+def test_rows_that_may_not_be_quoted_say_why(whole):
+    gone = {"status": "oom", "reason": "CUDA out of memory", "median": None, "seconds": (), "ci": None}
+    lost = of_kernels(changed(whole, is_default(), **gone))
+    table = rungs.times(lost)
+    assert column(table, "Time (ms)")[DEFAULT] == "oom" and column(table, "Of the best peer")[DEFAULT] is None
+    version = next(r for r in rungs.versions(lost).rows if r[:2] == ["Default path", "forward, head_dim 128"])
+    assert version[3].text == "oom"
+    assert [row[2].text for row in rungs.rejected(lost).rows] == ["oom", "oom"]  # it stands there twice
+    assert rungs.rejected(of_kernels(whole)) is None
+    fewer = of_kernels([r for r in whole if r.point.system != "flex"])
+    assert "Not measured: 1 points, as " in rungs.times(fewer).note
 
 
 def test_versions_stand_beside_their_prediction_and_cause(whole):
-    study = of_kernels(whole)
-    table = rungs.versions(study)
+    table = rungs.versions(of_kernels(whole))
     by = {(row[0], row[1]): dict(zip([c.lstrip(">") for c in table.columns], row)) for row in table.rows}
-    assert len(by) == len(table.rows) == 6 * 7 + 2  # dense attention in two of the passes
+    assert len(by) == len(table.rows) == 6 * 7 + 1 and table.folded
     lists = by["Tile lists (Triton)", "forward, head_dim 128"]
-    assert lists["Predicted (TFLOP/s)"] == "550 to 620" and lists["Measured (TFLOP/s)"].text == "580"
-    assert lists["Of the best peer"].text == "90.6 %"
+    assert lists["Predicted"] == "550 to 620" and lists["Measured"].text == "580"
     eager = "torch's kernels on strided views, eager merges"
     for system, name, cause in (
-        ("Tile lists (Triton)", "forward, head_dim 128", "0.786 of the useful products, 1.07 GB at least, 3 operator"),
+        ("Tile lists (Triton)", "forward, head_dim 128", "0.786 of the useful products, 3 operator calls, one launch"),
         ("Tile lists (Triton)", "causal, head_dim 128", "0.928 of"),
         ("Tile lists (Triton)", "forward and backward, head_dim 64", "1.010 of the useful products, 3 "),  # 18 / 14
-        (eager, "forward, head_dim 128", "1.000 of the useful products, 2.48 GB at least, 40 operator calls, a call"),
+        (eager, "forward, head_dim 128", "40 operator calls, a call"),
     ):
         assert by[system, name]["Cause"].startswith(cause)
-    cause = by["Default path", "forward, head_dim 128"]["Cause"]
-    assert cause.endswith(f"2.48 GB at least, 40 operator calls, as {eager}")
+    assert by["Default path", "forward, head_dim 128"]["Cause"] == f"40 operator calls, as {eager}"
     few = changed(whole, is_default(), memory=next(r for r in whole if r.option("backend") == "triton").memory)
     row = next(row for row in rungs.versions(of_kernels(few)).rows if row[0] == "Default path")
     assert row[-1].endswith("as Tile lists (Triton)"), "by the operator calls"
-    assert by["cuDNN, contiguous segments", "causal, head_dim 128"]["Predicted (TFLOP/s)"] == "484"
-    assert by["Dense SDPA", "forward, head_dim 128"]["Of the best peer"] is None
-    shown = [f(study) for f in (rungs.lengths, rungs.blocks, rungs.memory, rungs.sources)]
-    assert [len(t.rows) for t in shown[:3]] == [4, 5, 3] and "cuDNN 9.19 on H200" in shown[3].markdown
-    assert all(t.html and t.markdown for t in shown) and rungs.unquoted(study) is None
+    assert by["cuDNN, contiguous segments", "causal, head_dim 128"]["Predicted"] == "484"
+    assert "cuDNN 9.19 on H200" in table.markdown
 
 
-def test_another_gpu_has_no_predictions_and_no_absolute_targets():
-    rows = rows_of("a100", slice(1))
-    study = of_kernels(rows, "a100")
-    assert {row[2] for row in rungs.versions(study).rows} == {None}
-    assert not [words for words in verdicts(rows, "a100") if words.startswith("Useful work")]
-    assert [line[:29] for line in rungs.sources(study).lines] == ["Not measured: 58 points, as r"]
+def test_another_gpu_has_no_predictions():
+    study = of_kernels(rows_of("a100", slice(1)), "a100")
+    table = rungs.versions(study)
+    assert {row[2] for row in table.rows} == {None} and "H200" not in table.note
+    assert "Not measured: 58 points, as r" in rungs.times(study).note
 
 
-@pytest.mark.parametrize("name, rows, said", [
-    ("cpu", [], "these rows come from a CPU"),
-    ("h200", None, "`python -m ringlab measure --profile h200 --suite kernels`"),
-])  # fmt: skip
-def test_without_rows_one_sentence_says_why(whole, name, rows, said):
-    study = of_kernels([replace(whole[0], group="implementations")] if rows is None else rows, name)
-    assert said in rungs.versions(study).markdown
-    rest = (rungs.targets, rungs.lengths, rungs.blocks, rungs.memory, rungs.sources, rungs.unquoted)
-    assert [f(study) for f in rest] == [None] * 6
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+def test_without_rows_there_is_no_appendix(whole, name):
+    study = of_kernels([replace(whole[0], group="implementations")] if name == "h200" else [], name)
+    assert [f(study) for f in (rungs.times, rungs.versions, rungs.tuned, rungs.rejected)] == [None] * 4
+
+
+def test_the_appendix_shows_all_of_it_from_stored_rows_or_nothing(whole, tmp_path):
+    source = notebook(tmp_path / "page.ipynb", "from ringlab.report import rungs\n\nrungs.appendix('h200', data)")
+    others = [made_up(p, g, False) for g in two_points() for p in g.points]
+    for name, rows, shown in (("kernels", whole[:9], 3), ("none", others, 0)):
+        write_rows(tmp_path / name, rows)
+        cell = run_in_this_process(source, None, {"data": str(tmp_path / name)}).cells[-1]
+        assert len(cell.outputs) == shown
 
 
 def test_the_report_measures_the_kernels_too_where_there_is_a_gpu():
@@ -198,13 +194,10 @@ def test_what_tuning_timed_is_shown_beside_each_other(tmp_path):
     assert rungs.tuned(study) is None
     cli.record([found], shape, tmp_path / "data", torch.device("cpu"))
     table = rungs.tuned(study)
-    work = 16 * 4 * 128 * sum(16384 * w // r**2 for w, r in ((2048, 1), (4096, 2), (8192, 4)))
     shown = [[getattr(cell, "text", cell) for cell in row] for row in table.rows]
-    assert [row[1:4] for row in shown] == [
-        ["Gluon, programs that stay", "128 × 128, 4, 2", "2.00"], ["pointers", "128 × 64, 8, 2", "4.00"],
-        ["Gluon, a program for each tile", "128 × 128, 4, 2", "refused"],
+    assert [row[1:] for row in shown] == [
+        ["128 × 128, 4, 2, persistent", "2.00", "2.00×", "kept"],
+        ["128 × 64, 8, 2, pointers", "4.00", "1.00×", "the default"],
+        ["128 × 128, 4, 2, gluon", "refused", None, "hangs: a first run"],
     ]  # fmt: skip
-    assert [row[7] for row in shown] == ["kept", "the default", "hangs: a first run"]
-    assert float(shown[0][5]) == pytest.approx(work / 0.002 / 1e12, rel=0.01) and shown[0][6] == "2.00×"
-    assert [row[4] for row in shown] == ["700 to 780", None, None]
     assert table.note.startswith(f"interpreter, torch {torch.__version__}, triton ")

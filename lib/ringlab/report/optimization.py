@@ -12,7 +12,7 @@ import torch
 from .. import Execution, attention, cost, hardware, kernels, memory, patterns
 from ..estimate import longest
 from ..kernels.base import DeviceSpec
-from . import columns, curves, figures, findings, rows, rung_rows, rungs
+from . import columns, curves, figures, findings, rows
 from . import study as studies
 from .columns import MASK, PASS, PEAK, ROOFLINE, SHARD, TIME, TOKENS, Column, shown, table, times
 from .findings import failures
@@ -24,13 +24,10 @@ from .tables import Cell, Code, Table, Text, about, number, size
 from .trust import reason
 
 __all__ = [
-    "answer", "cache_table", "computed", "efficiency", "failures", "gpu_kernels", "implementations", "kernels_table",
+    "answer", "cache_table", "computed", "efficiency", "failures", "implementations", "kernels_table",
     "ledger", "length_figure", "limits", "memory_exceptions", "open_study", "passes", "pool_table", "provenance",
     "reading", "recommended", "reuse", "switch_table",
 ]  # fmt: skip
-APPENDIX = """## Kernels on this GPU
-
-Each way to run one pattern at 65,536 tokens: what was predicted, what it reached, why, and what is aimed at."""
 _longest = cache(longest)
 DTYPES = ("float32", "float16", "bfloat16")
 SWITCHES = {  # name: (what it does, off, on)
@@ -548,13 +545,3 @@ def limits(study: Study) -> Text:
         if not any(map(shown, tried)):
             lines.append(f"{SHORT[dtype]}: {'no row passed, each with its reason below' if tried else 'not measured'}.")
     return findings.limits(study, *lines)
-
-
-def gpu_kernels(study: Study) -> None:
-    """The appendix on GPU kernels, from the rows of their own suite; nothing where there are none."""
-    from IPython.display import Markdown, display
-
-    if rung_rows.measured(study) or rungs.tuned(study):
-        parts = (rungs.versions, rungs.tuned, rungs.targets, rungs.lengths, rungs.blocks, rungs.memory, rungs.sources,
-                 rungs.unquoted)  # fmt: skip
-        display(Markdown(APPENDIX), *(found for part in parts if (found := part(study)) is not None))

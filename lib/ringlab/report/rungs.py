@@ -1,164 +1,214 @@
-"""The appendix on kernels: what each way of running a pattern on this GPU was expected to reach, reached, and why."""
+"""The appendix on GPU kernels: each way of running a pattern, measured, beside what was predicted, and why.
+
+Its rows are those of the suite ``kernels``, which only a GPU gives. A page without such rows has no appendix.
+"""
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
+
+import torch
+
+from ..kernels import triton_config
+from ..kernels.tile_schedule import make_schedule, split
 from ..measure import suites as suite
-from . import rung_rows as rows
 from . import study as studies
-from .cells import PEAK, error, ms, peak, times
-from .findings import missing_points
-from .rung_targets import dense_beside, flex, targets, trained
-from .rungs_tuned import tuned
-from .study import Study, pattern_of
-from .tables import Cell, Table, Text, number
-from .trust import objection, reason, status
+from .columns import PEAK, ROOFLINE, TIME, TOKENS, Column, table, timed
+from .findings import failures, missing_points
+from .study import Study, cost_of, pattern_of
+from .tables import Cell, Table, interval, number
+from .trust import status
 
-__all__ = ["blocks", "lengths", "memory", "open_study", "sources", "targets", "tuned", "unquoted", "versions"]
+TITLE = """## Kernels on this GPU
 
-
-def open_study(profile: str = "auto", data: str = "") -> Study:
-    """The rows of the suite of kernels, which may be none."""
-    return studies.open_study(profile, data, "kernels")
-
-
-def versions(study: Study) -> Table | Text:
-    """Version, prediction, measurement and cause, by head_dim and pass; where there are no rows, why."""
-    if not rows.measured(study):
-        return study.text(_absent(study))
-    lines = []
-    for d in suite.RUNG_HEAD_DIMS:
-        for name in suite.RUNG_PASSES:
-            peer = rows.best_peer(study, name, d)
-            for way in rows.ORDER:
-                row = rows.one(study, way, name, d)
-                if row is not None:
-                    lines.append(_version(study, way, name, row, peer))
-    return study.table(
-        f"Ways to run {suite.RUNG_PATTERN}, {suite.RUNG_TOKENS:,} tokens, {suite.RUNG_HEADS} heads",
-        ["Version", "Pass", ">Predicted (TFLOP/s)", ">Measured (TFLOP/s)", ">Of the best peer", ">Time (ms)", ">Error",
-         "Cause"],
-        lines,
-        note="Rates count useful work, branch by branch. Cause: the products that are computed, over the useful ones "
-        "(lists: fewer where branches fold, more where a tile is hidden in part), and what kernels must read and "
-        "write. Best peer: the faster of cuDNN and torch's flash on segments that lie contiguous.",
-    )  # fmt: skip
-
-
-def _version(study: Study, way: str, name: str, row, peer) -> list:
-    p, about = row.point, rows.data()["ways"][way]
-    own, foreseen = rows.rate(row), rows.expected(study, way, name, p.head_dim)
-    path = rows.path_of(study, way, name, p.head_dim)
-    # How much of a causal diagonal torch's kernels compute in vain is not known here.
-    known = path not in ("dense", "default") and not p.causal
-    products = rows.computed(p, study.profile.capability) if path == "lists" else 1.0 if known else None
-    moved = rows.least_bytes(path, p)
-    part = rows.over(study, peer, row, per_work=True) if way != "dense" else None
-    cause = [f"{products:.3f} of the useful products"] if products else []
-    cause += [f"{number(moved / rows.GB)} GB at least"] if moved else []
-    cause += [f"{calls:,} operator calls"] if (calls := row.memory.get("operator_calls")) else []
-    cause.append(about["why"] if path == way else f"as {rows.data()['ways'][path]['name']}")
-    return [
-        about["name"], f"{name}, head_dim {p.head_dim}",
-        None if foreseen is None else " to ".join(dict.fromkeys(map(number, foreseen))),
-        Cell(number(own[0]), f"{number(own[1])} to {number(own[2])}") if own else Cell(status(row), kind="bad"),
-        None if part is None else Cell(_percent(part[0]), f"{_percent(part[1])} to {_percent(part[2])}"),
-        ms(row), error(row), ", ".join(cause),
-    ]  # fmt: skip
+Each way to run one pattern: the time that it takes, and what was predicted before any had run."""
+TUNED = "tuned.json"  # beside the rows; `python -m ringlab tune` writes it
+WAYS = {  # by way: what a reader calls it, and what it does
+    "default": ("Default path", 'what `backend="auto"` comes to'),
+    "lists": (
+        "Tile lists (Triton)",
+        "one launch a pass; pairs of several branches are computed once, nothing is merged",
+    ),
+    "fused": ("torch's kernels on strided views, one merging kernel", "a call for each branch and offset, one merge"),
+    "strided": ("torch's kernels on strided views, eager merges", "a call for each branch and offset, merged by torch"),
+    "copying": ("Copying form", "the rows of each branch are copied, its results scattered and mixed"),
+    "cudnn": ("cuDNN, contiguous segments", "an upper limit: one branch, nothing dilated, nothing to merge"),
+    "flash": ("torch's flash, contiguous segments", "an upper limit: one branch, nothing dilated, nothing to merge"),
+    "flex": ("FlexAttention", "compiled for the mask"),
+    "dense_sdpa": ("Dense SDPA", "another function: every key"),
+}
+PEERS = (*suite.RUNG_PEERS, "flex")
+# Predicted before any had run, for one GPU: useful TFLOP/s, branch by branch, of a way by head_dim and pass.
+PREDICTED_FOR = "h200"
+PREDICTED = {
+    ("lists", 128): {"forward": (550, 620), "causal": (420, 470), "forward and backward": (390, 450)},
+    ("lists", 64): {"forward": (480, 520)},
+    ("fused", 128): {"forward": (600, 640), "causal": (440, 490), "forward and backward": (505, 520)},
+    ("fused", 64): {"forward": (370, 390)},
+    ("copying", 128): {"forward": (363, 363)},  # 5.3 ms with cuDNN inside
+    # Forward and backward: 3.5 / (1 / 633 + 2.5 / 504).
+    ("cudnn", 128): {"forward": (633, 633), "causal": (484, 484), "forward and backward": (535, 535)},
+    ("cudnn", 64): {"forward": (395, 413), "causal": (334, 388)},
+    ("flash", 128): {"forward": (362, 370)},
+    ("flash", 64): {"forward": (318, 324), "causal": (262, 299)},
+    ("dense_sdpa", 128): {"forward": (691, 702)},
+}
+SOURCES = (
+    "Predicted from the rates of cuDNN 9.19 on H200 (NVIDIA cudnn-frontend, benchmark results h200_919), of cuDNN and "
+    "FlashAttention-2 on H100 (FlashAttention-3, arXiv 2407.08608) and of Triton's tutorial kernel on H100, from the "
+    "tiles that lists compute, and from 0.47 GB of partial results of strided views at 4.3 TB/s."
+)
 
 
-def _percent(x: float) -> str:
-    return f"{number(100 * x)} %"
+def appendix(profile: str = "auto", data: str = "") -> None:
+    """Display the appendix of a profile, or of the folder ``data``; nothing where no kernel was measured or tuned."""
+    from IPython.display import Markdown, display
+
+    study = studies.open_study(profile, data, "kernels")
+    if found := [part for part in (times(study), versions(study), tuned(study), rejected(study)) if part]:
+        display(Markdown(TITLE), *found)
 
 
-def _absent(study: Study) -> str:
-    if study.rehearsal or study.device_type != "cuda":
-        return (
-            "No rows: kernels are timed on the GPU itself, and these rows come from a CPU. On a machine that has it, "
-            "`python -m ringlab measure --suite kernels` takes them."
-        )
-    return f"No rows yet: `python -m ringlab measure --profile {study.profile.name} --suite kernels` takes them."
+def measured(study: Study) -> list:
+    """The rows of this suite: by shape, then by way in the order of ``WAYS``."""
+    passes, ways = list(suite.RUNG_PASSES), list(WAYS)
 
-
-def lengths(study: Study) -> Table | None:
-    """The ways against the copying form, over n."""
-    found = sorted({r.point.seq_len for r in study.rows(rows.measured(study), system="copying", head_dim=128)})
-    lines = []
-    for n in found:
-        ways = ("default", "lists", "fused", "copying", "dense")
-        ours, lists, fused, copied, dense = (rows.one(study, way, seq_len=n) for way in ways)
-        lines.append([n, ms(ours), ms(lists), ms(fused), ms(copied), times(study.ratio(copied, ours)), ms(dense),
-                      peak(ours), peak(fused), peak(copied)])  # fmt: skip
-    return study.table(
-        "Over length, forward, head_dim 128",
-        [">Tokens", ">Default path (ms)", ">Tile lists (ms)", ">One merging kernel (ms)", ">Copying form (ms)",
-         ">Copying over default", ">Dense SDPA (ms)", ">Peak, default (× tensors)", ">Peak, merging kernel",
-         ">Peak, copying"],
-        lines,
-    ) if lines else None  # fmt: skip
-
-
-def blocks(study: Study) -> Table | None:
-    """Block-sparse attention against its share of dense attention and against FlexAttention."""
-    lines = []
-    for row in study.rows(rows.measured(study), pattern=suite.RUNG_MASK.to_dict()):
+    def place(row) -> tuple:
         p = row.point
-        way = next((w for w, options in suite.RUNG_WAYS.items() if dict(p.options) == options), "")
-        name = "FlexAttention" if p.system == "flex" else rows.data()["ways"][way]["name"]
-        dense, share = dense_beside(study, row), pattern_of(p).density(p.seq_len)
-        part = rows.over(study, row, dense)
-        lines.append([
-            name, "forward" if p.passes == "fwd" else "forward and backward", ms(row), ms(dense),
-            None if part is None else Cell(f"{number(part[0] / share)}×", _range(part, share)),
-            times(study.ratio(row, flex(study))) if p.passes == "fwd" and p.system != "flex" else None,
-            error(row), peak(row),
-        ])  # fmt: skip
-    return study.table(
-        f"{suite.RUNG_MASK}, {suite.RUNG_TOKENS:,} tokens: "
-        f"{_percent(suite.RUNG_MASK.density(suite.RUNG_TOKENS))} of all pairs",
-        ["Way", "Pass", ">Time (ms)", ">Dense SDPA (ms)", ">Over dense × density", ">Over FlexAttention", ">Error",
-         PEAK],
-        lines,
-    ) if lines else None  # fmt: skip
+        shape = row.group.startswith(suite.RUNGS_ON_BLOCKS), p.seq_len, -p.head_dim, passes.index(pass_of(p))
+        return *shape, ways.index(way_of(p))
+
+    return sorted(study.rows(group=lambda name: name.startswith(suite.RUNGS)), key=place)
 
 
-def _range(found, share: float) -> str:
-    return f"{number(found[1] / share)} to {number(found[2] / share)}"
+def way_of(point) -> str:
+    """The way, of ``WAYS``, that a point measures."""
+    options = dict(point.options)
+    if point.system != "ringlab":
+        return options.get("backend", point.system)
+    return next(name for name, known in suite.RUNG_WAYS.items() if known == options)
 
 
-def memory(study: Study) -> Table | None:
-    """The longest training step, each way alone on the GPU."""
-    found = {way: trained(study, way) for way in suite.RUNG_WAYS}
-    lines = [
-        [rows.data()["ways"][way]["name"], r.point.seq_len, ms(r), _rate(r), peak(r), error(r)]
-        for way, r in found.items() if r is not None
-    ]  # fmt: skip
-    return study.table(
-        "Forward and backward at the longest length, head_dim 128",
-        ["Way", ">Tokens", ">Time (ms)", ">Useful TFLOP/s", PEAK, ">Error"], lines,
-        note="Tensors: q, k, v, out and the gradients of the four.",
-    ) if lines else None  # fmt: skip
+def pass_of(point) -> str:
+    """The pass, of ``RUNG_PASSES``, that a point measures."""
+    return "causal" if point.causal else "forward" if point.passes == "fwd" else "forward and backward"
 
 
-def _rate(row) -> str | None:
-    found = rows.rate(row)
-    return found and number(found[0])
+def rate(row) -> float | None:
+    """Useful TFLOP/s; None where no time may be quoted."""
+    return row.cost["flops"] / 1e12 / row.median if timed(row) else None
 
 
-def sources(study: Study) -> Text | None:
-    """What the predictions were made of, and what of this suite is missing."""
-    if not rows.measured(study):
+def of_best_peer(study: Study, row) -> Cell | None:
+    """The rate of a row over that of the fastest peer that took turns with it, by useful work; None for dense."""
+    peers = [r for r in study.rows(group=row.group) if way_of(r.point) in PEERS and timed(r)]
+    peer = max(peers, key=rate, default=None)
+    ratio = study.ratio(peer, row) if peer is not row and row.point.system != "dense_sdpa" else None
+    if ratio is None:
         return None
-    lines = [f"Predicted from {source}." for source in rows.data()["sources"]]
-    lines = lines if study.profile.name == rows.data()["profile"] else []
-    missing = missing_points(study)
-    lines += [f"Not measured: {len(missing)} points, as {missing[0].label()}."] if missing else []
-    return study.text(*lines, bullets=True) if lines else None
+    percent = 100 * row.cost["flops"] / peer.cost["flops"]
+    return Cell(f"{number(percent * ratio.value)} %", interval(ratio.low, ratio.high, percent))
 
 
-def unquoted(study: Study) -> Table | None:
-    """The rows of this suite that may not be quoted, with the reason of each."""
-    failed = [r for r in rows.measured(study) if objection(r)]
+def times(study: Study) -> Table | None:
+    """Time, roofline and share of the best peer's rate, by way, length and pass."""
+    rows = measured(study)
+    missing = f" Not measured: {len(m)} points, as {m[0].label()}." if (m := missing_points(study)) else ""
+    return table(
+        study,
+        f"Ways to run {suite.RUNG_PATTERN} and {suite.RUNG_MASK}, {suite.RUNG_HEADS} heads",
+        [Column("Way", lambda r: WAYS[way_of(r.point)][0]), TOKENS, Column(">head_dim", lambda r: r.point.head_dim),
+         Column("Pattern", lambda r: r.point.pattern["kind"].replace("_", "-")),
+         Column("Pass", lambda r: pass_of(r.point)), TIME, ROOFLINE,
+         Column(">Of the best peer", lambda r: of_best_peer(study, r)), PEAK],
+        rows,
+        note="Of the best peer: useful FLOPs a second, over those of the faster of cuDNN and torch's flash on "
+        f"contiguous segments, or of FlexAttention on the same blocks.{missing}",
+    ) if rows else None  # fmt: skip
+
+
+def versions(study: Study) -> Table | None:
+    """What was predicted of each way at one length, what it reached, and the cause."""
+    rows = [r for r in measured(study) if r.group.startswith(f"{suite.RUNGS}, ")]
+    foreseen = study.profile.name == PREDICTED_FOR
     return study.table(
-        f"{len(failed)} rows of this appendix are not quoted",
-        ["Row", "Status", "Reason"], [[r.point.label(), Cell(status(r), kind="bad"), reason(r)] for r in failed],
-    ) if failed else None  # fmt: skip
+        f"Useful TFLOP/s at {suite.RUNG_TOKENS:,} tokens, predicted and measured",
+        ["Version", "Pass", ">Predicted", ">Measured", "Cause"],
+        [_version(study, r, foreseen) for r in rows],
+        note="Useful work is counted branch by branch. Cause: the products that are computed over the useful ones "
+        f"(fewer where branches fold, more where a tile is hidden in part).{f' {SOURCES}' if foreseen else ''}",
+        folded=True,
+    ) if rows else None  # fmt: skip
+
+
+def _version(study: Study, row, foreseen: bool) -> list:
+    p, way = row.point, way_of(row.point)
+    expected = PREDICTED.get((way, p.head_dim), {}).get(pass_of(p)) if foreseen else None
+    path, own = path_of(study, row), rate(row)
+    cause = [f"{computed(p, study.profile.capability):.3f} of the useful products"] if path == "lists" else []
+    cause += [f"{calls:,} operator calls"] if (calls := row.memory.get("operator_calls")) else []
+    cause.append(WAYS[path][1] if path == way else f"as {WAYS[path][0]}")
+    return [
+        WAYS[way][0], f"{pass_of(p)}, head_dim {p.head_dim}",
+        " to ".join(dict.fromkeys(map(number, expected))) if expected else None,
+        Cell(number(own)) if own else Cell(status(row), kind="bad"), ", ".join(cause),
+    ]  # fmt: skip
+
+
+def path_of(study: Study, row) -> str:
+    """The way of a row; the default path runs as the way that makes the same operator calls."""
+    way, calls = way_of(row.point), row.memory.get("operator_calls")
+    if way != "default" or not calls:
+        return way
+    ours = {way_of(r.point): r.memory.get("operator_calls") for r in study.rows(group=row.group, system="ringlab")}
+    return next((other for other in suite.RUNG_WAYS if other != way and ours.get(other) == calls), way)
+
+
+@lru_cache(maxsize=64)
+def computed(point, capability: tuple[int, int]) -> float:
+    """Products that the tile lists compute, over the useful ones: whole tiles, and folded branches once."""
+    passes = [("forward", "query", 4)]
+    if point.passes != "fwd":  # the backward forms the scores twice: three products for dq, four for dk and dv
+        passes += [("backward_q", "query", 6), ("backward_kv", "key", 8)]
+    pattern, n, heads, kv = pattern_of(point), point.seq_len, point.heads, point.kv_heads
+    done = 0
+    for name, by, flops in passes:
+        size = triton_config.sizes(name, point.head_dim, getattr(torch, point.dtype), capability)
+        for source in split(pattern, n, heads, kv, size.rows):
+            lists = make_schedule(source, n, heads, kv, rows=size.rows, cols=size.cols, causal=point.causal, by=by)
+            done += flops * lists.visits * size.rows * size.cols
+    return point.batch * done * point.head_dim / cost_of(point).flops
+
+
+def rejected(study: Study) -> Table | None:
+    """The rows of this suite that are not shown, with the reason of each."""
+    return failures(study) if measured(study) else None
+
+
+def tuned(study: Study) -> Table | None:
+    """The tile sizes that ``ringlab tune`` timed, by use and the fastest first; None where nothing was tuned."""
+    try:
+        found = json.loads((study.folder / TUNED).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    default = {one["use"]: one["seconds"] for one in found["timed"] if one["default"]}
+    lines = []
+    for one in sorted(found["timed"], key=lambda x: (x["use"], x["seconds"] is None, x["seconds"])):
+        size, seconds, slow = one["size"], one["seconds"], default.get(one["use"])
+        lines.append([
+            one["use"], f"{size['rows']} × {size['cols']}, {size['warps']}, {size['stages']}, {size['reads']}",
+            number(1e3 * seconds) if seconds else Cell("refused", kind="bad"),
+            f"{number(slow / seconds)}×" if seconds and slow else None,
+            one["why"] or ", ".join(["kept"] * one["kept"] + ["the default"] * one["default"]) or None,
+        ])  # fmt: skip
+    about = found["about"]
+    return study.table(
+        f"Tile sizes of the tile lists at {found['shape']['seq_len']:,} tokens",
+        ["Pass", "Tile, warps, stages, reads", ">Time (ms)", ">Default over it", "Outcome"],
+        lines,
+        note=f"{about['device']}, torch {about['torch']}, triton {about['triton']}, commit {about['commit'][:12]}"
+        f"{' and changes' * (about['dirty'] is True)}. Medians of one candidate after another, so small differences "
+        "tell nothing. Each result was checked against that of the defaults, and those against float64.",
+        folded=True,
+    )  # fmt: skip
