@@ -6,13 +6,14 @@ Times are those of rows that may be quoted. What to use, what fits, rooflines an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import quantiles
 
 from ..advise import Advice, advise, ladder
 from ..estimate import longest
-from ..hardware import Profile
+from ..hardware import Profile, Rates
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
@@ -20,7 +21,6 @@ from . import curves, figures
 from .figures import Figure
 from .landscape import field
 from .landscape.document import COLORS
-from .predicted import rates_of
 from .rows import SHORT
 from .session.rows import percent
 from .study import Study, best, pattern_of, together
@@ -86,6 +86,14 @@ def _with_rates(study: Study) -> Profile:
     if rates.flops_per_s is None:
         return study.profile
     return replace(study.profile, flops={"float32": rates.flops_per_s}, bandwidth_bytes_per_s=rates.bytes_per_s)
+
+
+def rates_of(results: Iterable) -> Rates:
+    """FLOP/s and bytes/s that the bounds of these rows were made with: a bound is the larger of work over rate, so the
+    largest quotient is the rate, or less where that resource never binds, which gives no bound above the row's own."""
+    known = [(r.cost, r.bound_seconds) for r in results if r.bound_seconds and r.cost]
+    return Rates(*(max((cost[name] / s for cost, s in known if cost.get(name)), default=None)
+                   for name in ("folded_flops", "floor_bytes")))  # fmt: skip
 
 
 def _try(ask, n: int, **how) -> Advice | str:

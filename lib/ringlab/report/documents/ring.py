@@ -17,7 +17,7 @@ from .. import claims_code, columns, curves, figures, findings
 from ..columns import Column, peak_bytes, printed, ratio, rows_of, sent_bytes, timed, times
 from ..findings import failures
 from ..origins import provenance
-from ..predictions import accuracy
+from ..predicted import accuracy
 from ..published import DOCUMENTS, MB, published
 from ..reading import reading
 from ..rows import SHORT
