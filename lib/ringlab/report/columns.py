@@ -128,6 +128,14 @@ def peak(row) -> Cell | None:
     return Cell(size(held), f"{held / floor:.2f} × tensors") if held and floor else None
 
 
+def error(row) -> Cell | None:
+    """The error that is nearest to what is allowed, among output, log-sum-exp and gradients."""
+    if not shown(row) or not row.errors:
+        return None
+    name = max(row.errors, key=lambda k: row.errors[k] / row.tolerance[k])
+    return Cell(f"{row.errors[name]:.1e}", f"{name} ≤ {row.tolerance[name]:.1e}")
+
+
 def times(ratio) -> Cell | None:
     """How many times as fast, with its interval; a ratio within the noise of the run says so."""
     if ratio is None:

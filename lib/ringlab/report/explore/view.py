@@ -23,7 +23,7 @@ from ...cost import format_seconds
 from ...estimate import Estimate, estimate, longest
 from ...hardware import Profile
 from ...measure.timing import available_bytes, samples_for
-from .. import cells, theme
+from .. import columns, theme
 from ..figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Figure, drawing
 from ..first_screen import LENGTHS, rooflines
 from ..tables import Cell, Table, number, size
@@ -377,14 +377,13 @@ def run(choice: Choice, profile: Profile) -> measure.Result:
 
 def measured(results: list[tuple[Choice, measure.Result]], profile: Profile) -> Table:
     """What was measured here, the newest first, beside what was estimated; no time where the check did not pass."""
-    columns = ["Point", ">Time (ms)", ">Roofline (ms)", ">Peak of a rank", ">Error"]
+    heads = ["Point", ">Time (ms)", ">Roofline (ms)", ">Peak of a rank", ">Error"]
     lines = []
     for choice, result in reversed(results):
         if why := objection(result):
             lines.append([result.point.label(), Cell(why, kind="bad"), *[None] * 3])
             continue
         peak = Cell(size(result.memory["tracked_peak_bytes"]), f"estimated {size(choice.estimate(profile).peak_bytes)}")
-        crowded = Cell("not timed", "more ranks than cores", kind="none")
-        time = crowded if result.ranks.get("oversubscribed") else cells.ms(result)
-        lines.append([result.point.label(), time, cells.bound(result), peak, cells.error(result)])
-    return Table(f"Measured on {profile.title}", columns, lines)
+        shown = columns.time(result), columns.roofline(result), peak, columns.error(result)
+        lines.append([result.point.label(), *shown])
+    return Table(f"Measured on {profile.title}", heads, lines)
