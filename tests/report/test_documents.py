@@ -10,7 +10,7 @@ from ringlab import block_patterns, cache, cost, hardware, patterns
 from ringlab.estimate import longest
 from ringlab.measure import Group, Point, suites, timing
 from ringlab.measure.systems import SYSTEMS
-from ringlab.report import columns, driver, origins, rows, tables, trust
+from ringlab.report import columns, driver, findings, rows, tables, trust
 from ringlab.report import optimization as single
 from ringlab.report.documents import ring
 from ringlab.report.published import DOCUMENTS
@@ -324,7 +324,7 @@ def test_provenance_says_clocks_completeness_and_counts(tmp_path):
     assert "GPU before a group" not in plain and "Inputs" in plain
     # Lines that are no rows do not stop it.
     (tmp_path / "samples.jsonl").write_bytes(b'\xff\n[1]\n{"kind": "res\n')
-    assert origins.provenance(replace(study_of(made("000")), folder=tmp_path)).rows
+    assert findings.provenance(replace(study_of(made("000")), folder=tmp_path)).rows
 
 
 def test_the_beginning_comes_from_rows_that_may_be_shown():

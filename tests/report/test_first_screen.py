@@ -10,7 +10,7 @@ import ringlab
 from reporting import longer, made_up
 from ringlab import hardware
 from ringlab.measure import peers, suites
-from ringlab.report import first_screen, index, render, tables
+from ringlab.report import findings, first_screen, index, render, tables
 from ringlab.report.study import Study
 
 GIB = 2**30
@@ -96,6 +96,17 @@ def test_lengths_memory_and_bytes_are_those_of_the_commands():
         forward, across = ringlab.advise("cpu", n, passes="fwd"), ringlab.advise("cpu", n, ranks=2)
         assert line[-1] == tables.size(across.proposals[0].sent_bytes)
         assert line[3].sub == tables.size(forward.need_bytes) and said == f"{line[3].text}, fits"
+
+
+def test_the_first_screen_and_the_pages_say_the_same_of_trust():
+    def worse(r):
+        return replace(r, status="incorrect", reason="dq is off") if r.point.system == "flex" else r
+
+    for rows in (study(), study(change=worse)):
+        said, passed, every = findings.trust_line(rows), len(rows.good), len(rows.results)
+        assert f"{passed} of {every} measurements passed their check" in said
+        assert ("the others are rejected" in said) == (passed < every)
+    assert findings.trust_line(study()) in screen().lines[-1] and "times their roofline" in screen().lines[-1]
 
 
 def test_rooflines_of_a_cpu_come_from_its_rows():

@@ -9,7 +9,7 @@ from reporting import made_up, sampled, write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
-from ringlab.report import compare, findings, pace, reading, study
+from ringlab.report import compare, findings, pace, study
 
 CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [Point("dense_sdpa", Dense())]
 
@@ -118,7 +118,7 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert 64 in marked and len(marked) <= 1 + count // 5
     side = compare.read_side(str(tmp_path), tmp_path)
     assert [r.point.seq_len for r in side.study.results if r.unstable] == marked
-    shown = "\n".join([*reading.reading(found).lines, *findings.limits(found).lines])
+    shown = "\n".join([*findings.reading(found).lines, *findings.limits(found).lines])
     assert f"{count - len(marked)} of {count} times agree with an earlier run" in shown
     assert f"{len(marked)} of {count} times do not agree with an earlier run" in shown
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bs4 import BeautifulSoup
 from reporting import NOTEBOOK, PAGES, lean, longer, made, on_ranks, page, slower, study_of, system, way
 from ringlab import compat, hardware
 from ringlab.measure import Result, stats, suites
@@ -423,6 +424,10 @@ def test_the_ledger_judges_as_each_report_does(whole):
         assert [tables.cell(line[0]).text for line in table.rows] == [
             found[f"{number} {c['key']}"].word for c in published(number)["claims"]
         ]
+        # Drawn closed: what stays open is how many claims there are of each verdict.
+        closed = BeautifulSoup(table.html, "html.parser").details
+        counts = map(int, re.findall(r"\d+", closed.summary.text))
+        assert closed.table and "open" not in closed.attrs and sum(counts) == len(table.rows)
     assert {f"{e.document} {e.claim['key']}": e.verdict for e in ledger.judged(whole)} == found
     named = {claim["code"] for _, claim in CLAIMS.values() if "code" in claim}
     assert claims_code.FINDERS.keys() == named, "no function without a claim"

@@ -1,42 +1,62 @@
-"""What the rows come to: verdicts, and what is missing, failed or doubtful."""
+"""What every page says of its rows: how far to trust them, what is missing or failed, what the numbers mean, where they
+come from; and the claims of a document with their verdicts.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable
 
 from ..measure import suites
 from . import claims
-from .claims import Verdict
+from .claims import WORDS, Verdict
 from .rows import SHORT, label, pass_of
 from .study import Study
-from .tables import Cell, Table, Text, number
+from .tables import Cell, Table, Text, number, size
 from .trust import reason, status
 
 
 def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
-    """Every claim of a document with its verdict."""
+    """Every claim of a document with its verdict, drawn closed under a count of the verdicts."""
+    judged = list(judged)
     return study.table(
-        "Claims of the document, and what these rows say about them",
+        counted((verdict for _, verdict in judged), "claims "),
         claims.COLUMNS,
         [claims.cells(claim, verdict) for claim, verdict in judged],
         note="The tolerance follows from what is printed, not from these rows. The page of claims explains the words.",
+        folded=True,
         cards=True,
     )
+
+
+def counted(verdicts: Iterable[Verdict], what: str = "") -> str:
+    """How many have which verdict, in the order of ``WORDS``; ``what`` they are goes after the first number.
+
+    >>> counted([Verdict("holds", None, ""), Verdict("untested", None, ""), Verdict("holds", None, "")], "claims ")
+    '2 claims hold, 1 untested'
+    """
+    found = Counter(verdict.word for verdict in verdicts)
+    first, *others = [(found[w], w if found[w] == 1 else WORDS[w][1]) for w in WORDS if found[w]]
+    return ", ".join([f"{first[0]} {what}{first[1]}", *(f"{count} {said}" for count, said in others)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# trust, and what is missing
 
 
 def trust_line(study: Study) -> str:
     """The line of an answer about checks, noise and repetition."""
     shares = [e / r.tolerance[k] for r in study.good for k, e in r.errors.items() if r.tolerance[k]]
-    timed = [r for r in study.good if r.median]
-    again, agreed = study.repeats
-    twice = f"{agreed} of {again} times were the same in an earlier run" if again else "the run was not repeated"
-    good, count, worst = len(study.good), len(study.results), f"worst error {100 * max(shares, default=0):.0f} %"
-    passed = f"all {count} rows" if good == count else f"{good} of {count} rows are shown, which"
-    floor = f"the same work differed by up to {number(study.noise_floor)}× (the noise floor)"
+    timed, (again, agreed), good = [r for r in study.good if r.median], study.repeats, len(study.good)
+    twice = f"{agreed} of {again} times agree with an earlier run" if again else "the run was not repeated"
+    floor = f"The same work, measured twice in a run, differed by up to {number(study.noise_floor)}×"
     return (
-        f"**Trust**: {passed} passed their check against the float64 reference ({worst} of the tolerance); "
-        f"{floor if study.twins else 'no call was measured twice'}; {sum(r.unstable for r in timed)} of {len(timed)} "
-        f"times are unstable; {twice}."
+        f"**Trust**: {good} of {len(study.results)} measurements passed their check against the float64 reference "
+        f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
+        f"{'' if good == len(study.results) else '; the others are rejected'}. "
+        f"{floor if study.twins else 'No call was measured twice in a run'}. "
+        f"{sum(r.unstable for r in timed)} of {len(timed)} times are unstable; {twice}."
     )
 
 
@@ -138,3 +158,124 @@ def failures(study: Study) -> Table | None:
         ],
         folded=True,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the numbers mean
+
+
+def reading(study: Study) -> Text:
+    """One line for each kind of number, folded."""
+    dense = (
+        "**Faster than dense**: a sparse pattern leaves out keys, so it computes another function than dense attention."
+    )
+    return study.text(
+        "**Time**: the median of repeated calls in a process of its own, with a 95 % interval. *Unstable*: the samples "
+        "vary by more than 20 %, drift during the run, or disagree with an earlier run. The **roofline** is the "
+        f"shortest time that this device's peak rates allow.{_repeats(study)}",
+        "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the two times. "
+        + _noise(study),
+        "**Checks**: each row was compared with the float64 reference in the process that timed it. Errors are "
+        "relative norms. A row that fails, or is faster than its roofline, is listed with the reason and not shown.",
+        "**Peak memory** includes q, k, v and the output, and is given as a multiple of them too.",
+        *([dense] if study.rows(system="dense_sdpa") else []),
+        bullets=True, summary="What the numbers mean",
+    )  # fmt: skip
+
+
+def _repeats(study: Study) -> str:
+    """How the times agree with those of an earlier run."""
+    count, agreed = study.repeats
+    return f" {agreed} of {count} times agree with an earlier run of this code." if count else ""
+
+
+def _noise(study: Study) -> str:
+    """What a speed-up must exceed to be called a difference."""
+    if not study.twins:
+        return "No call was measured twice, so the noise floor of this run is not known."
+    count = f"{len(study.twins)} call{'s' * (len(study.twins) > 1)} measured twice"
+    return (
+        f"{count} differed by up to {number(study.noise_floor)}× from themselves: this is the noise floor, and a "
+        "speed-up whose interval reaches into it is marked *within noise*."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where the rows come from
+
+NAMES = {
+    "commit": "Commit", "dirty": "Changed since that commit", "ringlab": "ringlab",
+    "engine": "Engine (hash of its code)", "method": "Method (hash of its code)", "device_name": "Device",
+    "device_memory_bytes": "Memory", "cpu": "CPU", "cpu_capability": "Instruction set", "threads": "Threads",
+    "cpu_mhz": "CPU clock at the start of a group (MHz)", "torch": "torch", "cuda": "CUDA", "driver": "Driver",
+    "python": "Python", "machine": "Machine (salted id)", "load_average": "Load average of the last minute",
+    "others_cores": "Cores that others used meanwhile",
+}  # fmt: skip
+STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
+
+
+def provenance(study: Study) -> Table:
+    """Where the rows come from: each fact with the values it took, one where all rows agree."""
+    rows = []
+    for key, name in NAMES.items():
+        values = [r.provenance.get(key) for r in study.results]
+        rows.append([name, _spread(values, size if key == "device_memory_bytes" else _plain)])
+    for key, name in STATES.items():
+        rows.append([name, _states([r.provenance.get(key) or {} for r in study.results])])
+    times = sorted(str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc"))
+    rows.append(["Groups begun (UTC)", f"{times[0]} to {times[-1]}" if times else None])
+    rows.append(["Spent on these points (s)", _spent(study)])
+    rows.append(["Points", f"{len(study.results)} measured, {len(study.good)} quoted"])
+    missing = missing_points(study)
+    rows.append(["Complete", "yes" if not missing else f"no, {len(missing)} of {len(suite_points(study))} are missing"])
+    if study.left_out:
+        rows.append(["Left out", f"{study.left_out} rows of another engine, machine or device"])
+    rows.append(["Samples of one point, least to most", _samples(study)])
+    rows.append(["Inputs", "normal, from a generator seeded by the point's own hash"])
+    known = [r for r in rows if r[1] is not None]
+    return study.table("Where these rows come from", ["What", "Value"], known, folded=True)
+
+
+def _spent(study: Study) -> str | None:
+    """Seconds from the file of rows: starting, checking and warming up included."""
+    path = study.folder / "samples.jsonl"
+    if not path.is_file():
+        return None
+    ours = {(r.run, r.point.id) for r in study.results}
+    seconds = 0.0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # a writer that was killed left half a line
+            continue
+        if isinstance(row, dict) and row.get("kind") == "result" and (row["run"], row["point"]) in ours:
+            seconds += row["duration"]
+    return number(seconds)
+
+
+def _states(states: list[dict]) -> str | None:
+    """Clocks, temperature and the like, each with the values it took."""
+    keys = dict.fromkeys(k for state in states for k in state)
+    said = {k: _spread([s.get(k) for s in states], _plain) for k in keys}
+    return "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in said.items() if v is not None) or None
+
+
+def _plain(value) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _spread(values: list, show) -> str | None:
+    known = {v for v in values if v is not None}
+    if not known:
+        return None
+    if len(known) > 2 and all(isinstance(v, int | float) for v in known):
+        return f"{show(min(known))} to {show(max(known))}"
+    return ", ".join(sorted(show(v) for v in known))
+
+
+def _samples(study: Study) -> str | None:
+    counts = [len(r.seconds) for r in study.good if r.seconds]
+    said = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
+    return f"{said}, warm-up discarded; 95 % intervals" if counts else None

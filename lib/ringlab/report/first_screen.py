@@ -19,6 +19,7 @@ from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
 from . import curves, figures
 from .figures import Figure
+from .findings import trust_line
 from .landscape import field
 from .landscape.document import COLORS
 from .rows import SHORT
@@ -203,23 +204,15 @@ def _call(advice: Advice) -> str:
 
 
 def _trust(study: Study) -> str:
-    timed = [r for r in study.good if r.median]
-    above = sorted(r.median / r.bound_seconds for r in timed if r.bound_seconds)
+    """How far the times are from their rooflines, and for measured ones the line of every page."""
+    above = sorted(r.median / r.bound_seconds for r in study.good if r.median and r.bound_seconds)
     over = ""
     if len(above) > 3:
         low, middle, high = (number(x, 2) for x in quantiles(above, n=4))
         over = f"Times measured on {study.device} are {middle} times their roofline in the median ({low} to {high})"
     if study.rehearsal:
         return f"**Trust**: computed times are lower bounds. {over}; this device was not tried."
-    shares = [e / r.tolerance[k] for r in study.good for k, e in r.errors.items() if r.tolerance[k]]
-    again, agreed = study.repeats
-    twice = f"{agreed} of {again} times agree with an earlier run" if again else "the run was not repeated"
-    return (
-        f"**Trust**: {len(study.good)} of {len(study.results)} measurements passed their check against the float64 "
-        f"reference (largest error: {100 * max(shares, default=0):.0f} % of what is allowed); the others are rejected. "
-        f"The same work, measured twice in a run, differed by up to {number(study.noise_floor)}×. "
-        f"{sum(r.unstable for r in timed)} of {len(timed)} times are unstable; {twice}. {over}."
-    )
+    return f"{trust_line(study)} {over}."
 
 
 def _name(pattern: Pattern) -> str:

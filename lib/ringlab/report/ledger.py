@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .. import hardware
-from . import claims_code, origins
+from . import claims_code
 from . import study as studies
 from .claims import COLUMNS, WORDS, Verdict, cells, compared
+from .findings import counted, provenance
 from .published import DOCUMENTS, published
 from .study import Study
 from .tables import Cell, Table, Text, number
@@ -52,7 +53,7 @@ def answer(study: Study) -> Text:
     """The verdicts in numbers, the strongest contradictions, the headlines of the documents, and what is open."""
     entries = judged(study)
     said = "; ".join(f"{e.claim['headline']}: {e.verdict.word}" for e in entries if "headline" in e.claim)
-    lines = [f"**{len(entries)} claims of five documents**: {_counted(entries, *WORDS)}."]
+    lines = [f"**{len(entries)} claims of five documents**: {counted(e.verdict for e in entries)}."]
     if wrong := [e for e in _sorted(entries) if e.verdict.word == PRINTED[0]]:
         first = wrong[0]
         lines.append(f"**Impossible**: {first.claim['text']}. In fact {first.verdict.why}.")
@@ -64,13 +65,6 @@ def answer(study: Study) -> Text:
     if here := decided[_report(study.profile)] if study.rehearsal else 0:
         lines.append(f"**Decided by {_report(study.profile)}**: {here} claims.")
     return study.text(*lines, kind="answer", bullets=True)
-
-
-def _counted(entries: list[Entry], *words: str, what: str = "") -> str:
-    """How many entries have which of these verdicts; ``what`` they are goes after the first number."""
-    found = Counter(e.verdict.word for e in entries)
-    first, *others = [(found[w], w if found[w] == 1 else WORDS[w][1]) for w in words if found[w]]
-    return ", ".join([f"{first[0]} {what}{first[1]}", *(f"{count} {said}" for count, said in others)])
 
 
 def _sorted(entries: list[Entry]) -> list[Entry]:
@@ -107,7 +101,7 @@ def claims(study: Study, *words: str) -> Table | Text:
     columns = [*COLUMNS, "Tested by", *(["Decided by"] if words[0] in OPEN else [])]
     meanings = [f"{word.capitalize()}: {WORDS[word][2]}" for word in words]
     return study.table(
-        _counted(found, *words, what="claims "),
+        counted((e.verdict for e in found), "claims "),
         columns,
         [_line(study, e)[: len(columns)] for e in found],
         note=" ".join(meanings),
@@ -134,11 +128,6 @@ def contradicting(study: Study) -> Table:
         "than rounding, a batch of 2 or layers around the attention could explain.",
         cards=True,
     )
-
-
-def provenance(study: Study) -> Table:
-    """Where the rows come from, drawn closed."""
-    return replace(origins.provenance(study), folded=True)
 
 
 def summary(study: Study) -> Table:

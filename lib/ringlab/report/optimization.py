@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import replace
 from functools import cache
 from itertools import permutations
 
@@ -15,9 +14,7 @@ from ..kernels.base import DeviceSpec
 from . import columns, curves, figures, findings, rows
 from . import study as studies
 from .columns import MASK, PASS, PEAK, ROOFLINE, SHARD, TIME, TOKENS, Column, shown, table, times
-from .findings import failures
-from .origins import provenance
-from .reading import reading
+from .findings import failures, provenance, reading
 from .rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
 from .study import Study, best, pattern_of
 from .tables import Cell, Code, Table, Text, about, number, size
@@ -534,7 +531,7 @@ def ledger(study: Study) -> Table:
     """Every claim of the document, judged."""
     from . import claims_code  # its functions select rows by those of this module
 
-    return replace(findings.ledger(study, claims_code.judged(study, "000")), folded=True)
+    return findings.ledger(study, claims_code.judged(study, "000"))
 
 
 def limits(study: Study) -> Text:

@@ -15,11 +15,9 @@ from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECT
 from ...ring.volume import ladder_rows
 from .. import claims_code, columns, curves, figures, findings
 from ..columns import Column, peak_bytes, printed, ratio, rows_of, sent_bytes, timed, times
-from ..findings import failures
-from ..origins import provenance
+from ..findings import failures, provenance, reading
 from ..predicted import accuracy
 from ..published import DOCUMENTS, MB, published
-from ..reading import reading
 from ..rows import SHORT
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, about, number, size

@@ -6,9 +6,7 @@ from ...measure import peers as packages
 from .. import columns, curves, figures, findings
 from .. import study as studies
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
-from ..findings import failures
-from ..origins import provenance
-from ..reading import reading
+from ..findings import failures, provenance, reading
 from ..rows import SHORT
 from ..session.rows import percent
 from ..study import Study, pattern_of

@@ -12,10 +12,8 @@ from ...patterns import Dense
 from .. import claims_code, columns, curves, figures, findings
 from .. import study as studies
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, shown, table, times
-from ..findings import failures
+from ..findings import failures, provenance, reading
 from ..optimization import lent
-from ..origins import provenance
-from ..reading import reading
 from ..rows import SHORT, begins
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number, size
