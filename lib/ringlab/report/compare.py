@@ -27,12 +27,11 @@ from ..measure import stats, store
 from ..measure.points import Result
 from ..measure.stats import Ratio
 from ..measure.store import NAME
-from .pace import apart
 from .places import UsageError, note
 from .rows import DEFAULTS
 from .study import Study, settle
 from .tables import Table, cell, interval, number, size
-from .trust import objection, threads
+from .trust import apart, objection, threads
 
 DEMANDED = ("machine", "device", "device_name", "torch", "method")  # all but the engine, which a check is about
 FALSE_ALARMS = 0.05  # the chance that any row of a comparison is called different where none is

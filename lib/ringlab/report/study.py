@@ -13,10 +13,9 @@ import torch
 
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
-from .pace import apart, earlier, reproduced, spread, turns, widened
 from .places import EXPECTED_PREFIX, REHEARSAL, data_folder
 from .tables import Table, Text
-from .trust import judged, objection
+from .trust import apart, earlier, judged, objection, reproduced, spread, turns, widened
 
 NOT_MEASURED = "not measured"
 

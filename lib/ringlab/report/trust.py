@@ -1,18 +1,29 @@
-"""Which rows may be quoted: each judged by itself, and those on several ranks by the row on one.
+"""Which rows may be quoted, and how wide the intervals of their times are.
 
 No time without a passed check, none that is faster than its bound, no peak smaller than its own tensors, no speed-up on
 p ranks beyond 1.1 p.
+
+The samples of a point are taken within a minute or two, so their interval knows nothing of a machine that is slower in
+the next quarter of an hour: shared caches, other tenants, clocks. Calls that stand in several groups of a run show it,
+and so do earlier runs of the same code, where there are any. Intervals include it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations
+from statistics import mean, median
 
+from ..measure.provenance import key
 from .tables import number
 
 SUPERLINEAR = 1.1  # times the number of ranks; caches may add a little, never more
 PLACEMENT = ("group", "layout", "scheme")  # options that say how ranks share a point's work, not which work it is
+FEWEST = 3  # pairs of groups, below which they say nothing of the rest
+NORMAL = 1.96  # standard deviations on either side of 95 %
+MIDDLE = 0.6745  # standard deviations on either side of a half
 
 
 def objection(result) -> str:
@@ -84,3 +95,92 @@ def reason(result) -> str:
 def status(result) -> str:
     """The word for a row that is not quoted."""
     return objection(result).partition(":")[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# from group to group, and from run to run
+
+
+def spread(results: Iterable) -> float:
+    """Standard deviation, between groups, of the logarithm of a call's median time; 0.0 where too few calls repeat.
+
+    From the pairs of quotable, undisturbed rows of one call in two groups or runs, with the same threads: half the
+    variance of their log ratios is that of one, and their median size tells it, so that a few calls that went wrong do
+    not speak for the machine. A twin is its first, and counts with it.
+    """
+    found: dict[tuple, dict[tuple, list[float]]] = {}
+    for r in results:
+        if r.median and not objection(r) and not r.provenance.get("crowded"):
+            same = found.setdefault((r.point.first.id, threads(r)), {})
+            same.setdefault((r.group, r.run), []).append(math.log(r.median))
+    logs = [[mean(group) for group in groups.values()] for groups in found.values()]
+    sizes = [abs(a - b) for same in logs for a, b in combinations(same, 2)]
+    return median(sizes) / (MIDDLE * math.sqrt(2)) if len(sizes) >= FEWEST else 0.0
+
+
+def earlier(results: Iterable, kept: Iterable) -> list:
+    """The quotable results that were measured as one of ``kept`` was, but in a run before: by the same code on the same
+    machine, beside the same calls, and undisturbed."""
+    newest = {(r.group, r.point.id): r for r in kept}
+
+    def fit(r) -> bool:
+        return bool(r.median) and not objection(r) and not r.provenance.get("crowded")
+
+    def counts(r) -> bool:
+        now = newest.get((r.group, r.point.id))
+        if now is None or r.run == now.run or not (fit(r) and fit(now)):
+            return False
+        return [key(r.provenance), r.composition, r.rehearsal] == [key(now.provenance), now.composition, now.rehearsal]
+
+    return [r for r in results if counts(r)]
+
+
+def turns(kept: Iterable, before: Iterable) -> float:
+    """Standard deviation, from run to run, of the logarithm of a ratio of calls that took turns; 0.0 if not known.
+
+    Two runs of a group differ by the machine's pace, which is the same for all its calls, and each call by a rest. The
+    rests tell how far the ratio of two calls is from that of another run.
+    """
+    earliest = {(r.group, r.point.id): r for r in before}
+    groups: dict[str, list[float]] = {}
+    for r in kept:
+        if (again := earliest.get((r.group, r.point.id))) is not None and r.median and not objection(r):
+            groups.setdefault(r.group, []).append(math.log(r.median / again.median))
+    rests = [abs(x - median(found)) for found in groups.values() if len(found) >= FEWEST for x in found]
+    return median(rests) / MIDDLE if len(rests) >= FEWEST else 0.0
+
+
+def reproduced(kept: Sequence, before: Sequence, between: float) -> dict[tuple[str, str], bool]:
+    """For each (group, point) that was measured ``before``, whether its interval meets all of the earlier ones.
+
+    Both are widened by ``between``; where that is not known, two runs say nothing of each other.
+    """
+    newest = {(r.group, r.point.id): r for r in widened(kept, between) if r.ci}
+    found: dict[tuple[str, str], bool] = {}
+    for r in widened(before, between) if between else ():
+        at = r.group, r.point.id
+        if r.ci and at in newest:
+            (low, high), (least, most) = r.ci, newest[at].ci
+            found[at] = found.get(at, True) and low <= most and least <= high
+    return found
+
+
+def widened(results: Sequence, between: float) -> list:
+    """The results with intervals of their times that also hold ``between`` (of logarithms), as independent errors."""
+    return [replace(r, ci=_wider(r.median, r.ci, NORMAL * between)) if r.median and r.ci else r for r in results]
+
+
+def apart(ratio, between: float, turns: float = 0.0):
+    """A ratio whose interval also holds what two runs differ by: ``turns`` of rows that took turns, else ``between`` on
+    both sides."""
+    by = turns if ratio.paired else math.sqrt(2) * between
+    if not by:
+        return ratio
+    low, high = _wider(ratio.value, ratio.ci, NORMAL * by)
+    return replace(ratio, low=low, high=high)
+
+
+def _wider(middle: float, interval: tuple[float, float], reach: float) -> tuple[float, float]:
+    low, high = interval
+    down, up = (math.log(middle / low) if low else math.inf, math.log(high / middle))
+    return middle * math.exp(-math.hypot(down, reach)), middle * math.exp(math.hypot(up, reach))

@@ -9,7 +9,7 @@ from reporting import made_up, sampled, write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
-from ringlab.report import compare, findings, pace, study
+from ringlab.report import compare, findings, study, trust
 
 CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [Point("dense_sdpa", Dense())]
 
@@ -27,9 +27,9 @@ def rows_at(paces, calls=CALLS):
 def test_spread_is_that_of_the_pace():
     noise = random.Random(1)
     paces = [math.exp(noise.gauss(0, 0.1)) for _ in range(60)]
-    assert pace.spread(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
-    assert pace.spread(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
-    assert pace.spread(rows_at([1.0, 1.2])) == pytest.approx(math.log(1.2) / math.sqrt(2) / pace.MIDDLE)
+    assert trust.spread(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
+    assert trust.spread(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
+    assert trust.spread(rows_at([1.0, 1.2])) == pytest.approx(math.log(1.2) / math.sqrt(2) / trust.MIDDLE)
 
 
 def test_only_the_same_call_in_another_group_counts():
@@ -37,22 +37,22 @@ def test_only_the_same_call_in_another_group_counts():
     other_threads = [replace(r, provenance={"threads": 1}) if r.group == "group 1" else r for r in same]
     refused = [replace(r, status="incorrect") if r.group == "group 1" else r for r in same]
     twins = [*same[:3], *(replace(r, point=r.point.but(options={"twin": True})) for r in same[3:])]
-    assert pace.spread(other_threads) == pace.spread(refused) == pace.spread(same[:3]) == 0.0
-    assert pace.spread(same[:2] + same[3:5]) == 0.0  # two pairs say nothing of the rest
-    assert pace.spread(twins) == pace.spread(same)
+    assert trust.spread(other_threads) == trust.spread(refused) == trust.spread(same[:3]) == 0.0
+    assert trust.spread(same[:2] + same[3:5]) == 0.0  # two pairs say nothing of the rest
+    assert trust.spread(twins) == trust.spread(same)
 
 
 def test_an_interval_is_widened_by_both_errors_together():
     one = row(CALLS[0], "group", 1.0)
     one = replace(one, ci=(one.median * math.exp(-0.03), one.median * math.exp(0.03)))
-    (wide,) = pace.widened([one], 0.04 / pace.NORMAL)
+    (wide,) = trust.widened([one], 0.04 / trust.NORMAL)
     assert [abs(math.log(end / one.median)) for end in wide.ci] == pytest.approx([0.05, 0.05])
 
 
 def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
     write_rows(tmp_path, rows_at([1.0, 1.2]))
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    between = math.log(1.2) / math.sqrt(2) / pace.MIDDLE
+    between = math.log(1.2) / math.sqrt(2) / trust.MIDDLE
     assert found.pace == pytest.approx(between) and found.of("optimization").pace == found.pace
     for r in found.results:
         assert math.log(r.ci[1] / r.median) == pytest.approx(1.96 * between, rel=0.01)
@@ -61,7 +61,7 @@ def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
     assert not apart.paired and apart.low < 1 < apart.high
     assert measure.ratio(b, a).low > 1.19
     turns = measure.ratio([2.0, 2.1, 2.0], [1.0, 1.0, 1.1])
-    assert turns.paired and pace.apart(turns, between) == turns
+    assert turns.paired and trust.apart(turns, between) == turns
 
 
 def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path):
@@ -70,13 +70,13 @@ def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path
     noise, company = random.Random(3), Group("group", calls)
     runs = [[row(p, company, 0.1 * slow * math.exp(noise.gauss(0, 0.05)), run) for p in calls]
             for run, slow in (("one", 1.0), ("two", 1.7))]  # fmt: skip
-    assert pace.turns(runs[1], runs[0]) == pytest.approx(0.05 * math.sqrt(2), rel=0.2)
-    assert pace.turns(runs[1][:2], runs[0]) == pace.turns(runs[1], []) == 0.0
+    assert trust.turns(runs[1], runs[0]) == pytest.approx(0.05 * math.sqrt(2), rel=0.2)
+    assert trust.turns(runs[1][:2], runs[0]) == trust.turns(runs[1], []) == 0.0
     write_rows(tmp_path, [r for rows in runs for r in rows])
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    assert found.turns == pytest.approx(pace.turns(runs[1], runs[0]))
+    assert found.turns == pytest.approx(trust.turns(runs[1], runs[0]))
     once, again = ([measure.ratio(a, b) for a, b in zip(rows, rows[1:])] for rows in runs)
-    wide = [[pace.apart(x, 0.0, found.turns) for x in ratios] for ratios in (once, again)]
+    wide = [[trust.apart(x, 0.0, found.turns) for x in ratios] for ratios in (once, again)]
 
     def meet(*sides) -> float:
         return sum(a.low <= b.high and b.low <= a.high for a, b in zip(*sides)) / len(sides[0])
@@ -88,15 +88,15 @@ def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path
 def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
     now = [replace(r, run="now") for r in rows_at([1.0])]
     before = [replace(r, run="before") for r in now]
-    assert pace.earlier([*before, *now], now) == before
+    assert trust.earlier([*before, *now], now) == before
     for change in ({"provenance": {"engine": "other"}}, {"provenance": {"crowded": True}}, {"composition": "other"},
                    {"rehearsal": True}, {"status": "incorrect"}, {"group": "other"}, {"run": "now"}):  # fmt: skip
-        assert pace.earlier([replace(r, **change) for r in before], now) == [], change
-    assert pace.spread([*now, *before]) == pytest.approx(0.0, abs=1e-12)
-    assert pace.earlier(before, [replace(r, provenance={"crowded": True}) for r in now]) == []
-    assert pace.earlier(before, [replace(r, status="incorrect") for r in now]) == []
-    assert pace.reproduced(now, before, 0.01) == {(r.group, r.point.id): True for r in now}
-    assert pace.reproduced(now, before, 0.0) == {}, "nothing is known of the machine's pace"
+        assert trust.earlier([replace(r, **change) for r in before], now) == [], change
+    assert trust.spread([*now, *before]) == pytest.approx(0.0, abs=1e-12)
+    assert trust.earlier(before, [replace(r, provenance={"crowded": True}) for r in now]) == []
+    assert trust.earlier(before, [replace(r, status="incorrect") for r in now]) == []
+    assert trust.reproduced(now, before, 0.01) == {(r.group, r.point.id): True for r in now}
+    assert trust.reproduced(now, before, 0.0) == {}, "nothing is known of the machine's pace"
 
 
 @pytest.mark.parametrize("count, factor", [(3, 1.5), (10, 1.5), (20, 1.5), (3, 100.0), (20, 100.0)])
