@@ -35,24 +35,19 @@ def run(
     *,
     reports: Path | None = None,
     machine: hardware.Machine | None = None,
-    timeout_s: float = TIMEOUT_S,
 ) -> list[Path]:
     """Print every report of a profile to ``<report>.pdf`` and return the paths; an earlier PDF is replaced whole.
 
-    "auto" is the profile of this machine, or all profiles where that one has no report; ``timeout_s`` is for a page.
-    Raises UsageError for an unknown profile, where there is no report, or no Chromium; ReportError where it fails.
+    "auto" is the profile of this machine, or all profiles where that one has no report. Raises UsageError where there
+    is no report, or no Chromium; ReportError where it fails.
     """
-    found = pages(name, reports_folder() if reports is None else Path(reports), machine)
-    browser = chromium()
-    return [print_page(page, browser, timeout_s) for page in found]
+    found, browser = pages(name, Path(reports or reports_folder()), machine), chromium()
+    return [print_page(page, browser) for page in found]
 
 
 def pages(name: str, reports: Path, machine: hardware.Machine | None = None) -> list[Path]:
     """The finished HTML reports of a profile, its own before its rehearsal's; UsageError where there is none."""
-    try:
-        profile = hardware.resolve(name.removesuffix(f"-{REHEARSAL}"), machine).name
-    except hardware.UnknownProfile as error:
-        raise UsageError(str(error)) from None
+    profile = hardware.resolve(name.removesuffix(f"-{REHEARSAL}"), machine).name
     own = [] if name.endswith(REHEARSAL) else [profile]
     for folder in (*own, f"{profile}-{REHEARSAL}", *(["*"] if name == "auto" else [])):
         found = sorted(p for p in reports.glob(f"{folder}/*.html") if not p.name.endswith(".failed.html"))
@@ -65,57 +60,45 @@ def pages(name: str, reports: Path, machine: hardware.Machine | None = None) -> 
 def chromium() -> list[str]:
     """The browser's command: $CHROMIUM, which may carry options, or the first of NAMES; UsageError where none is."""
     named = os.environ.get("CHROMIUM", "").strip()
-    if named:
-        command = [named] if shutil.which(named) else shlex.split(named)
-        if not shutil.which(command[0]):
-            raise UsageError(f"CHROMIUM={named} is no program that can be run; {INSTALL}")
-        return command
-    found = [path for path in map(shutil.which, NAMES) if path]
-    if not found:
-        raise UsageError(f"PDF needs Chromium or Chrome, and none is here; {INSTALL}")
-    return found[:1]
+    if not named:
+        found = [path for path in map(shutil.which, NAMES) if path]
+        if not found:
+            raise UsageError(f"PDF needs Chromium or Chrome, and none is here; {INSTALL}")
+        return found[:1]
+    command = [named] if shutil.which(named) else shlex.split(named)
+    if not shutil.which(command[0]):
+        raise UsageError(f"CHROMIUM={named} is no program that can be run; {INSTALL}")
+    return command
 
 
 def print_page(page: Path, browser: Sequence[str], timeout_s: float = TIMEOUT_S) -> Path:
     """Print one page to a PDF beside it; ReportError in one line if the browser fails or leaves half a file."""
     target, scratch = page.with_suffix(".pdf"), page.parent / "tmp"
-    try:
-        scratch.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="pdf-", dir=scratch, ignore_cleanup_errors=True) as folder:
-            partial = Path(folder).resolve() / target.name
-            # Chromium's sandbox refuses to start for root.
-            options = [*FLAGS, *(["--no-sandbox"] if os.geteuid() == 0 else []), f"--user-data-dir={folder}/browser"]
-            failure = _call([*browser, *options, f"--print-to-pdf={partial}", page.resolve().as_uri()], timeout_s)
-            if failure or not _whole(partial):
-                why = failure or "it wrote no whole PDF"
-                raise ReportError(f"{browser[0]} could not print {os.path.relpath(page)}: {why}")
-            os.replace(partial, target)
-    except OSError as error:
-        raise ReportError(f"cannot write {error.filename or target}: {error.strerror or error}") from error
+    scratch.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pdf-", dir=scratch, ignore_cleanup_errors=True) as folder:
+        partial = Path(folder).resolve() / target.name
+        # Chromium's sandbox refuses to start for root.
+        options = [*FLAGS, *(["--no-sandbox"] if os.geteuid() == 0 else []), f"--user-data-dir={folder}/browser"]
+        why = _call([*browser, *options, f"--print-to-pdf={partial}", page.resolve().as_uri()], timeout_s)
+        data = partial.read_bytes() if partial.is_file() else b""
+        if why or not (data.startswith(b"%PDF-") and b"%%EOF" in data[-1024:]):
+            raise ReportError(f"{browser[0]} could not print {os.path.relpath(page)}: {why or 'it wrote no whole PDF'}")
+        os.replace(partial, target)
     return target
 
 
 def _call(command: Sequence[str], timeout_s: float) -> str:
     """Run the browser in a group of its own, which ends with this call; returns what went wrong, or ""."""
-    browser = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        said, _ = browser.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return f"it did not end within {timeout_s:g} s"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(browser.pid, signal.SIGKILL)
-        browser.wait()
+    how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, start_new_session=True, errors="replace", **how) as browser:
+        try:
+            said, _ = browser.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"it did not end within {timeout_s:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(browser.pid, signal.SIGKILL)
     # The last line of its output that is not about the desktop's message bus, without its time stamp.
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if "dbus" not in line.lower()]
+    lines = [line.strip() for line in said.splitlines() if "dbus" not in line.lower()]
     last = re.sub(r"^\[[^\]]*\]\s*", "", next(filter(None, reversed(lines)), "it said nothing"))
     return f"exit code {browser.returncode}; {last[:300]}" if browser.returncode else ""
-
-
-def _whole(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    data = path.read_bytes()
-    return data.startswith(b"%PDF-") and b"%%EOF" in data[-1024:]
