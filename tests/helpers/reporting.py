@@ -17,7 +17,7 @@ from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
-from ringlab.report import claims_code, curves, figures, optimization, tables
+from ringlab.report import claims_code, figures, optimization, tables
 from ringlab.report.documents import ring
 from ringlab.report.published import DOCUMENTS, published
 from ringlab.report.session import document as session
@@ -171,9 +171,8 @@ class Shown:
     def __init__(self, document, page, names):
         self.tables, self.texts, self.labels, self.drawn, self.stamps = [], [], [], [], []
         with pytest.MonkeyPatch.context() as patch:
-            for module, kinds in ((figures, ("bars", "ratios")), (curves, ("lines",))):
-                for kind in kinds:
-                    patch.setattr(module, kind, self._draw)
+            for kind in ("bars", "lines"):
+                patch.setattr(figures, kind, self._draw)
             patch.setattr(figures, "show", self._show)
             for name in names:
                 self._keep(getattr(document, name)(page))

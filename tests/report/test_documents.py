@@ -293,14 +293,13 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     missing = len(made("000")) - len(results)
     assert "bf16: not measured." in lines and "no row passed" not in said
     assert f"What {missing} of the {len(made('000'))} points" in said and "every row ran on one" in said
-    refused = next(line for line in lines if "needs a CUDA device" in line)
-    assert all(name in refused for name in ("cudnn", "flash_attn_2", "flash_attn_3", "xformers", "efficient"))
-    assert refused.count("needs a CUDA device") == 1
     assert "2 times are unstable" in said and "Naive (ours), fp16, 8,192 tokens, forward" in said
     assert "unstable" in single.implementations(about).markdown
     failed = single.failures(about)
-    assert len(failed.rows) == 7 and all(row[3] == "needs a CUDA device, this is cpu" for row in failed.rows)
-    assert {text(row[2]) for row in failed.rows} == {"unsupported"}
+    (refused,) = failed.rows  # they agree in shape and reason
+    assert refused[0].count("kernel") == 7 and failed.caption.startswith("7 of ") and "CUDA" not in said
+    assert all(name in refused[0] for name in ("cudnn", "flash_attn_2", "flash_attn_3", "xformers", "efficient"))
+    assert (text(refused[2]), refused[3]) == ("unsupported", "needs a CUDA device, this is cpu")
     assert f"{missing} points of this profile" in single.answer(about).lines[-1]
     nothing = page("000", lambda r: replace(r, errors={"out": 1.0}) if r.point.dtype == "bfloat16" else r)
     assert "bf16: no row passed, each with its reason below." in single.limits(nothing).lines

@@ -124,7 +124,7 @@ def test_rows_that_may_not_be_quoted_say_why(whole):
     assert column(table, "Time (ms)")[DEFAULT] == "oom" and column(table, "Of the best peer")[DEFAULT] is None
     version = next(r for r in rungs.versions(lost).rows if r[:2] == ["Default path", "forward, head_dim 128"])
     assert version[3].text == "oom"
-    assert [row[2].text for row in rungs.rejected(lost).rows] == ["oom", "oom"]  # it stands there twice
+    assert [(row[2].text, row[3]) for row in rungs.rejected(lost).rows] == [("oom", "CUDA out of memory")]
     assert rungs.rejected(of_kernels(whole)) is None
     fewer = of_kernels([r for r in whole if r.point.system != "flex"])
     assert "Not measured: 1 points, as " in rungs.times(fewer).note

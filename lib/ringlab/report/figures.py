@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,14 +21,13 @@ import matplotlib
 matplotlib.use("agg")  # no window, whatever the machine's default is
 
 import matplotlib.pyplot as plt  # noqa: E402
-import seaborn  # noqa: E402
+from matplotlib.ticker import LogLocator, MaxNLocator  # noqa: E402
 
-from . import theme  # noqa: E402
 from .tables import PLAIN_ONLY, Table  # noqa: E402
-from .theme import FAINT, INK, MARK, PAPER  # noqa: E402
+from .theme import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, SKY  # noqa: E402, F401
 
-BLUE, ORANGE, GREEN, RED, PURPLE = seaborn.color_palette("colorblind").as_hex()[:5]
-GREY, SKY = theme.GREY, theme.SKY
+MARKERS = "osD^vPX*h"
+LINE = 11.5  # points from one label at the right edge to the next
 WIDTH = 4.6  # inches: at 10 pt the text is readable when the figure is as wide as a phone
 STYLE = {
     "figure.constrained_layout.use": True,
@@ -63,14 +63,13 @@ def drawing(**style):
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar or dot with its interval; ``bound`` is a mark beside it, ``missing`` the reason for having no value."""
+    """One bar with its interval; ``missing`` is the reason for having no value."""
 
     label: str
     value: float | None
     low: float | None = None
     high: float | None = None
     color: str = BLUE
-    bound: float | None = None
     missing: str = ""
 
     @property
@@ -81,52 +80,25 @@ class Bar:
         return [[max(0.0, self.value - self.low)], [max(0.0, self.high - self.value)]]
 
 
-def bars(items: Sequence[Bar], *, xlabel: str, bound_label: str = "", log: bool = False, fmt="{:.3g}".format):
-    """Horizontal bars from a zero line (dots on a log axis), labelled with their values; bound marks are diamonds."""
+def bars(items: Sequence[Bar], *, xlabel: str, line: float | None = None, fmt: Callable = "{:.3g}".format):
+    """Horizontal bars from zero, labelled with their values. ``line``: where a vertical line stands, 1 for ratios."""
+    longest = max([line or 0, *(b.high or b.value for b in items if b.value is not None)])
     with drawing():
         fig, ax, at = _rows(items)
-        known = [max(b.high or 0, b.value) for b in items if b.value is not None]
         for y, b in zip(at, items):
             if b.value is None:
-                _said(ax, b.missing or "not measured", min(known, default=1.0) if log else 0, y)
+                ax.annotate(b.missing or "not measured", (0, y), (3, 0), textcoords="offset points", va="center",
+                            style="italic")  # fmt: skip
                 continue
-            if log:
-                _dot(ax, b, y)
-            else:
-                ax.barh(y, b.value, 0.85, color=b.color)
-                ax.errorbar(b.value, y, xerr=b.error, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
-            _said(ax, fmt(b.value), b.high or b.value, y, quoted=True)
-            if b.bound:
-                ax.plot(b.bound, y, marker="D", ms=5, mfc=MARK, mec=INK, ls="none")
-        if any(b.bound for b in items) and bound_label:
-            mark = ax.plot([], [], marker="D", ms=5, mfc=MARK, mec=INK, ls="none", label=bound_label)
-            fig.legend(handles=mark, frameon=False, loc="outside upper left", handletextpad=0.2, borderpad=0.1)
-        if log:
-            ax.set_xscale("log")
-            ax.margins(x=0.15)
-        else:
-            ax.set_xlim(0, max(known, default=1.0) * 1.18)
-            _few_ticks(ax)
-        ax.set_xlabel(xlabel, loc="left")
-        return fig
-
-
-def ratios(items: Sequence[Bar], *, xlabel: str):
-    """Ratios with their intervals around a line at 1; an interval that crosses it shows no difference."""
-    with drawing():
-        fig, ax, at = _rows(items)
-        known = [x for b in items if b.value is not None for x in (b.value, b.low, b.high) if x is not None]
-        low, high = min([1.0, *known]), max([1.0, *known])
-        for y, b in zip(at, items):
-            ax.plot([1, 1], [y - 0.45, y + 0.5], color=INK, lw=1.2)
-            if b.value is None:
-                _said(ax, b.missing or "not measured", 1, y)
-                continue
-            _dot(ax, b, y)
-            _said(ax, f"{b.value:.2f}×", max(b.high or b.value, 1.0), y, quoted=True)
-        room = max(high - low, 0.1)
-        ax.set_xlim(low - 0.05 * room, high + 0.2 * room)
-        _few_ticks(ax)
+            ax.barh(y, b.value, 0.85, color=b.color)
+            ax.errorbar(b.value, y, xerr=b.error, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
+            ax.annotate(fmt(b.value), (b.high or b.value, y), (7, 0), textcoords="offset points", va="center",
+                        weight="bold")  # fmt: skip
+        if line is not None:
+            ax.axvline(line, color=INK, lw=1.2, ls=":")
+        ax.set_xlim(0, 1.18 * longest or 1)
+        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
         ax.set_xlabel(xlabel, loc="left")
         return fig
 
@@ -158,19 +130,82 @@ def _wrapped(label: str, width: int = 54) -> list[str]:
     return [joined] if len(joined) <= width else [x for part in label.split("\n") for x in textwrap.wrap(part, width)]
 
 
-def _dot(ax, b: Bar, y: float) -> None:
-    ax.plot(b.value, y, "o", color=b.color, ms=7)
-    ax.errorbar(b.value, y, xerr=b.error, fmt="none", ecolor=INK, elinewidth=1.2, capsize=4)  # over a dot that is wider
+def lines(
+    series: dict[str, list[tuple[float, float, float | None, float | None]]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    colors: Sequence[str] = (BLUE, ORANGE, GREEN, PURPLE),
+    dashed: Sequence[str] = (),
+    limit: float | None = None,
+    limit_label: str = "",
+):
+    """One line per name over (x, y, low, high), both axes logarithmic base 2 and 10, labelled at the line's end.
+
+    ``limit``: where a vertical line stands, with its label.
+
+    Raises ValueError for more lines than ``colors`` and markers tell apart.
+    """
+    if len(series) > min(len(colors), len(MARKERS)):
+        raise ValueError(f"{len(series)} lines cannot be told apart, at most {min(len(colors), len(MARKERS))}")
+    with drawing(**{"axes.grid": True}):
+        fig, ax = plt.subplots(figsize=(WIDTH, 3.3))
+        _draw(ax, series, list(zip(colors, MARKERS)), dashed)
+        if limit:
+            ax.axvline(limit, color=RED, lw=1.5, ls=":")
+            ax.annotate(limit_label, (limit, 0.02), (-3, 0), xycoords=("data", "axes fraction"), rotation=90,
+                        textcoords="offset points", ha="right", va="bottom", color=RED, fontsize=9)  # fmt: skip
+        ax.set_xlabel(xlabel)
+        ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
+        return fig
 
 
-def _said(ax, text: str, x: float, y: float, quoted: bool = False) -> None:
-    style = {"weight": "bold"} if quoted else {"style": "italic"}
-    ax.annotate(text, (x, y), (7 if quoted else 3, 0), textcoords="offset points", va="center", **style)
+def _draw(ax, series: dict, looks: Sequence[tuple[str, str]], dashed: Sequence[str]) -> None:
+    ends = []
+    for (name, points), (color, marker) in zip(series.items(), looks):
+        x, y, low, high = zip(*sorted(points))
+        style = {"ls": "--"} if name in dashed else {"marker": marker}
+        ax.plot(x, y, color=color, lw=2, ms=5, **style)
+        if all(v is not None for v in low):
+            err = [[b - a for a, b in zip(low, y)], [b - a for a, b in zip(y, high)]]
+            ax.errorbar(x, y, yerr=err, fmt="none", ecolor=color, elinewidth=1.2, capsize=3.5)
+        ends.append((x[-1], y[-1], name, color))
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ticks = _apart(sorted({p[0] for points in series.values() for p in points}))
+    ax.set_xticks(ticks, [tokens(t) for t in ticks])
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
+    ax.minorticks_off()
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
+    ax.autoscale_view()  # or positions were of the axes before
+    # All names stand at the right edge, in the order of the lines' ends, each with a line to its own.
+    used, points = -math.inf, 72 / ax.figure.dpi
+    for x, y, name, color in sorted(ends, key=lambda e: e[1]):
+        used = max(ax.transData.transform((x, y))[1] * points, used + LINE)
+        place = 1.04, ax.transData.inverted().transform((0, used / points))[1]
+        leader = {"arrowstyle": "-", "color": color, "lw": 0.8, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
+        ax.annotate(name, (x, y), place, textcoords=ax.get_yaxis_transform(), va="center", arrowprops=leader)
 
 
-def _few_ticks(ax) -> None:
-    ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
+def _apart(ticks: list[float]) -> list[float]:
+    """The ticks whose labels do not touch, the longest among them."""
+    kept, least = [], (math.log2(ticks[-1] / ticks[0]) or 1) / 5.5
+    for tick in reversed(ticks):
+        if not kept or math.log2(kept[-1] / tick) >= least:
+            kept.append(tick)
+    return kept[::-1]
+
+
+def tokens(n: float) -> str:
+    """A sequence length as people say it.
+
+    >>> tokens(8192), tokens(1000), tokens(262144), tokens(1 << 20)
+    ('8K', '1000', '256K', '1M')
+    """
+    if n >= 1 << 20 and n % (1 << 20) == 0:
+        return f"{int(n) >> 20}M"
+    return f"{int(n) // 1024}K" if n >= 1024 and n % 1024 == 0 else str(int(n))
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,6 @@ def limits(study: Study, *more: str) -> Text:
     if missing:
         count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
         lines.append(f"What {count} would have shown, for they are not measured: {_some(missing)}.")
-    for (why, word, shape), names in _by_reason(study).items():
-        lines.append(f"{'; '.join(names)} ({shape}): {word}, {why.rstrip('.')}.")
     if others := taken_by_others(study):
         lines.append(f"How fast this machine is when quiet: other processes used up to {others:g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
@@ -101,14 +99,6 @@ def limits(study: Study, *more: str) -> Text:
     if unstable:
         lines.append(f"{len(unstable)} times are unstable, as {_some(unstable)}.")
     return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
-
-
-def _by_reason(study: Study) -> dict[tuple, list[str]]:
-    """Names of the points that are not quoted, by (reason, status, shape): those that agree in it share a line."""
-    found: dict[tuple, list[str]] = {}
-    for r, _ in study.failed():
-        found.setdefault((reason(r), status(r), _shape(r.point)), []).append(label(r))
-    return found
 
 
 def _shape(point) -> str:
@@ -145,19 +135,16 @@ def missing_points(study: Study) -> list:
 
 
 def failures(study: Study) -> Table | None:
-    """Every point that is not quoted, with the reason; None where all are."""
-    failed = study.failed()
-    if not failed:
-        return None
+    """Every point that is not quoted; those that agree in shape and reason share a line. None where all are quoted."""
+    found: dict[tuple, list[str]] = {}
+    for r, _ in study.failed():
+        found.setdefault((_shape(r.point), status(r), reason(r)), []).append(label(r))
     return study.table(
-        f"{len(failed)} of {len(study.results)} rows are not shown",
-        ["System", "Shape", "Status", "Reason"],
-        [
-            [label(r), _shape(r.point), Cell(status(r), kind="bad"), reason(r)]
-            for r, _ in failed
-        ],
+        f"{len(study.failed())} of {len(study.results)} rows are not shown",
+        ["Systems", "Shape", "Status", "Reason"],
+        [["; ".join(names), shape, Cell(word, kind="bad"), why] for (shape, word, why), names in found.items()],
         folded=True,
-    )  # fmt: skip
+    ) if found else None  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

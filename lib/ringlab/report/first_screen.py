@@ -17,7 +17,7 @@ from ..hardware import Profile, Rates
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
-from . import curves, figures
+from . import figures
 from .figures import Figure
 from .findings import trust_line
 from .landscape import field
@@ -153,7 +153,7 @@ def fastest(study: Study) -> str:
 def _measured_figure(study: Study, measured: dict[str, list]) -> Figure:
     points = {name: [(r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))) for r in rows]
               for name, rows in measured.items()}  # fmt: skip
-    fig = curves.lines(points, xlabel="Tokens", ylabel="Measured: time of a forward call (ms)",
+    fig = figures.lines(points, xlabel="Tokens", ylabel="Measured: time of a forward call (ms)",
                        colors=[COLORS[name] for name in points])  # fmt: skip
     ends = "; ".join(f"{name} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for name, p in points.items())
     caption = f"Measured on {study.device}: time over length of every variant that passed its checks."
@@ -304,7 +304,7 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
                 points.setdefault(LINES[p.name][0], []).append((n, p.bound_s, None, None))
     colors = dict(LINES.values())
     call = "training" if any(advice.call.passes != "fwd" for advice in advised.values()) else "forward"
-    fig = curves.lines(points, xlabel="Tokens", ylabel=f"Computed: shortest possible time of a {call} call (s)",
+    fig = figures.lines(points, xlabel="Tokens", ylabel=f"Computed: shortest possible time of a {call} call (s)",
                        colors=[colors[name] for name in points], limit=end, limit_label="memory full")  # fmt: skip
     full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
     caption = f"Computed for {profile.title}: rooflines over length, lower bounds of the time.{full}"

@@ -11,7 +11,7 @@ import torch
 from .. import Execution, attention, cost, hardware, kernels, memory, patterns
 from ..estimate import longest
 from ..kernels.base import DeviceSpec
-from . import columns, curves, figures, findings, rows
+from . import columns, figures, findings, rows
 from . import study as studies
 from .columns import MASK, PASS, PEAK, ROOFLINE, SHARD, TIME, TOKENS, Column, shown, table, times
 from .findings import failures, provenance, reading
@@ -279,7 +279,7 @@ def length_figure(study: Study) -> None:
     colors = dict(zip(series, (figures.GREY, figures.BLUE, figures.SKY)))
     if not any(series.values()):
         return
-    fig = curves.lines({k: v for k, v in series.items() if v}, xlabel="Tokens", ylabel="Time (ms)",
+    fig = figures.lines({k: v for k, v in series.items() if v}, xlabel="Tokens", ylabel="Time (ms)",
                        colors=[colors[k] for k, v in series.items() if v], dashed=["Its roofline"])  # fmt: skip
     data = table(
         study, "Data: time over length",

@@ -22,9 +22,8 @@ COLORS = {
     "purple": ("#cc78bc", "#dd98cf"),
     "grey": ("#767d85", "#8b939b"),
     "sky": ("#3a96cc", "#8fd0f5"),
-    "mark": ("#fdfdfd", "#14171a"),  # the inside of a mark that stands on a bar
 }
-INK, FAINT, GREY, SKY, MARK = (COLORS[name][0] for name in ("ink", "faint", "grey", "sky", "mark"))
+INK, FAINT, BLUE, ORANGE, GREEN, RED, PURPLE, GREY, SKY = (light for light, _ in COLORS.values())
 PAPER = "#fefefe"  # the background, which a page of ours leaves out
 
 

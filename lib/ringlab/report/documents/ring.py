@@ -13,7 +13,7 @@ import torch
 from ...estimate import longest
 from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECTIVE
 from ...ring.volume import ladder_rows
-from .. import claims_code, columns, curves, figures, findings
+from .. import claims_code, columns, figures, findings
 from ..columns import Column, peak_bytes, printed, ratio, rows_of, sent_bytes, timed, times
 from ..findings import failures, provenance, reading
 from ..predicted import accuracy
@@ -193,7 +193,7 @@ def speed_figure(study: Study) -> None:
         study, "Data: speed-up",
         [Column("Shape", lambda x: _at(*x[0])), Column(">Over one rank", lambda x: times(x[1]))], [*faster.items()],
     )  # fmt: skip
-    fig = figures.ratios(items, xlabel="Times as fast as one rank")
+    fig = figures.bars(items, xlabel="Times as fast as one rank", line=1, fmt="{:.2f}×".format)
     figures.show(fig, "scaling-speed", caption, f"{caption} {said}.", data, stamp=study.stamp)
 
 
@@ -275,7 +275,7 @@ def memory_figure(study: Study) -> None:
     )  # fmt: skip
     colors = [figures.BLUE, figures.ORANGE, figures.GREEN][: len(series) - 2] + [figures.RED, figures.GREY]
     how = {"xlabel": "Tokens", "ylabel": "Peak memory of a rank (MiB)", "dashed": ["fp32 scores"]}
-    fig = curves.lines(series, colors=colors, **how)
+    fig = figures.lines(series, colors=colors, **how)
     figures.show(fig, "hybrid-memory", caption, f"{caption} {said}.", data, stamp=study.stamp)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...measure import peers as packages
-from .. import columns, curves, figures, findings
+from .. import columns, figures, findings
 from .. import study as studies
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures, provenance, reading
@@ -126,7 +126,7 @@ def time_figure(study: Study) -> None:
     if not series:
         return
     series = {e.name: series[e.name] for e in FIELD if e.name in series}
-    fig = curves.lines(series, xlabel="Tokens", ylabel="Time (ms)", colors=[COLORS[name] for name in series])
+    fig = figures.lines(series, xlabel="Tokens", ylabel="Time (ms)", colors=[COLORS[name] for name in series])
     data = table(
         study, "Data: time over length",
         [Column("System", lambda x: x["entry"].name), TOKENS.of("row", ">Tokens"), Column(">Rank", lambda x: x["rank"]),

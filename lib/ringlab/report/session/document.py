@@ -9,7 +9,7 @@ from ...measure import cache_systems
 from ...measure import suites as suite
 from ...measure.points import Point
 from ...patterns import Dense
-from .. import claims_code, columns, curves, figures, findings
+from .. import claims_code, columns, figures, findings
 from .. import study as studies
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, shown, table, times
 from ..findings import failures, provenance, reading
@@ -354,7 +354,7 @@ def length_figure(study: Study) -> None:
     if not series:
         return
     order = [name for name in looks if name in series]
-    fig = curves.lines({name: series[name] for name in order}, xlabel="Tokens", ylabel="Time (ms)",
+    fig = figures.lines({name: series[name] for name in order}, xlabel="Tokens", ylabel="Time (ms)",
                        colors=[looks[name] for name in order], dashed=["Its roofline"])  # fmt: skip
     first = begins([x for x in found if x[2] is not None])
     said = f"The window is faster than dense attention from {first:,} tokens on." if first else "No length is faster."
