@@ -23,7 +23,6 @@ def svg_of(fig) -> str:
 
 ITEMS = [
     figures.Bar("a label\n(and a part)", 1.0, 0.9, 1.1), figures.Bar("without interval", 2.0),
-    figures.Bar("absent", None, missing="oom"),
 ]  # fmt: skip
 
 
@@ -34,7 +33,6 @@ LINES = {"a": [(1024, 1.0, 0.9, 1.1), (2048, 2.0, 1.9, 2.1)], "b": [(1024, 3.0, 
     lambda: figures.bars(ITEMS, xlabel="Time (ms)"),
     lambda: figures.bars(ITEMS, xlabel="Times faster", line=1),
     lambda: figures.bars([], xlabel="Times faster", line=1),
-    lambda: figures.bars(ITEMS[2:], xlabel="Time (ms)"),
     lambda: figures.lines(LINES, xlabel="Tokens", ylabel="Time (ms)", dashed=["b"]),
 ])  # fmt: skip
 def test_figures_are_the_same_every_time_and_follow_the_scheme(draw):

@@ -35,11 +35,6 @@ def table(study: Study, caption: str, columns: Sequence[Column], lines: Sequence
     return study.table(caption, [c.header for c in columns], [[c.show(x) for c in columns] for x in lines], **more)
 
 
-def printed(header: str, show: Callable) -> Column:
-    """A column of what a document prints; ``show`` takes the line."""
-    return Column(header, show)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # which rows may be shown, and how far
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-import re
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -63,14 +62,13 @@ def drawing(**style):
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar with its interval; ``missing`` is the reason for having no value."""
+    """One bar with its interval."""
 
     label: str
-    value: float | None
+    value: float
     low: float | None = None
     high: float | None = None
     color: str = BLUE
-    missing: str = ""
 
     @property
     def error(self):
@@ -82,14 +80,10 @@ class Bar:
 
 def bars(items: Sequence[Bar], *, xlabel: str, line: float | None = None, fmt: Callable = "{:.3g}".format):
     """Horizontal bars from zero, labelled with their values. ``line``: where a vertical line stands, 1 for ratios."""
-    longest = max([line or 0, *(b.high or b.value for b in items if b.value is not None)])
+    longest = max([line or 0, *(b.high or b.value for b in items)])
     with drawing():
         fig, ax, at = _rows(items)
         for y, b in zip(at, items):
-            if b.value is None:
-                ax.annotate(b.missing or "not measured", (0, y), (3, 0), textcoords="offset points", va="center",
-                            style="italic")  # fmt: skip
-                continue
             ax.barh(y, b.value, 0.85, color=b.color)
             ax.errorbar(b.value, y, xerr=b.error, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
             ax.annotate(fmt(b.value), (b.high or b.value, y), (7, 0), textcoords="offset points", va="center",
@@ -105,7 +99,7 @@ def bars(items: Sequence[Bar], *, xlabel: str, line: float | None = None, fmt: C
 
 def _rows(items: Sequence[Bar]):
     """(figure, axis, y of each item): a row for each, its label above it, where a long one has the whole width."""
-    labels = [_wrapped(b.label) for b in items]
+    labels = [textwrap.wrap(b.label, 54) for b in items]
     at, used = [], 0.0  # in lines of text
     for text in labels:
         at.append(used + len(text) + 0.55)
@@ -117,17 +111,6 @@ def _rows(items: Sequence[Bar]):
     ax.set_yticks([])
     ax.set_ylim(max(used, 1), 0)
     return fig, ax, at
-
-
-def _wrapped(label: str, width: int = 54) -> list[str]:
-    """Lines of a label: one where it fits, else broken at its own break first.
-
-    >>> _wrapped("cache\\n(with pool)"), _wrapped("cache\\nwith pool"), _wrapped("cache\\nwith pool", 12)
-    (['cache (with pool)'], ['cache, with pool'], ['cache,', 'with pool'])
-    """
-    label = re.sub(r"\n(?!\()", ",\n", label)
-    joined = label.replace("\n", " ")
-    return [joined] if len(joined) <= width else [x for part in label.split("\n") for x in textwrap.wrap(part, width)]
 
 
 def lines(

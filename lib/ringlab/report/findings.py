@@ -92,9 +92,6 @@ def limits(study: Study, *more: str) -> Text:
             f"The machine's speed drifted by about {number(100 * study.pace, 1)} % between parts of the run. Intervals "
             "of times include it; speed-ups of calls that took turns are not affected by it."
         )
-    count, agreed = study.repeats
-    if count > agreed:
-        lines.append(f"{count - agreed} of {count} times do not agree with an earlier run; they are marked unstable.")
     unstable = [point_name(r) for r in study.good if r.unstable]
     if unstable:
         lines.append(f"{len(unstable)} times are unstable, as {_some(unstable)}.")
@@ -159,32 +156,16 @@ def reading(study: Study) -> Text:
     return study.text(
         "**Time**: the median of repeated calls in a process of its own, with a 95 % interval. *Unstable*: the samples "
         "vary by more than 20 %, drift during the run, or disagree with an earlier run. The **roofline** is the "
-        f"shortest time that this device's peak rates allow.{_repeats(study)}",
-        "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the two times. "
-        + _noise(study),
+        "shortest time that this device's peak rates allow.",
+        "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the two times. The "
+        "**noise floor** is the largest factor by which the same work differed when it was measured twice. A speed-up "
+        "whose interval reaches into it is marked *within noise*.",
         "**Checks**: each row was compared with the float64 reference in the process that timed it. Errors are "
         "relative norms. A row that fails, or is faster than its roofline, is listed with the reason and not shown.",
         "**Peak memory** includes q, k, v and the output, and is given as a multiple of them too.",
         *([dense] if study.rows(system="dense_sdpa") else []),
         bullets=True, summary="What the numbers mean",
     )  # fmt: skip
-
-
-def _repeats(study: Study) -> str:
-    """How the times agree with those of an earlier run."""
-    count, agreed = study.repeats
-    return f" {agreed} of {count} times agree with an earlier run of this code." if count else ""
-
-
-def _noise(study: Study) -> str:
-    """What a speed-up must exceed to be called a difference."""
-    if not study.twins:
-        return "No call was measured twice, so the noise floor of this run is not known."
-    count = f"{len(study.twins)} call{'s' * (len(study.twins) > 1)} measured twice"
-    return (
-        f"{count} differed by up to {number(study.noise_floor)}× from themselves: this is the noise floor, and a "
-        "speed-up whose interval reaches into it is marked *within noise*."
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

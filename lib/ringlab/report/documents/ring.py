@@ -14,7 +14,7 @@ from ...estimate import longest
 from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECTIVE
 from ...ring.volume import ladder_rows
 from .. import claims_code, columns, figures, findings
-from ..columns import Column, peak_bytes, printed, ratio, rows_of, sent_bytes, timed, times
+from ..columns import Column, peak_bytes, ratio, rows_of, sent_bytes, timed, times
 from ..findings import failures, provenance, reading
 from ..predicted import accuracy
 from ..published import DOCUMENTS, MB, published
@@ -160,7 +160,7 @@ AT = (Column(">Tokens", lambda x: x["tokens"]), Column(">Ranks", lambda x: x["ra
 
 def _paper(header: str, key: str, form: str = "{:,}") -> Column:
     """A column of what the document prints, in its own unit."""
-    return printed(header, lambda x: form.format(x["paper"][key]) if key in x["paper"] else None)
+    return Column(header, lambda x: form.format(x["paper"][key]) if key in x["paper"] else None)
 
 
 def shards(study: Study) -> Table:
