@@ -6,7 +6,8 @@ import pytest
 from bs4 import BeautifulSoup
 from reporting import CPU, NOTEBOOK, run_in_this_process, whole_suite, write_rows
 from ringlab import measure
-from ringlab.report import claims, driver, execute, optimization, places, rows
+from ringlab.report import claims, driver, execute, places, rows
+from ringlab.report.documents import optimization
 
 # page: the least number of its figures
 PAGES = {"cpu/optimization_results": 1, "gtx1080-rehearsal/optimization_results": 1, "cpu/claims": 0, "index": 1}
