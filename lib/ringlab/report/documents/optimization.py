@@ -48,10 +48,8 @@ SWITCHES = {  # name: (what it does, off, on)
     "pool": ("Memory pool on", False, True),
 }
 EXCEPTION = 1.3  # times q, k, v and out, from which a peak is worth a line
-CARD = 8 * 2**30  # bytes of the card in document 000
 FUNCTION = {k: v for k, v in shape().items() if k in ("batch", "heads", "head_dim", "world_size")}
 Lent = namedtuple("Lent", "served asked")  # buffers that a call gets from a pool, and all that it asks for
-TwoCards = namedtuple("TwoCards", "original_bytes ours_bytes original_fits ours_fits")  # bytes a card
 
 
 def answer(study: Study) -> Text:
@@ -139,6 +137,8 @@ def recommended(study: Study) -> Code:
         said.append(f"{words}: {why}{'' if effect else ', so the default'}")
     stamp = f"{study.stamp}, the times are a CPU's; " if study.stamp else ""
     comments = [f"{stamp}{study.profile.title}: {study.profile.dtype_reason()}", *said]
+    if study.profile.kind == "cuda":
+        comments.append(f"the torch for it: {hardware.install_line(study.profile.capability)}")
     device = '"cuda" if torch.cuda.is_available() else "cpu"' if study.profile.kind == "cuda" else '"cpu"'
     return Code(
         "".join(f"# {line}\n" for line in comments) + "import torch\n"
@@ -247,28 +247,42 @@ def over_dense(study: Study) -> list[tuple]:
 def length_figure(study: Study) -> None:
     """Time over length of dense attention and of the pattern, with the pattern's roofline."""
     found = over_dense(study)
-    series: dict[str, list] = {"Dense SDPA": [], "All optimizations": [], "Its roofline": []}
-    for row in (r for _, _, d, ours in found for r in (d, ours) if columns.timed(r)):
-        n = row.point.seq_len
-        series[label(row)].append((n, *(x * 1e3 for x in (row.median, *row.ci))))
-        if is_optimised(row) and row.bound_seconds:
-            series["Its roofline"].append((n, row.bound_seconds * 1e3, None, None))
-    colors = dict(zip(series, (figures.GREY, figures.BLUE, figures.SKY)))
-    if not any(series.values()):
-        return
-    fig = curves.lines({k: v for k, v in series.items() if v}, xlabel="Tokens", ylabel="Time (ms)",
-                       colors=[colors[k] for k, v in series.items() if v], dashed=["Its roofline"])  # fmt: skip
     data = table(
         study, "Data: time over length",
-        [TOKENS.of("ours", ">Tokens"), TIME.of("dense", ">Dense SDPA (ms)"), TIME.of("ours", ">All optimizations (ms)"),
-         ROOFLINE.of("ours", ">Roofline (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
+        [TOKENS.of("ours"), TIME.of("dense", ">Dense SDPA (ms)"), TIME.of("ours", ">All optimizations (ms)"),
+         ROOFLINE.of("ours"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
         [{"dense": d, "ours": r} for _, _, d, r in found],
     )  # fmt: skip
-    start = rows.begins(found)
-    said = f"The pattern is faster than dense attention from {start:,} tokens on" if start else "No length is faster"
-    caption = f"{said}: segments {segments()}, forward, {SHORT[found[0][3].point.dtype]}."
+    what = f"segments {segments()}, forward, {SHORT[found[0][3].point.dtype]}" if found else ""
+    looks = {"Dense SDPA": figures.GREY, "All optimizations": figures.BLUE}
+    draw_lengths(study, "optimization-length", found, what, looks, label, data)
+
+
+def draw_lengths(study: Study, name: str, found: list, what: str, looks: dict, label, data: Table, also=()) -> None:
+    """Time over length beside dense attention, with the roofline of our rows; nothing where there is no time.
+
+    Args:
+        found: (tokens, Ratio or None, dense row or None, our row), the shortest first; ``also`` are rows besides.
+        what: the call, in words.
+        looks: name -> color, in the order of the legend; ``label`` gives the name of a row.
+    """
+    series: dict[str, list] = {}
+    for row in [r for _, _, *both in found for r in both] + [*also]:
+        if columns.timed(row):
+            n = row.point.seq_len
+            series.setdefault(label(row), []).append((n, *(x * 1e3 for x in (row.median, *row.ci))))
+            if row.bound_seconds and any(row is x[3] for x in found):
+                series.setdefault("Its roofline", []).append((n, row.bound_seconds * 1e3, None, None))
+    if not series:
+        return
+    looks = {k: color for k, color in (looks | {"Its roofline": figures.SKY}).items() if k in series}
+    fig = curves.lines({k: series[k] for k in looks}, xlabel="Tokens", ylabel="Time (ms)", colors=[*looks.values()],
+                       dashed=["Its roofline"])  # fmt: skip
+    start = rows.begins([x for x in found if x[2] is not None])
+    said = f"It is faster than dense attention from {start:,} tokens on" if start else "No length is faster"
     faster = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not shown"
-    figures.show(fig, "optimization-length", caption, f"{caption} It is faster by: {faster}.", data, stamp=study.stamp)
+    caption = f"{said}: {what}."
+    figures.show(fig, name, caption, f"{caption} It is faster by: {faster}.", data, stamp=study.stamp)
 
 
 def passes(study: Study) -> Table:
@@ -426,17 +440,6 @@ def _bound(profile, pattern, dtype: str) -> str | None:
     rate, bandwidth = profile.peak(getattr(torch, dtype)), profile.bandwidth_bytes_per_s
     work = cost.count(pattern, dtype=getattr(torch, dtype), **fields)
     return number(work.seconds(rate, bandwidth) * 1e3) if rate and bandwidth else None
-
-
-def two_cards(seq_len: int = 16384) -> TwoCards:
-    """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a shard of q, k, v and out.
-
-    >>> two_cards().original_bytes // 2**30, two_cards().original_fits, two_cards().ours_fits
-    (12, False, True)
-    """
-    heads, shard = shape()["heads"], seq_len // 2
-    original, ours = 3 * heads * seq_len * shard * 4, 1.15 * 4 * shard * heads * shape()["head_dim"] * 4
-    return TwoCards(original, ours, original < CARD, ours < CARD)
 
 
 def limits(study: Study) -> Text:

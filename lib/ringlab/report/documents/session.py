@@ -11,15 +11,16 @@ from ... import patterns as functions
 from ...adaptive import Adaptive
 from ...measure import cache_systems
 from ...measure import suites as suite
-from .. import columns, curves, figures, findings
+from .. import columns, figures, findings
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, floor_bytes, peak_bytes, shown, table, timed, times
 from ..findings import failures, limits
 from ..origins import provenance
 from ..published import MB, published
 from ..reading import reading
-from ..rows import SHORT, begins
+from ..rows import SHORT
 from ..study import Study, best, pattern_of
 from ..tables import Cell, Table, Text, number, size
+from .optimization import draw_lengths
 
 __all__ = [
     "answer", "block_sparse", "efficiency", "extreme", "failures", "length_figure", "limits", "patterns", "provenance",
@@ -317,32 +318,18 @@ def efficiency(study: Study) -> Table:
 
 def length_figure(study: Study) -> None:
     """A fixed window and dense attention over length, with the window's roofline and the document's two ways."""
-    found, series = over_dense(study), {}
-    looks = {"Dense SDPA": figures.GREY, "Row by row": figures.ORANGE, "Batched": figures.GREEN,
-             "This library": figures.BLUE, "Its roofline": figures.SKY}  # fmt: skip
+    found = over_dense(study)
     also = [r for system in (suite.ORIGINAL, suite.OPTIMIZED)
             for r in study.rows(group=suite.WINDOW_LENGTHS, system=system)]  # fmt: skip
-    for row in [r for _, _, d, r in found for r in (d, r)] + also:
-        if timed(row):
-            n, name = row.point.seq_len, SYSTEMS[row.point.system]
-            series.setdefault(name, []).append((n, *(x * 1e3 for x in (row.median, *row.ci))))
-            if row.point.system == OURS and row.bound_seconds:
-                series.setdefault("Its roofline", []).append((n, row.bound_seconds * 1e3, None, None))
-    if not series:
-        return
-    order = [name for name in looks if name in series]
-    fig = curves.lines({name: series[name] for name in order}, xlabel="Tokens", ylabel="Time (ms)",
-                       colors=[looks[name] for name in order], dashed=["Its roofline"])  # fmt: skip
-    first = begins([x for x in found if x[2] is not None])
-    said = f"The window is faster than dense attention from {first:,} tokens on." if first else "No length is faster."
     system = Column("System", lambda r: Cell(SYSTEMS[r.point.system], SHORT[r.point.dtype]))
     data = table(
         study, "Data: time over length", [system, columns.TOKENS, DENSITY, TIME, ROOFLINE, PEAK],
         [*(r for *_, r in found), *also, *(d for _, _, d, _ in found if d is not None)],
     )  # fmt: skip
-    faster = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not shown"
-    caption = f"{said} Forward, {pattern_of(found[0][3].point) if found else 'a fixed window'}."
-    figures.show(fig, "session-length", caption, f"{caption} It is faster by: {faster}.", data, stamp=study.stamp)
+    looks = {"Dense SDPA": figures.GREY, "Row by row": figures.ORANGE, "Batched": figures.GREEN,
+             "This library": figures.BLUE}  # fmt: skip
+    what = f"{pattern_of(found[0][3].point)}, forward" if found else ""
+    draw_lengths(study, "session-length", found, what, looks, lambda r: SYSTEMS[r.point.system], data, also)
 
 
 def patterns(study: Study) -> Table:
