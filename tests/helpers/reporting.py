@@ -17,10 +17,9 @@ from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
-from ringlab.report import claims_code, figures, optimization, tables
-from ringlab.report.documents import ring
+from ringlab.report import claims_code, figures, tables
+from ringlab.report.documents import optimization, ring, session
 from ringlab.report.published import DOCUMENTS, published
-from ringlab.report.session import document as session
 from ringlab.report.study import Study, cost_of
 from traitlets.config import Config
 
@@ -223,7 +222,9 @@ def shown(number: str, change=None, profile: str = "cpu", rehearsal: bool = Fals
     """All that a document's page shows, ``without`` some of its parts."""
     text = (ROOT / "notebooks" / f"{DOCUMENTS[number].report}.ipynb").read_text()
     names = [name for name in re.findall(r"document\.(\w+)\(study\)", text) if name not in ("provenance", *without)]
-    return Shown(PAGES[number], page(number, change, profile, rehearsal), names)
+    found = Shown(PAGES[number], page(number, change, profile, rehearsal), names)
+    found._keep(claims_code.ledger(page(number, change, profile, rehearsal)))
+    return found
 
 
 def words(study: Study, number: str) -> dict[str, str]:

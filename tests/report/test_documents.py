@@ -11,11 +11,9 @@ from ringlab.estimate import longest
 from ringlab.measure import Group, Point, suites, timing
 from ringlab.measure.systems import SYSTEMS
 from ringlab.report import columns, driver, findings, rows, tables, trust
-from ringlab.report import optimization as single
-from ringlab.report.documents import ring
+from ringlab.report.documents import optimization as single
+from ringlab.report.documents import ring, session
 from ringlab.report.published import DOCUMENTS
-from ringlab.report.session import document as session
-from ringlab.report.session import rows as session_rows
 
 
 def text(cell) -> str:
@@ -198,11 +196,12 @@ def test_only_peaks_above_the_tensors_are_listed():
 def test_efficiency_is_time_over_roofline():
     """Made-up rooflines are 0.6 of the time, for the row of all optimizations 0.5 of it."""
     half = page("000", lambda r: replace(r, bound_seconds=r.median / 2) if rows.is_optimised(r) else r)
-    found = single.efficiency(half)
-    assert "the document's call 2.0×, dense SDPA 1.7×" in found.caption
-    shown_rows = {row[0].text: text(row[-1]) for row in found.rows}
-    assert shown_rows["All optimizations"] == "2.0×" and shown_rows["ringlab.attention as called"] == "1.7×"
-    assert {row[2] for row in found.rows} == {"forward", "forward, causal", "training"}
+    said = single.efficiency(half).lines[0]
+    assert "the document's call 2.0×, dense SDPA 1.7×, LongNet's own mixing 1.7×" in said
+    spread = page("000", lambda r: longer(r, 2) if r.point.system == "copying" and r.point.seq_len == 8192 else r)
+    assert re.search(r"copied branches 3\.[34]×", single.efficiency(spread).lines[0])
+    none = page("000", lambda r: replace(r, bound_seconds=None))
+    assert "**Time over roofline**: not measured." in single.efficiency(none).lines[0]
 
 
 def test_a_kernel_has_a_time_or_a_reason_and_what_its_rules_say():
@@ -224,14 +223,12 @@ def test_what_a_pool_is_asked_for_is_counted():
 
 def test_cache_and_pool_are_said_from_the_rows():
     about = page("000")
-    built = single.cache_table(about).rows
-    assert len(built) == 4 and {row[0] for row in built} == {"Plan of strided views", "Index tensors, gathered"}
-    lends = {(row[0].plain, row[1]): row[2] for row in single.pool_table(about).rows}
-    assert lends["Strided (bf16, 16 × 4,096 tokens)", "4 MiB"] == "1 of 1"
-    assert lends["Strided (bf16, 16 × 4,096 tokens)", "16 MiB"] == "1 of 1"
-    assert lends["Strided (bf16, 16 × 4,096 tokens)", "64 MiB"] == "0 of 1"
-    assert lends["Strided (fp32, 1 × 8,192 tokens)", "16 MiB"] == "0 of 0"
-    assert lends["Gathered (fp32, 1 × 8,192 tokens)", "16 MiB"] == "2 of 4"
+    assert len(single.built(about)) == 4
+    lends = {(rows.switches(on.point)["gather"], on.point.batch, on.point.seq_len, single.threshold(on.point)):
+             single.lent(on.point, single.threshold(on.point)) for _, on, _ in single.pool_rows(about)}  # fmt: skip
+    assert lends[False, 16, 4096, 4.0] == lends[False, 16, 4096, 16.0] == (1, 1)
+    assert lends[False, 16, 4096, 64.0] == (0, 1) and lends[False, 1, 8192, 16.0] == (0, 0)
+    assert lends[True, 1, 8192, 16.0] == (2, 4)
     lines = single.reuse(about).lines
     assert "building a plan takes at most" in lines[0]
     assert "of 4 calls in which it lends a buffer 0 are faster" in lines[1]
@@ -348,7 +345,7 @@ def test_more_ranks_than_cores_enter_no_time():
     crowded = [r for r in page("001").results if r.ranks.get("oversubscribed")]
     assert crowded and not any(columns.timed(r) for r in crowded)
     forced = page("001", lambda r: replace(r, median=9.0, ci=(9.0, 9.0), seconds=(9.0,)) if r in crowded else r)
-    found = cells_of(ring.shards(forced), "Time (ms)", "Roofline (ms)")
+    found = cells_of(ring.lengths(forced), "Time (ms)", "Roofline (ms)")
     lines = [found[n, p] for n, p in found if p == 4]
     assert lines and all(time.text == "more ranks than cores" and bound is None for time, bound in lines)
     assert "4 ranks, for which there are too few cores" in ring.answer(page("001")).lines[-1]
@@ -390,7 +387,7 @@ def test_a_roofline_is_of_the_threads_of_the_row():
     """One rank of one thread has half of a machine of two: its shortest time is twice that of two ranks."""
     change = {"threads": 2, "device": "cpu"}
     two = page("001", lambda r: replace(r, bound_seconds=0.01, provenance=r.provenance | change) if r.seconds else r)
-    found = cells_of(ring.shards(two), "Roofline (ms)")
+    found = cells_of(ring.lengths(two), "Roofline (ms)")
     assert {text(found[n, p][0]) for n, p in found if p == 1} == {"20.0"}
     assert {text(found[n, p][0]) for n, p in found if p == 2 and found[n, p][0]} == {"10.0"}
 
@@ -407,8 +404,6 @@ def test_schemes_that_send_as_much_share_a_name():
     assert "within noise" not in ring.answer(apart).lines[2]
     beyond = [int(re.search(r"(\d+) of 8 differences", ring.answer(x).lines[1])[1]) for x in (page("003"), apart)]
     assert beyond[0] < 4 <= beyond[1] < 8
-    told = [["within noise" not in row[2].sub for row in ring.one_device(x).rows] for x in (page("003"), apart)]
-    assert not all(told[0]) and all(told[1])
 
 
 def test_a_row_of_no_suite_is_of_every_report():
@@ -421,13 +416,17 @@ def test_a_row_of_no_suite_is_of_every_report():
 # document 002: block-sparse attention and extreme lengths
 
 
-def test_the_cache_and_the_pool_are_shown_by_what_they_may_hold():
-    kept = shown("002").table("The pattern cache where 24 patterns")
-    assert [line[1] for line in kept.rows] == ["keeps nothing", "0.25 MiB", "1 MiB", "64 MiB", "64 MiB"]
-    assert [line[2] for line in kept.rows] == ["0 %", *["88.0 %"] * 4]
-    pool = shown("002").table("Scratch")
-    assert [line[:2] for line in pool.rows] == [[f"{mb} MiB", n] for mb in (1, 4, 16, 64) for n in (1, 2)]
-    assert {line[5] for line in pool.rows} == {"7 of 8"} and "takes at most 1 buffer from a pool" in pool.note
+def test_what_a_cache_and_a_pool_gain_is_said_by_what_they_may_hold():
+    """Made-up lookups and buffers are 20 times as fast as without."""
+    kept, pool = session.reuse(page("002")).lines
+    assert re.findall(r"([\d.]+) MiB hit 88\.0 %, (?:20\.\d|19\.\d)×", kept) == ["0.25", "1", "64"]
+    names = [f"{mb} MiB on {n} thread{'s' * (n > 1)}" for mb in (1, 4, 16, 64) for n in (1, 2)]
+    assert f"faster for {', '.join(names)}." in pool
+    slow = slower(100, lambda r: r.point.system == "pool_workload" and r.option("pool") and r.option("size_mb") == 4)
+    mixed = session.reuse(page("002", slow)).lines[1]
+    assert "slower for 4 MiB on 1 thread, 4 MiB on 2 threads." in mixed and " 4 MiB" not in mixed.split("slower")[0]
+    lost = session.reuse(page("002", lambda r: replace(r, status="oom"))).lines
+    assert all("not measured" in line for line in lost)
 
 
 def test_blocks_chosen_by_content_stand_beside_the_patterns():
@@ -452,26 +451,24 @@ def test_rows_without_operator_calls_are_shown():
 
 
 def test_the_printed_factor_is_below_the_work_of_what_is_stated():
-    pattern, shape = session_rows.stated()
-    counted = cost.count(pattern, **shape)
-    assert session_rows.work() == counted and counted.floor_bytes == 512 * 2**20
-    least = session_rows.least_seconds(counted, hardware.get_profile("gtx1080"))
-    assert 1.1 < least < 1.3 and least > 100 * 6.95e-3
+    pattern = patterns.Dilated([65536, 131072, 262144], [1, 2, 4], "head_groups", "branch")
+    counted = cost.count(pattern, batch=1, seq_len=131072, heads=8, head_dim=64, dtype=torch.float16)
+    assert session.work() == counted and counted.floor_bytes == 512 * 2**20
+    assert 1100 < session.least_ms(counted) < 1300 and session.card() == hardware.get_profile("gtx1080")
     assert "1,177" in session.answer(page("002")).markdown
 
 
 def test_the_share_of_dense_is_by_density_and_pass():
     found, gpu = page("002"), page("002", None, "gtx1080")
-    dense = session_rows.one(found, suites.EFFICIENCY, "dense_sdpa")
-    row = session_rows.one(found, suites.EFFICIENCY, passes="fwd+bwd")
+    dense = session.one(found, suites.EFFICIENCY, "dense_sdpa")
+    row = session.one(found, suites.EFFICIENCY, passes="fwd+bwd")
     density = patterns.from_dict(row.point.pattern).density(row.point.seq_len)
     ratio = session.over_share(found, row)
     assert ratio.value == pytest.approx(row.median / (3.5 * density * dense.median), rel=0.02)
     note, gpu_note = session.efficiency(found).note, session.efficiency(gpu).note
-    assert "taken as 3.5" in note and "taken as 3.5" not in gpu_note and "results=False" not in gpu_note
-    fresh = page("002", slower(2, lambda r: dict(r.point.options) == suites.FRESH))
-    about = "`Execution(results=False)`) they cost page faults: reuse makes the call 2.00× as fast"
-    assert about in session.efficiency(fresh).note
+    assert "taken as 3.5" in note and "taken as 3.5" not in gpu_note
+    fresh = [line for line in session.efficiency(found).rows if line[0].sub == "results in fresh memory"]
+    assert len(fresh) == 1 and fresh[0][5].text
 
 
 def test_every_row_that_a_verdict_rests_on_stands_in_the_data_of_the_figure():
@@ -482,7 +479,8 @@ def test_every_row_that_a_verdict_rests_on_stands_in_the_data_of_the_figure():
 def test_a_refused_kernel_says_why():
     why = "no C++ compiler"
     found = shown("002", lambda r: replace(r, status="unsupported", reason=why) if system("flex")(r) else r)
-    assert {line[7].text for line in found.table("tenth").rows if line[7]} == {"unsupported"}
+    flex = [line for line in found.table("tenth").rows if line[0].text == "FlexAttention"]
+    assert [line[5].text for line in flex] == ["unsupported"]
     assert why in found.text and "FlexAttention, blocks of 128" in found.text
 
 

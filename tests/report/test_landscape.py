@@ -16,10 +16,10 @@ from ringlab.measure.points import Result
 from ringlab.measure.systems import build
 from ringlab.measure.workers import Worker
 from ringlab.report import study
-from ringlab.report.landscape import document, field
+from ringlab.report.documents import landscape as document
 
 NAME = "landscape"
-ENTRIES = {e.name: e for e in field.FIELD}
+ENTRIES = {e.name: e for e in document.FIELD}
 SPEEDS = {"BigBird": 2.2, "Local and global": 1.3, "LongNet from 256": 2.0, "FlexAttention": 1.6}  # times by its pairs
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ FILES = {
     "torchscale_dilated": ("torchscale/component/dilated_attention.py", LONGNET),
     "ring_attention_pytorch": ("ring_attention_pytorch/ring_flash_attention.py", RING),
 }
-SHOWN = [name for name in document.__all__ if name not in ("open_study", "provenance")]
+SHOWN = [name for name in document.__all__ if name != "provenance"]
 ABSENT = "dilated-attention-pytorch", "torchscale", "ring-attention-pytorch"
 
 
@@ -167,7 +167,7 @@ def test_the_suite_holds_the_field_at_a_like_number_of_keys(name, device):
     points = [p for g in suites.SUITES[NAME](hardware.get_profile(name), device=device) for p in g.points]
     assert {p.system for p in points} == {"dense_sdpa", "ringlab", "flex", *peers.PEERS}
     for p in points:
-        assert p.system not in ("ringlab", "flex") or 270 <= field.density(p) * p.seq_len <= 460, p.label()
+        assert p.system not in ("ringlab", "flex") or 270 <= document.density(p) * p.seq_len <= 460, p.label()
 
 
 def test_an_installed_package_is_measured_with_its_version_beside_this_library(site):
@@ -240,7 +240,7 @@ def wrong(name: str, passes: str = "fwd"):
 
 
 def order(change=None, *names: str, n: int = 8192) -> list[tuple[int, str]]:
-    return [(rank, e.name) for rank, e, _ in field.standing(page(change, *names), n)]
+    return [(rank, e.name) for rank, e, _ in document.standing(page(change, *names), n)]
 
 
 def test_the_ranking_follows_the_rows():
@@ -301,21 +301,21 @@ def test_absent_packages_are_listed_with_their_install_lines():
     assert [r[2] for r in found.rows] == [f"not installed: {how}" for _, how in peers.PEERS.values()]
     assert f"absent: {', '.join(ABSENT)}" in document.answer(page()).lines[2]
     there = page(None, "ring_attention_pytorch")
-    assert field.verdict(there, ENTRIES["ring-attention-pytorch"]).word == "right"
+    assert document.verdict(there, ENTRIES["ring-attention-pytorch"]).word == "right"
     assert [name for _, name in order(None, "ring_attention_pytorch", n=4096)].count("ring-attention-pytorch") == 1
     refused = page(lambda r: replace(r, reason="torch is too new") if of("torchscale")(r) else r)
-    assert field.verdict(refused, ENTRIES["torchscale"]) == field.Verdict("refused", "torch is too new")
+    assert document.verdict(refused, ENTRIES["torchscale"]) == document.Verdict("refused", "torch is too new")
 
 
 def test_density_and_cost_of_a_pair_are_counted():
     there = page()
     row = ENTRIES["Sliding window"].at(there, 4096)
     count = cost.count_pairs(suites.LANDSCAPE_WINDOW, 4096, 8)[1]
-    assert field.density(row.point) == count / (8 * 4096**2)
-    ratio = there.ratio(row, field.dense(there, 4096)).value * 8 * 4096**2 / count
-    assert field.pair_cost(there, row).value == pytest.approx(ratio)
-    assert field.per_pair(row) == row.median / count
-    assert field.pair_cost(there, ENTRIES["Sliding window"].at(there, 8192)) is None, "dense was not timed there"
+    assert document.density(row.point) == count / (8 * 4096**2)
+    ratio = there.ratio(row, document.DENSE.at(there, 4096)).value * 8 * 4096**2 / count
+    assert document.pair_cost(there, row).value == pytest.approx(ratio)
+    assert document.per_pair(row) == row.median / count
+    assert document.pair_cost(there, ENTRIES["Sliding window"].at(there, 8192)) is None, "dense was not timed there"
     ladder = suites.landscape_ladder(4096)
     assert (ladder.segment_lengths, ladder.dilation_rates) == ((256, 1024, 4096), (1, 4, 16))
 

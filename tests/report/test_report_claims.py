@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bs4 import BeautifulSoup
-from reporting import NOTEBOOK, PAGES, lean, longer, made, on_ranks, page, slower, study_of, system, way
+from reporting import NOTEBOOK, lean, longer, made, on_ranks, page, slower, study_of, system, way
 from ringlab import compat, hardware
 from ringlab.measure import Result, stats, suites
-from ringlab.report import claims, claims_code, driver, ledger, rows, tables
+from ringlab.report import claims, claims_code, driver, rows, tables
 from ringlab.report.claims_code import COLLECTIVE, ROBUST, THREE
+from ringlab.report.documents import claims as ledger
 from ringlab.report.published import BETWEEN, DOCUMENTS, published
 
 CLAIMS = {f"{n} {c['key']}": (n, c) for n in DOCUMENTS for c in published(n)["claims"]}
@@ -420,7 +421,7 @@ def test_the_ledger_judges_as_each_report_does(whole):
         own = whole.of(document.suite)
         assert len(own.results) == len(made(number)) and own.suite == document.suite
         found |= {f"{number} {claim['key']}": verdict for claim, verdict in claims_code.judged(own, number)}
-        table = PAGES[number].ledger(own)
+        table = claims_code.ledger(own)
         assert [tables.cell(line[0]).text for line in table.rows] == [
             found[f"{number} {c['key']}"].word for c in published(number)["claims"]
         ]
@@ -459,9 +460,6 @@ def test_the_page_counts_every_claim_and_answers_in_five_lines(whole):
         f"{words[w]} {w if words[w] == 1 else claims.WORDS[w][1]}" for w in claims.WORDS if words[w]) + "."  # fmt: skip
     assert driver.headline("claims", whole).startswith("69 claims of five documents: ")
     assert "1,177 ms" in answer.lines[1] and "569×" in answer.lines[2]
-    summary = ledger.summary(whole)
-    assert summary.rows[-1][1] == 69 == sum(line[1] for line in summary.rows[:-1])
-    assert all(sum(n or 0 for n in line[2:]) == line[1] for line in summary.rows)
     twice = ledger.contradicting(whole)
     assert len(twice.rows) == 10 and twice.rows[0][2] == "569×" and "Compute capability" in twice.rows[-1][0]
     assert twice.rows[-1][2] is None, "versions are no amounts"
@@ -486,7 +484,7 @@ def test_a_notebook_is_short_and_calls_the_library_alone(report):
     source = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     assert max(text.count("\n") for text in source) <= 7 and len(cells) < 60
     same = [NOTEBOOK.with_stem(other).read_text() for other, (name, _) in driver.REPORTS.items() if name == module]
-    called = {name for text in same for name in re.findall(r"\b(?:document|ledger)\.(\w+)\(", text)}
+    called = {name for text in same for name in re.findall(r"\bdocument\.(\w+)\(", text)}
     assert called == set(document.__all__)
     if report == "claims":
         assert [w for text in source for w in re.findall(r'"([a-z ()]+)"', text)][1:] == [*claims.WORDS]

@@ -15,15 +15,15 @@ from .. import cache as caches
 from .. import compat, hardware
 from ..measure import Ratio
 from ..measure import suites as suite
+from . import findings
 from . import rows as r
 from .claims import NO_PAIR, Finding, Verdict, by_rows, compared, in_words, judge
 from .columns import peak_bytes, per_token, rows_of, sent_bytes, timed
-from .optimization import largest_share, lent, pool_rows, threshold
-from .optimization import two_cards as two_cards_fit
-from .published import KB, MB, published
-from .session import rows as sparse
-from .study import Study, best
-from .tables import number, size
+from .documents import optimization as single
+from .documents import session as sparse
+from .published import DOCUMENTS, KB, MB, published
+from .study import Study, best, pattern_of
+from .tables import Table, number, size
 from .trust import objection
 
 THREE = tuple(f"RingDilatedAttention{x}" for x in ("SDPA", "Correct", "HilbertGPUOptimized"))
@@ -40,6 +40,12 @@ def judged(study: Study, document: str) -> Iterator[tuple[dict, Verdict]]:
         yield claim, verdict(study, document, claim)
 
 
+def ledger(study: Study) -> Table:
+    """Every claim of the document whose suite a study is about, judged, drawn closed."""
+    document = next(number for number, about in DOCUMENTS.items() if about.suite == study.suite)
+    return replace(findings.ledger(study, judged(study, document)), folded=True)
+
+
 def verdict(study: Study, document: str, claim: dict) -> Verdict:
     """The verdict on one claim by the rows of its document's suite."""
     if "code" in claim:
@@ -54,9 +60,14 @@ def verdict(study: Study, document: str, claim: dict) -> Verdict:
     return judge(study, claim, found)
 
 
-def peaks(study: Study, system: str) -> dict[tuple[int, int], int]:
-    """(tokens, ranks) -> peak bytes of a rank, of rows that passed."""
-    return {k: held for k, row in rows_of(study, system).items() if (held := peak_bytes(row))}
+def found_of(study: Study, document: str, system: str = "") -> dict[tuple[int, int], object]:
+    """(tokens, ranks) -> row of a system, by default of the document's own, with the heads that the document has."""
+    return rows_of(study, system or OF[document], heads=published(document)["shape"]["heads"])
+
+
+def peaks(study: Study, document: str, system: str = "") -> dict[tuple[int, int], int]:
+    """(tokens, ranks) -> peak bytes of a rank, of those rows that passed."""
+    return {k: held for k, row in found_of(study, document, system).items() if (held := peak_bytes(row))}
 
 
 def places(found: dict) -> dict:
@@ -94,15 +105,19 @@ def dtype_first(study: Study, claim: dict, document: str) -> Finding:
     dtype, others = _effects(study)
     if not dtype or not others:
         return Finding(missing=f"{NO_PAIR}, for either effect alone")
-    holds = True if dtype.low > others.high else False if dtype.high < others.low else None
     ours = in_words({"by fp32 alone": dtype, "by optimizations alone": others}, what="gain")
-    why = "within noise: the intervals of both effects overlap" if holds is None else ""
-    return Finding(ours=ours, holds=holds, why=why, timed=True)
+    return Finding({"": quotient(dtype, others)}, ours=ours, timed=True)
+
+
+def quotient(a: Ratio, b: Ratio) -> Ratio:
+    """One ratio over another; below 1 at all ends where their intervals lie apart and the first is the smaller."""
+    return replace(a, value=a.value / b.value, low=a.low / b.high, high=a.high / b.low)
 
 
 def cache_gain(study: Study, claim: dict, document: str) -> Finding:
     """The pattern cache on and off; it saves at most the part of a call that building the plan takes."""
-    found, share = by_rows(study, claim), largest_share(study)
+    found = by_rows(study, claim)
+    share = next((x for cold, _, x in single.built(study) if pattern_of(cold.point) == r.pattern()), None)
     if share is None or 100 * (1 / (1 - share) - 1) >= claim["low"]:
         return found
     return replace(found, holds=False, why=f"building takes at most {number(100 * share, 2)} % of a call, so that no "
@@ -111,36 +126,25 @@ def cache_gain(study: Study, claim: dict, document: str) -> Finding:
 
 def best_threshold(study: Study, claim: dict, document: str) -> Finding:
     """The published threshold against the others, at the longest length that has them."""
-    swept = [pairs for off, pairs in pool_rows(study) if off.point.batch > 1 and len(pairs) > 1]
-    by_size = {threshold(on.point): on for on, _ in max(swept, key=lambda x: x[0][0].point.seq_len, default=[])}
+    swept = [on for _, on, _ in single.pool_rows(study) if on.point.batch > 1]
+    longest = max((on.point.seq_len for on in swept), default=0)
+    by_size = {single.threshold(on.point): on for on in swept if on.point.seq_len == longest}
     mine = by_size.pop(claim["threshold_mb"], None)
     gains = {f"with {mb:g} MB": x for mb, row in sorted(by_size.items()) if (x := study.ratio(row, mine))}
-    if not gains:
-        return Finding(missing="it and another threshold in one call")
-    faster = any(x.significantly_faster for x in gains.values())
-    slower = all(x.significantly_slower for x in gains.values())
-    ours = in_words(gains, what="time over that with 16 MB")
-    if not faster and not slower:
-        return Finding(ours=ours, why="within noise: not every threshold differs from it", timed=True)
-    return Finding(ours=ours, holds=slower, timed=True)
+    missing = "" if gains else "it and another threshold in one call"
+    return Finding(gains, "time over that with 16 MB", missing=missing, timed=True)
 
 
 def pool_by_length(study: Study, claim: dict, document: str) -> Finding:
     """A pool that lends a buffer against none, at two lengths."""
     found: dict[int, Ratio] = {}
-    for off, pairs in pool_rows(study):
-        for on, ratio in pairs:
-            if ratio and off.point.batch > 1 and lent(on.point, threshold(on.point)).served:
-                found.setdefault(off.point.seq_len, ratio)
+    for _, on, ratio in single.pool_rows(study):
+        if on.point.batch > 1 and single.lent(on.point, single.threshold(on.point)).served:
+            found.setdefault(on.point.seq_len, ratio)
     ours = in_words({f"at {n:,} tokens": found[n] for n in sorted(found)}, what="gain by the pool")
     if len(found) < 2:
         return Finding(ours=ours, missing="a pool that lends something, at two lengths")
-    short, long = found[min(found)], found[max(found)]
-    more = long.significantly_slower and long.low > short.high
-    less = long.significantly_faster or long.high < short.low
-    if not more and not less:
-        return Finding(ours=ours, why="within noise: the intervals at both lengths overlap", timed=True)
-    return Finding(ours=ours, holds=more, timed=True)
+    return Finding({"": quotient(found[max(found)], found[min(found)])}, ours=ours, timed=True)
 
 
 def flash_from_turing(study: Study, claim: dict, document: str) -> Finding:
@@ -179,8 +183,11 @@ def throughput(study: Study, claim: dict, document: str) -> Finding:
 
 
 def two_cards(study: Study, claim: dict, document: str) -> Finding:
-    fit = two_cards_fit(claim["tokens"])
-    needs = f"computed: the original needs {size(fit.original_bytes)} on a card, this library {size(fit.ours_bytes)}"
+    """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a shard of q, k, v and out."""
+    s, n, card = published(document)["shape"], claim["tokens"], 8 * 2**30
+    both = 3 * s["heads"] * n * (n // 2) * 4, 1.15 * 4 * (n // 2) * s["heads"] * s["head_dim"] * 4
+    theirs, ours = (f"{size(held)} a card and {'fits' if held < card else 'does not fit'}" for held in both)
+    needs = f"computed: the original needs {theirs}, this library {ours}"
     if any(x.point.world_size == 2 and x.point.seq_len >= claim["tokens"] for x in study.good):
         return Finding(ours=needs, holds=False, why="it ran on two ranks here")
     return Finding(ours=needs, missing=f"{claim['tokens']:,} tokens on two ranks")
@@ -192,7 +199,7 @@ def two_cards(study: Study, claim: dict, document: str) -> Finding:
 
 def falls_with_ranks(study: Study, claim: dict, document: str) -> Finding:
     """p times a rank's peak over one rank's, at every length and number of ranks: 1 where memory falls as n/p."""
-    held = peaks(study, OF[document])
+    held = peaks(study, document)
     found = places({(n, p): p * x / held[n, 1] for (n, p), x in held.items() if p > 1 and (n, 1) in held})
     counts = {p for n, p in held if p > 1 and (n, 1) in held}
     missing = "" if len(counts) > 1 else "three numbers of ranks or more, which a law needs"
@@ -200,7 +207,7 @@ def falls_with_ranks(study: Study, claim: dict, document: str) -> Finding:
 
 
 def twice_as_long(study: Study, claim: dict, document: str) -> Finding:
-    held = peaks(study, OF[document])
+    held = peaks(study, document)
     found = {(2 * n, 1): held[2 * n, 2] / x for (n, p), x in held.items() if p == 1 and (2 * n, 2) in held}
     return Finding(places(found), "peak of each of two ranks over that of one with half of the tokens")
 
@@ -209,7 +216,7 @@ def all_scale(study: Study, claim: dict, document: str) -> Finding:
     """One rank's peak over that of each of two, for every system at its longest length that has both."""
     found = {}
     for system in THREE:
-        held = peaks(study, system)
+        held = peaks(study, document, system)
         if n := max((n for n, p in held if p == 2 and (n, 1) in held), default=None):
             found[f"for {system.removeprefix('RingDilatedAttention')}"] = held[n, 1] / held[n, 2]
     ours = in_words(found, what="peak on one rank over that on two")
@@ -221,13 +228,13 @@ def all_scale(study: Study, claim: dict, document: str) -> Finding:
 
 
 def fastest_rate(study: Study, claim: dict, document: str) -> Finding:
-    known = [row.tokens_per_s for row in rows_of(study, OF[document]).values() if timed(row)]
+    known = [row.tokens_per_s for row in found_of(study, document).values() if timed(row)]
     values = {"at best": max(known)} if known else {}
     return Finding(values, elsewhere="theirs are times of a GTX 1080", why=claim.get("why", ""), timed=True)
 
 
 def kb_per_token(study: Study, claim: dict, document: str) -> Finding:
-    found = {p: x / KB for (_, p), row in rows_of(study, OF[document]).items() if (x := per_token(row))}  # the longest
+    found = {p: x / KB for (_, p), row in found_of(study, document).items() if (x := per_token(row))}  # the longest
     both = {1, 2} <= found.keys()
     ours = f"{found[1]:.2f} KB on one rank, {found[2]:.2f} on two, inputs and results included" if both else None
     return Finding(ours=ours, elsewhere="theirs counts projections and no inputs", why=claim["why"])
@@ -235,7 +242,7 @@ def kb_per_token(study: Study, claim: dict, document: str) -> Finding:
 
 def passed(study: Study, claim: dict, document: str) -> Finding:
     """Rows as long as the claim says passed on several ranks; without lengths, any row."""
-    found = peaks(study, claim.get("system") or OF[document])
+    found = [k for k, row in rows_of(study, claim.get("system") or OF[document]).items() if peak_bytes(row)]
     longest = max(((n, p) for n, p in found if p > 1), default=None)
     ours = f"passed: {longest[0]:,} tokens on {longest[1]} ranks" if longest else None
     if not longest or longest[0] < max(claim.get("seq_lens", [0])):
@@ -247,16 +254,16 @@ def passed(study: Study, claim: dict, document: str) -> Finding:
 # document 002: block-sparse attention and extreme lengths
 
 
-def _row(key: str, table: str = "block_rows") -> dict:
-    return next(x for x in sparse.document()[table] if x.get("key", x.get("name")) == key)
+def _row(name: str) -> dict:
+    return next(x for x in sparse.document()["ring"] if x["name"] == name)
 
 
 def possible_time(study: Study, claim: dict, document: str) -> Finding:
     """A printed time against the least that the stated work takes on the printed device."""
-    theirs, n = _row(claim["row"], "ring"), sparse.stated()[1]["seq_len"]
-    least, mine = sparse.least_seconds(sparse.work(), sparse.card()) * 1e3, sparse.extreme(study).get(n)
-    known = mine is not None and not objection(mine) and mine.median
-    ours = f"a window over {n:,} tokens, {sparse.heads(mine.point)}: {number(mine.median * 1e3)} ms" if known else None
+    theirs, n = _row(claim["row"]), sparse.document()["ring_shape"]["seq_len"]
+    least, mine, ours = sparse.least_ms(sparse.work()), sparse.extreme_rows(study).get(n), None
+    if timed(mine):
+        ours = f"a window over {n:,} tokens, {sparse.heads(mine.point)}: {number(mine.median * 1e3)} ms"
     source = f"according to its source code it computes {theirs['computes']}"
     if theirs["ms"] < least:
         why = f"an {sparse.card().title} needs at least {number(least)} ms for the stated work; {source}"
@@ -267,11 +274,11 @@ def possible_time(study: Study, claim: dict, document: str) -> Finding:
 def possible_memory(study: Study, claim: dict, document: str) -> Finding:
     """A printed memory against that of its own tensors, then our peak in proportion."""
     unit, n = {"MB": MB, "GiB": 2**30}[claim["unit"]], claim["seq_len"]
-    row, floor = sparse.extreme(study).get(n), sparse.work(seq_len=n).floor_bytes
+    row, floor = sparse.extreme_rows(study).get(n), sparse.work(seq_len=n).floor_bytes
     ours, tensors = row and sparse.held(row), f"q, k, v and out are {number(floor / MB)} MB in fp16"
     if claim["high"] * unit < floor:
         why = (f"{tensors}, out alone {number(floor / 4 / MB)}, so the inputs are left out; according to its source "
-               f"code it computes {_row(claim['row'], 'ring')['computes']}")  # fmt: skip
+               f"code it computes {_row(claim['row'])['computes']}")  # fmt: skip
         return Finding(ours=ours, impossible=why, apart=floor / unit / claim["high"])
     if not ours:
         return Finding(missing=f"a row of {n:,} tokens that passed")
@@ -280,7 +287,7 @@ def possible_memory(study: Study, claim: dict, document: str) -> Finding:
 
 
 def longest_here(study: Study, claim: dict, document: str) -> Finding:
-    passed_here = [n for n, row in sparse.extreme(study).items() if peak_bytes(row)]
+    passed_here = [n for n, row in sparse.extreme_rows(study).items() if peak_bytes(row)]
     ours = f"{max(passed_here):,} tokens passed here" if passed_here else None
     return Finding(ours=ours, missing="the original, which does not run here", why=claim["why"])
 
@@ -312,7 +319,8 @@ def hit_rate(study: Study, claim: dict, document: str) -> Finding:
 
 
 def operations(study: Study, claim: dict, document: str) -> Finding:
-    before, after = (sparse.computing(sparse.in_table(study, s)) for s in (suite.ORIGINAL, suite.OPTIMIZED))
+    before, after = (sparse.operators(sparse.in_table(study, s), views=False)
+                     for s in (suite.ORIGINAL, suite.OPTIMIZED))  # fmt: skip
     if None in (before, after):
         return Finding(missing="operators counted in both rows", why=claim["why"])
     holds = claim["before"][0] <= before <= claim["before"][1] and after <= claim["most"]
@@ -327,7 +335,7 @@ def operations(study: Study, claim: dict, document: str) -> Finding:
 def memory_by_length(study: Study, claim: dict, document: str) -> Finding:
     """The ring's peak over the all-gather's, of the same factor as printed."""
     theirs = {(x["seq_len"], 1): x["robust_mb"] / x["collective_mb"] for x in published(document)["memory"]}
-    a, b = peaks(study, ROBUST), peaks(study, COLLECTIVE)
+    a, b = (peaks(study, document, system) for system in (ROBUST, COLLECTIVE))
     found = {k: a[k] / b[k] for k in sorted(a.keys() & b.keys() & theirs.keys())}
     shares = places({k: x / theirs[k] for k, x in found.items()})
     return Finding(shares, ours=in_words(places(found), what="the ring's peak over the all-gather's"))
@@ -336,7 +344,7 @@ def memory_by_length(study: Study, claim: dict, document: str) -> Finding:
 def best_choice(study: Study, claim: dict, document: str) -> Finding:
     """Whether the plan is better than the all-gather in both memory and bytes, at some length on several ranks."""
     schemes = {"all-gather": COLLECTIVE, "ring": ROBUST, "plan": "ringlab"}
-    found = {name: rows_of(study, system) for name, system in schemes.items()}
+    found = {name: found_of(study, document, system) for name, system in schemes.items()}
     both = (peak_bytes, sent_bytes)
     shared = [k for k in found["plan"] if k[1] > 1 and None not in [f(x.get(k)) for x in found.values() for f in both]]
     better = [k for k in shared if all(f(found["plan"][k]) < f(found["all-gather"][k]) for f in both)]
@@ -357,20 +365,20 @@ def best_choice(study: Study, claim: dict, document: str) -> Finding:
 
 def spread(study: Study, claim: dict, document: str) -> Finding:
     """The spread of memory per token over lengths, on two ranks."""
-    own = [x for (_, p), row in rows_of(study, OF[document]).items() if p == 2 and (x := per_token(row))]
+    own = [x for (_, p), row in found_of(study, document).items() if p == 2 and (x := per_token(row))]
     return Finding({f"over {len(own)} lengths": max(own) / min(own)} if len(own) > 1 else {}, "spread")
 
 
 def peak_at(study: Study, claim: dict, document: str) -> Finding:
     """The peak of a rank in the unit of the claim."""
-    held = peaks(study, claim.get("system") or OF[document]).get((claim["seq_len"], claim["ranks"]))
+    held = peaks(study, document, claim.get("system", "")).get((claim["seq_len"], claim["ranks"]))
     values = {"": held / {"MB": MB, "GB": 1e9}[claim["unit"]]} if held else {}
     return Finding(values, "peak of a rank, inputs and results included")
 
 
 def memory_saved(study: Study, claim: dict, document: str) -> Finding:
     """What a rank saves of the scores of all heads in fp32."""
-    held, n = peaks(study, OF[document]).get((claim["seq_len"], 2)), claim["seq_len"]
+    held, n = peaks(study, document).get((claim["seq_len"], 2)), claim["seq_len"]
     if not held:
         return Finding(missing=f"{n:,} tokens on two ranks")
     saved = 100 * (1 - held / (published(document)["shape"]["heads"] * n**2 * 4))
@@ -378,7 +386,7 @@ def memory_saved(study: Study, claim: dict, document: str) -> Finding:
 
 
 def throughput_falls(study: Study, claim: dict, document: str) -> Finding:
-    found = {n: row.tokens_per_s for (n, p), row in rows_of(study, OF[document]).items() if p == 2 and timed(row)}
+    found = {n: row.tokens_per_s for (n, p), row in found_of(study, document).items() if p == 2 and timed(row)}
     if len(found) < 2:
         return Finding(missing="two lengths on two ranks", timed=True)
     short, long = min(found), max(found)

@@ -26,13 +26,13 @@ from .study import Study, read_study
 # Each notebook, with the module of this package that fills its tables and the suite of points that it needs; a report
 # without a suite of its own is about the rows of all others, so it comes last.
 REPORTS = {
-    "optimization_results": ("optimization", "optimization"),
+    "optimization_results": ("documents.optimization", "optimization"),
     "benchmark_summary": ("documents.ring", "benchmark_summary"),
-    "session_summary": ("session.document", "session_summary"),
+    "session_summary": ("documents.session", "session_summary"),
     "performance_comparison": ("documents.ring", "performance_comparison"),
     "hybrid_summary": ("documents.ring", "hybrid_summary"),
-    "landscape": ("landscape.document", "landscape"),
-    "claims": ("ledger", ""),
+    "landscape": ("documents.landscape", "landscape"),
+    "claims": ("documents.claims", ""),
 }
 # Suites whose rows a report shows in an appendix.
 BESIDE = {"optimization_results": ("kernels",)}

@@ -18,12 +18,11 @@ from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
 from . import figures
+from .documents import landscape as field
+from .documents.session import percent
 from .figures import Figure
 from .findings import trust_line
-from .landscape import field
-from .landscape.document import COLORS
 from .rows import SHORT
-from .session.rows import percent
 from .study import Study, best, pattern_of, together
 from .tables import Cell, Table, number, size
 from .trust import objection, threads
@@ -154,7 +153,7 @@ def _measured_figure(study: Study, measured: dict[str, list]) -> Figure:
     points = {name: [(r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))) for r in rows]
               for name, rows in measured.items()}  # fmt: skip
     fig = figures.lines(points, xlabel="Tokens", ylabel="Measured: time of a forward call (ms)",
-                       colors=[COLORS[name] for name in points])  # fmt: skip
+                       colors=[field.COLORS[name] for name in points])  # fmt: skip
     ends = "; ".join(f"{name} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for name, p in points.items())
     caption = f"Measured on {study.device}: time over length of every variant that passed its checks."
     return Figure.of(fig, "first-screen-measured", caption, f"{caption} {ends}.")

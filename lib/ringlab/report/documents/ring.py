@@ -6,16 +6,16 @@ send. The rows of a study are those of one page; its suite says which.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
 from ...estimate import longest
 from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECTIVE
 from ...ring.volume import ladder_rows
-from .. import claims_code, columns, figures, findings
-from ..columns import Column, peak_bytes, ratio, rows_of, sent_bytes, timed, times
-from ..findings import failures, provenance, reading
+from .. import columns, figures, findings
+from ..columns import PEAK, ROOFLINE, TIME, Column, peak_bytes, ratio, rows_of, sent_bytes, table, timed, times
+from ..findings import failures, limits, provenance, reading
 from ..predicted import accuracy
 from ..published import DOCUMENTS, MB, published
 from ..rows import SHORT
@@ -24,9 +24,18 @@ from ..tables import Cell, Table, Text, about, number, size
 from ..trust import objection, status, threads
 
 __all__ = [
-    "accuracy", "answer", "bytes_figure", "failures", "ledger", "lengths", "limits", "memory_figure", "names",
-    "one_device", "provenance", "reading", "schemes", "shards", "speed_figure", "volumes",
+    "accuracy", "answer", "bytes_figure", "failures", "lengths", "limits", "memory_figure", "names", "provenance",
+    "reading", "schemes", "speed_figure", "volumes",
 ]  # fmt: skip
+
+
+_longest = cache(longest)
+
+
+def _rows(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
+    """(tokens, ranks) -> row of a system in the heads that the document has; other rows are no part of its tables."""
+    number = next(number for number, document in DOCUMENTS.items() if document.suite == study.suite)
+    return rows_of(study, system, heads=published(number)["shape"]["heads"], **wanted)
 
 
 def answer(study: Study) -> Text:
@@ -37,21 +46,6 @@ def answer(study: Study) -> Text:
         system, more = (HYBRID, [_scores_line(study)]) if study.suite == "hybrid_summary" else (SDPA, [])
         lines = [_shards_line(study, system), _fits_line(study, system), *more]
     return study.text(*lines, findings.trust_line(study), findings.gaps_line(study), kind="answer", bullets=True)
-
-
-def ledger(study: Study) -> Table:
-    """Every claim of the document, judged."""
-    number = next(number for number, document in DOCUMENTS.items() if document.suite == study.suite)
-    return findings.ledger(study, claims_code.judged(study, number))
-
-
-def limits(study: Study) -> Text:
-    """What this run cannot tell, of ranks above all."""
-    return findings.limits(
-        study,
-        "A network: all ranks are processes of this machine, and what they exchange goes through its memory.",
-        *(["NCCL, and a GPU for each rank: these ranks talk through gloo."] if study.device_type == "cpu" else []),
-    )
 
 
 def _work(found: dict) -> str:
@@ -93,7 +87,7 @@ def _speed_ups(study: Study, found: dict) -> dict[tuple[int, int], object]:
 
 
 def _shards_line(study: Study, system: str) -> str:
-    found = {k: row for k, row in rows_of(study, system).items() if not columns.simulated(row)}
+    found = {k: row for k, row in _rows(study, system).items() if not columns.simulated(row)}
     less, faster = _reductions(found), _speed_ups(study, found)
     if not less:
         return "**Memory and time on several ranks**: not measured."
@@ -120,13 +114,14 @@ def _shards_line(study: Study, system: str) -> str:
 
 def _fits_line(study: Study, system: str) -> str:
     """The longest sequences by ``ringlab.longest``, the longest measured, and what failed."""
-    found = rows_of(study, system)
+    found = _rows(study, system)
     counts = sorted({p for (_, p), row in found.items() if timed(row)})
     if not counts or not study.memory_bytes:
         return f"**How long a sequence fits**: not known, without a timed row and the size of a memory.{_failed(found)}"
     p = next(iter(found.values())).point
-    shape = (p.batch, p.heads, p.head_dim, p.dtype, study.profile.name)
-    fits = {n: _longest(pattern_of(p), study.memory_bytes, n, *shape) for n in counts}
+    how = {k: getattr(p, k) for k in ("batch", "heads", "head_dim")} | {"dtype": getattr(torch, p.dtype)}
+    how |= {"profile": study.profile.name}
+    fits = {n: _longest(pattern_of(p), study.memory_bytes, ranks=n, **how) for n in counts}
     said = ", ".join(f"{about(tokens)} tokens on {_on(n)}" for n, tokens in fits.items())
     held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
     last = max(held, key=lambda k: (k[0], -k[1]))
@@ -134,12 +129,6 @@ def _fits_line(study: Study, system: str) -> str:
         f"**How long a sequence fits**: with {size(study.memory_bytes)} a rank, {said}, by `ringlab.longest` for this "
         f"attention alone, forward. The longest run here, {_at(*last)}, held {size(held[last])} a rank.{_failed(found)}"
     )
-
-
-@lru_cache(maxsize=64)
-def _longest(pattern, memory: int, ranks: int, batch: int, heads: int, head_dim: int, dtype: str, profile: str) -> int:
-    shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": getattr(torch, dtype)}
-    return longest(pattern, memory, ranks=ranks, profile=profile, **shape)
 
 
 def _failed(found: dict) -> str:
@@ -163,25 +152,33 @@ def _paper(header: str, key: str, form: str = "{:,}") -> Column:
     return Column(header, lambda x: form.format(x["paper"][key]) if key in x["paper"] else None)
 
 
-def shards(study: Study) -> Table:
-    """001: time and peak memory by length and ranks, beside the document's two tables."""
-    found = rows_of(study, SDPA)
-    measured = [x.of("row") for x in (columns.TIME, columns.ROOFLINE, columns.PEAK)]
-    paper = _paper(">Published (s)", "seconds", "{:.3f}"), _paper(">Published (MB)", "mb", "{:.2f}")
-    return columns.table(
+def lengths(study: Study) -> Table:
+    """001 and 004: time and peak memory by length and ranks, beside what the document prints."""
+    number, system = ("004", HYBRID) if study.suite == "hybrid_summary" else ("001", SDPA)
+    found, ranks = _rows(study, system), published(number)["shape"].get("ranks")
+    one = {n: row for (n, p), row in found.items() if p == 1}
+    lines = [x | {"one": one.get(x["tokens"]) if x["ranks"] > 1 and timed(x["row"]) else None}
+             for x in _beside(found, number, ranks)]  # fmt: skip
+    return table(
         study,
-        f"{SDPA} of this library by length and ranks, and as published",
-        [*AT, *measured, *paper],
-        _beside(found, "001"),
+        f"{system} of this library by length and ranks, and as published",
+        [*AT, TIME.of("row"), ROOFLINE.of("row"), ratio(study, "one", "row", ">Faster than one rank"), PEAK.of("row"),
+         columns.RATE.of("row"), _paper(">Published tokens/s", "tokens_per_s"), _paper(">Published (MB)", "mb")],
+        lines,
         note=f"{_work(found)} Peak memory: of the rank that holds most, with its q, k, v and out. Published: "
-        f"{published('001')['device']}, batch 2, memory without inputs but with projections; by the source 38 to 56 % "
-        "of those outputs are zero.",
-    )
+        f"{published(number)['device']}. {PRINTED[number]}",
+    )  # fmt: skip
+
+
+PRINTED = {
+    "001": "Batch 2, memory without inputs but with projections; by the source 38 to 56 % of those outputs are zero.",
+    "004": "The first two lengths have batch 2.",
+}
 
 
 def speed_figure(study: Study) -> None:
     """001: how many times as fast several ranks are as one."""
-    faster = _speed_ups(study, rows_of(study, SDPA))
+    faster = _speed_ups(study, _rows(study, SDPA))
     if not faster:
         return
     items = [figures.Bar(_at(*key), x.value, x.low, x.high) for key, x in faster.items()]
@@ -189,12 +186,8 @@ def speed_figure(study: Study) -> None:
     counts = " or ".join(f"{p}" for p in sorted({p for _, p in faster}))
     caption = f"{counts} ranks are {number(low)} to {number(high)} times as fast as one; {counts} would be perfect."
     said = "; ".join(f"{b.label} {number(b.value)}×" for b in items)
-    data = columns.table(
-        study, "Data: speed-up",
-        [Column("Shape", lambda x: _at(*x[0])), Column(">Over one rank", lambda x: times(x[1]))], [*faster.items()],
-    )  # fmt: skip
     fig = figures.bars(items, xlabel="Times as fast as one rank", line=1, fmt="{:.2f}×".format)
-    figures.show(fig, "scaling-speed", caption, f"{caption} {said}.", data, stamp=study.stamp)
+    figures.show(fig, "scaling-speed", caption, f"{caption} {said}.", stamp=study.stamp)
 
 
 KINDS = {SDPA: "the ring on torch's SDPA kernel", CORRECT: "the ring on the eager kernel",
@@ -203,13 +196,13 @@ KINDS = {SDPA: "the ring on torch's SDPA kernel", CORRECT: "the ring on the eage
 
 def names(study: Study) -> Table:
     """001: the document's systems where all were measured, and dense attention."""
-    by_system = {system: rows_of(study, system) for system in KINDS}
+    by_system = {system: _rows(study, system) for system in KINDS}
     n = max((n for n, _ in by_system[CORRECT]), default=0)
     lines = [{"system": system, "row": row, "base": by_system[SDPA].get(key) if system != SDPA else None}
              for system, found in by_system.items() for key, row in found.items() if key[0] == n]  # fmt: skip
     system = Column("System", lambda x: Cell(KINDS[x["system"]], "" if x["system"] == "dense_sdpa" else x["system"]))
-    of_row = [x.of("row") for x in (columns.RANKS, columns.TIME, columns.ROOFLINE, columns.PEAK)]
-    return columns.table(
+    of_row = [x.of("row") for x in (columns.RANKS, TIME, ROOFLINE, PEAK)]
+    return table(
         study,
         f"The systems of the document at {n:,} tokens, all run by this library",
         [system, *of_row, ratio(study, "row", "base", ">Over the first")],
@@ -220,7 +213,7 @@ def names(study: Study) -> Table:
 
 
 def _scores_line(study: Study) -> str:
-    known = {key: row for key, row in rows_of(study, HYBRID).items() if peak_bytes(row)}
+    known = {key: row for key, row in _rows(study, HYBRID).items() if peak_bytes(row)}
     if not known:
         return "**Standard attention**: no row to set beside it."
     row = known[max(known)]
@@ -235,23 +228,9 @@ def _scores(point) -> int:
     return point.batch * point.heads * point.seq_len**2 * getattr(torch, point.dtype).itemsize
 
 
-def lengths(study: Study) -> Table:
-    """004: time and tokens per second by length and ranks, beside the document's."""
-    found = rows_of(study, HYBRID)
-    lines = [x for x in _beside(found, "004", ranks=2) if x["paper"] or timed(x["row"])]
-    measured = [x.of("row") for x in (columns.TIME, columns.ROOFLINE, columns.RATE)]
-    return columns.table(
-        study,
-        f"{HYBRID} of this library by length and ranks, and as published",
-        [*AT, *measured, _paper(">Published tokens/s", "tokens_per_s")],
-        lines,
-        note=f"{_work(found)} Published: {published('004')['device']}, the first two lengths with batch 2.",
-    )
-
-
 def memory_figure(study: Study) -> None:
     """004: peak of a rank over length, with what the document prints and what scores would take."""
-    lines = _beside(rows_of(study, HYBRID), "004", ranks=2)
+    lines = _beside(_rows(study, HYBRID), "004", ranks=2)
     known = [x for x in lines if peak_bytes(x["row"])]
     if not known:
         return
@@ -267,16 +246,10 @@ def memory_figure(study: Study) -> None:
         f"attention would take {size(_scores(last['row'].point))}."
     )
     said = "; ".join(f"{name} {number(xs[-1][1])} MiB at {xs[-1][0]:,} tokens" for name, xs in series.items())
-    data = columns.table(
-        study, "Data: memory of a rank",
-        [*AT, *(x.of("row") for x in (columns.PEAK, columns.PER_TOKEN)), _paper(">Published (MB)", "mb"),
-         _paper(">Published KB per token", "kb_per_token")], lines,
-        note="Published KB per token: the first two rows are divided by twice their tokens, as their batch was 2.",
-    )  # fmt: skip
     colors = [figures.BLUE, figures.ORANGE, figures.GREEN][: len(series) - 2] + [figures.RED, figures.GREY]
     how = {"xlabel": "Tokens", "ylabel": "Peak memory of a rank (MiB)", "dashed": ["fp32 scores"]}
     fig = figures.lines(series, colors=colors, **how)
-    figures.show(fig, "hybrid-memory", caption, f"{caption} {said}.", data, stamp=study.stamp)
+    figures.show(fig, "hybrid-memory", caption, f"{caption} {said}.", stamp=study.stamp)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,7 +264,7 @@ def _by_scheme(study: Study) -> list[dict]:
     found: dict[tuple, dict] = {}
     for causal in (False, True):
         for name, system in SCHEMES.items():
-            for (n, p), row in rows_of(study, system, causal=causal).items():
+            for (n, p), row in _rows(study, system, causal=causal).items():
                 found.setdefault((p, n, causal), {"tokens": n, "ranks": p, "causal": causal})[name] = row
     return [line for _, line in sorted(found.items())]
 
@@ -342,35 +315,15 @@ def _schemes_lines(study: Study) -> list[str]:
 MASKED = Column(">Tokens", lambda x: Cell(f"{x['tokens']:,}", "causal" if x["causal"] else ""))
 
 
-def one_device(study: Study) -> Table:
-    """003: one rank, where no ring code runs, beside the document's times and memory."""
-    paper = {(4096, x["causal"]): x for x in published("003")["times"]}  # all of one length
-    memory = {(x["seq_len"], False): x for x in published("003")["memory"]}
-    lines = [x | {"paper": paper.get(key, {}) | memory.get(key, {})} for x in _by_scheme(study)
-             if x["ranks"] == 1 and (key := (x["tokens"], x["causal"]))]  # fmt: skip
-    return columns.table(
-        study,
-        "One device: the all-gather (V2Collective) and the ring (V2Robust) are one call",
-        [MASKED, columns.TIME.of(GATHER), ratio(study, RING, GATHER, ">Ring over all-gather"),
-         columns.ROOFLINE.of(GATHER), columns.PEAK.of(GATHER), _paper(">Published, all-gather (ms)", "collective_ms"),
-         _paper(">Published, ring (ms)", "robust_ms"), _paper(">Published, all-gather (MB)", "collective_mb"),
-         _paper(">Published, ring (MB)", "robust_mb")],
-        lines,
-        note=f"{_work(rows_of(study, V2_COLLECTIVE))} By the originals' sources the published columns are two "
-        "functions: attention over the heads of each position, and dense attention, whose megabytes are those of two "
-        "n × n score matrices.",
-    )  # fmt: skip
-
-
 def schemes(study: Study) -> Table:
     """003: time and peak memory of each scheme on several ranks."""
     lines = [x for x in _by_scheme(study) if x["ranks"] > 1]
     over = [ratio(study, name, PLAN, f">{name.capitalize()} over plan") for name in (RING, GATHER)]
-    peaks = [columns.PEAK.of(name, f">Peak memory, {name}") for name in SCHEMES]
-    return columns.table(
+    peaks = [PEAK.of(name, f">Peak memory, {name}") for name in SCHEMES]
+    return table(
         study,
         "Several ranks: time of the plan, times of the others over its, and peak memory of a rank",
-        [MASKED, AT[1], columns.TIME.of(PLAN, ">Plan (ms)"), *over, columns.ROOFLINE.of(PLAN), *peaks],
+        [MASKED, AT[1], TIME.of(PLAN, ">Plan (ms)"), *over, ROOFLINE.of(PLAN), *peaks],
         lines,
         note=f"{_work({i: x[PLAN] for i, x in enumerate(lines) if PLAN in x})} Not causal but where marked. Ranks "
         "communicate through gloo on one machine, so that times say nothing of a network.",
@@ -405,7 +358,7 @@ def volumes(study: Study) -> Table:
     def received(header: str, way: str) -> Column:
         return Column(header, lambda moved: size(getattr(moved, way) * 2 * HEADS * HEAD_DIM * BYTES))
 
-    return columns.table(
+    return table(
         study,
         "Computed: K and V that a rank receives, by length, ranks and scheme",
         [Column(">Tokens", lambda x: x.seq_len), Column(">Ranks", lambda x: x.ranks),

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections import namedtuple
 from functools import cache
-from itertools import permutations
 
 import torch
 
-from .. import Execution, attention, cost, hardware, kernels, memory, patterns
-from ..estimate import longest
-from ..kernels.base import DeviceSpec
-from . import columns, figures, findings, rows
-from . import study as studies
-from .columns import MASK, PASS, PEAK, ROOFLINE, SHARD, TIME, TOKENS, Column, shown, table, times
-from .findings import failures, provenance, reading
-from .rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
-from .study import Study, best, pattern_of
-from .tables import Cell, Code, Table, Text, about, number, size
-from .trust import reason
+from ... import Execution, attention, cost, hardware, kernels, memory, patterns
+from ...estimate import longest
+from ...kernels.base import DeviceSpec
+from .. import columns, figures, findings, rows
+from ..columns import MASK, PASS, PEAK, ROOFLINE, SHARD, TIME, TOKENS, Column, shown, table, times
+from ..findings import failures, provenance, reading
+from ..rows import (
+    DEFAULTS,
+    FULL,
+    SHORT,
+    dense_beside,
+    document_rows,
+    is_optimised,
+    is_plain,
+    label,
+    pattern,
+    shape,
+    switches,
+)
+from ..study import Study, best, pattern_of
+from ..tables import Cell, Code, Table, Text, about, number, size
+from ..trust import reason
 
 __all__ = [
-    "answer", "cache_table", "computed", "efficiency", "failures", "implementations", "kernels_table",
-    "ledger", "length_figure", "limits", "memory_exceptions", "open_study", "passes", "pool_table", "provenance",
-    "reading", "recommended", "reuse", "switch_table",
+    "answer", "efficiency", "failures", "implementations", "kernels_table", "length_figure",
+    "limits", "memory_exceptions", "passes", "provenance", "reading", "recommended", "reuse",
 ]  # fmt: skip
 _longest = cache(longest)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -34,14 +43,8 @@ SWITCHES = {  # name: (what it does, off, on)
     "pool": ("Memory pool on", False, True),
 }
 EXCEPTION = 1.3  # times q, k, v and out, from which a peak is worth a line
-CARD = 8 * 2**30  # bytes of the card in document 000
+FUNCTION = {k: v for k, v in shape().items() if k in ("batch", "heads", "head_dim", "world_size")}
 Lent = namedtuple("Lent", "served asked")  # buffers that a call gets from a pool, and all that it asks for
-TwoCards = namedtuple("TwoCards", "original_bytes ours_bytes original_fits ours_fits")  # bytes a card
-
-
-def open_study(profile: str = "auto", data: str = "") -> Study:
-    """The rows of this document's suite."""
-    return studies.open_study(profile, data, "optimization")
 
 
 def answer(study: Study) -> Text:
@@ -60,7 +63,7 @@ def _pays_line(study: Study) -> str:
     noise = "" if all(x.significantly_slower for x in found) else ", within noise"
     where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
     said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
-    effects = [(words.lower(), x[5]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
+    effects = [(words.lower(), x[2]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
     for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
         if names := [f"{name} ({number(x.value)}×)" for name, x in effects if _beyond(x) == sign]:
             said.append(f"{words}: {', '.join(names)}")
@@ -120,15 +123,17 @@ def recommended(study: Study) -> Code:
     s, p = shape(), pattern()
     (dtype, *said), on = _chosen_dtype(study), {}
     for name, (words, *_) in SWITCHES.items():
-        pair, on[name], why = _pair(study, name, dtype), rows.DEFAULTS[name], "no pair of rows passed"
-        if pair:
-            *_, before, after, ratio = pair
-            why = f"{number(before.median * 1e3)} to {number(after.median * 1e3)} ms, {times(ratio).plain}"
-        if effect := 0 if study.rehearsal or not pair else _beyond(ratio):
-            on[name] = switches((after if effect > 0 else before).point)[name]
+        off, after, ratio = _pair(study, name, dtype) or (None, None, None)
+        why = "no pair of rows passed"
+        if ratio:
+            why = f"{number(off.median * 1e3)} to {number(after.median * 1e3)} ms, {times(ratio).plain}"
+        effect = 0 if study.rehearsal else _beyond(ratio)
+        on[name] = SWITCHES[name][1 if effect < 0 else 2] if effect else DEFAULTS[name]
         said.append(f"{words}: {why}{'' if effect else ', so the default'}")
     stamp = f"{study.stamp}, the times are a CPU's; " if study.stamp else ""
     comments = [f"{stamp}{study.profile.title}: {study.profile.dtype_reason()}", *said]
+    if study.profile.kind == "cuda":
+        comments.append(f"the torch for it: {hardware.install_line(study.profile.capability)}")
     device = '"cuda" if torch.cuda.is_available() else "cpu"' if study.profile.kind == "cuda" else '"cpu"'
     return Code(
         "".join(f"# {line}\n" for line in comments) + "import torch\n"
@@ -193,10 +198,11 @@ def implementations(study: Study) -> Table:
         one, two = (best([r for r in document_rows(study, dtype=d) if test(r)]) for d in ("float16", "float32"))
         return cell.plain if (cell := times(study.ratio(one, two))) else "not measured"
 
-    s, d = shape(), rows.published()
+    s, d, gpu = shape(), rows.published(), gpu_of(study)
+    least = (_bound(gpu, p, str(gpu.default_dtype()).removeprefix("torch.")) for p in (pattern(), patterns.Dense()))
     return table(
         study, f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
-        [Column("Implementation", name), TIME.of("row", ">Time (ms)"), ROOFLINE.of("row", ">Roofline (ms)"),
+        [Column("Implementation", name), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "naive", "row", ">Faster than naive"),
          columns.ratio(study, "dense", "row", ">Faster than dense"),
          *([] if study.rehearsal else [Column(">Published (ms)", paper)])],
@@ -204,59 +210,25 @@ def implementations(study: Study) -> Table:
         note="Naive is this library's gathered, eager path: the original does not run here. fp32 instead of fp16 alone "
         f"gains {by_dtype(is_plain)} in the naive path and {by_dtype(is_optimised)} in the optimized one; the "
         f"published {d['rows'][1]['speedup']}× mixes dtype and optimizations. Published "
-        f"on {d['device']}; according to its source code the original attends across heads instead of tokens.",
+        f"on {d['device']}; according to its source code the original attends across heads instead of tokens. Computed "
+        f"for {gpu.title}: the call takes at least {' ms, dense attention '.join(map(str, least))} ms.",
     )  # fmt: skip
 
 
-def switch_pairs(study: Study) -> list[tuple]:
-    """(switch, switches before and after, row off, row on, Ratio) of rows that differ in one switch, fp32 first."""
-    found = []
-    for off, on in permutations(document_rows(study, system="ringlab"), 2):
-        one, two = switches(off.point), switches(on.point)
-        changed = [k for k in one | two if one.get(k) != two.get(k)]
-        if len(changed) == 1 and off.point.dtype == on.point.dtype:
-            name = changed[0]
-            if (one.get(name), two.get(name)) == SWITCHES.get(name, ("",))[1:]:
-                found.append((name, one, two, off, on, study.ratio(off, on)))
-
-    def order(x: tuple) -> tuple:
-        plain = sum(x[2][k] == v for k, v in rows.PLAIN.items())
-        return [*SWITCHES].index(x[0]), x[3].point.dtype != "float32", plain, x[5] is None
-
-    found.sort(key=order, reverse=True)  # of equal points the first stays
-    return [*{(x[3].point.id, x[4].point.id): x for x in found}.values()][::-1]
-
-
-def _pair(study: Study, name: str, dtype: str = "float32") -> tuple | None:
-    """The pair of a switch with all others on, in a dtype where there is one."""
-    found = [x for x in switch_pairs(study) if x[0] == name and x[2] == FULL and x[5] is not None]
-    return min(found, key=lambda x: x[3].point.dtype != dtype, default=None)
-
-
-def with_others(switch: str, s: dict) -> str:
-    """The other switches of a pair."""
-    words = {"gather": "gathered" if s["gather"] else "strided", "backend": f"{s['backend']} kernel",
-             "cache": "cache" if s["cache"] else "no cache", "pool": "pool" if s["pool"] else "no pool"}  # fmt: skip
-    return ", ".join(v for k, v in words.items() if k != switch)
-
-
-def switch_table(study: Study) -> Table:
-    """What each switch gains alone, where the others are on."""
-    lines = [{"name": SWITCHES[name][0], "with": with_others(name, one), "off": off, "on": on}
-             for name, one, two, off, on, _ in switch_pairs(study) if name == "pool" or two == FULL]  # fmt: skip
-    return table(
-        study, f"What each optimization gains alone: {shape()['seq_len']:,} tokens, forward, segments {segments()}",
-        [Column("Switch", lambda x: Cell(x["name"], f"{SHORT[x['on'].point.dtype]}, {x['with']}")),
-         TIME.of("off", ">Off (ms)"), TIME.of("on", ">On (ms)"), ROOFLINE.of("on", ">Roofline (ms)"),
-         columns.ratio(study, "off", "on", ">Faster by")],
-        lines,
-        note="Strided views write results in place and never use the pool. It supplies the buffers of gathered copies.",
-    )  # fmt: skip
+def _pair(study: Study, name: str, dtype: str = "float32", **others) -> tuple | None:
+    """(row off, row on, Ratio) of a switch, the ``others`` on, in a dtype where there is one; the faster of each."""
+    ours, (_, off, on), found = document_rows(study, system="ringlab"), SWITCHES[name], []
+    for one in rows.dtypes(ours):
+        pair = [best([r for r in ours if r.point.dtype == one and switches(r.point) == FULL | others | {name: way}])
+                for way in (off, on)]  # fmt: skip
+        if ratio := study.ratio(*pair):
+            found.append((*pair, ratio))
+    return min(found, key=lambda x: x[1].point.dtype != dtype, default=None)
 
 
 def over_dense(study: Study) -> list[tuple]:
     """(n, Ratio or None, dense row, our row) by n, in the profile's dtype or in fp32, whichever has more lengths."""
-    wanted = {"pattern": pattern().to_dict(), "passes": "fwd", "causal": False, "batch": 1, "world_size": 1}
+    wanted = FUNCTION | {"pattern": pattern().to_dict(), "passes": "fwd", "causal": False}
     found: dict[str, dict[int, tuple]] = {rows.hardware_dtype(study): {}, "float32": {}}
     for r in filter(is_optimised, study.rows(**wanted)):
         if (dense := dense_beside(study, r)) and r.point.dtype in found:
@@ -270,33 +242,47 @@ def over_dense(study: Study) -> list[tuple]:
 def length_figure(study: Study) -> None:
     """Time over length of dense attention and of the pattern, with the pattern's roofline."""
     found = over_dense(study)
-    series: dict[str, list] = {"Dense SDPA": [], "All optimizations": [], "Its roofline": []}
-    for row in (r for _, _, d, ours in found for r in (d, ours) if columns.timed(r)):
-        n = row.point.seq_len
-        series[label(row)].append((n, *(x * 1e3 for x in (row.median, *row.ci))))
-        if is_optimised(row) and row.bound_seconds:
-            series["Its roofline"].append((n, row.bound_seconds * 1e3, None, None))
-    colors = dict(zip(series, (figures.GREY, figures.BLUE, figures.SKY)))
-    if not any(series.values()):
-        return
-    fig = figures.lines({k: v for k, v in series.items() if v}, xlabel="Tokens", ylabel="Time (ms)",
-                       colors=[colors[k] for k, v in series.items() if v], dashed=["Its roofline"])  # fmt: skip
     data = table(
         study, "Data: time over length",
-        [TOKENS.of("ours", ">Tokens"), TIME.of("dense", ">Dense SDPA (ms)"), TIME.of("ours", ">All optimizations (ms)"),
-         ROOFLINE.of("ours", ">Roofline (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
+        [TOKENS.of("ours"), TIME.of("dense", ">Dense SDPA (ms)"), TIME.of("ours", ">All optimizations (ms)"),
+         ROOFLINE.of("ours"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
         [{"dense": d, "ours": r} for _, _, d, r in found],
     )  # fmt: skip
-    start = rows.begins(found)
-    said = f"The pattern is faster than dense attention from {start:,} tokens on" if start else "No length is faster"
-    caption = f"{said}: segments {segments()}, forward, {SHORT[found[0][3].point.dtype]}."
+    what = f"segments {segments()}, forward, {SHORT[found[0][3].point.dtype]}" if found else ""
+    looks = {"Dense SDPA": figures.GREY, "All optimizations": figures.BLUE}
+    draw_lengths(study, "optimization-length", found, what, looks, label, data)
+
+
+def draw_lengths(study: Study, name: str, found: list, what: str, looks: dict, label, data: Table, also=()) -> None:
+    """Time over length beside dense attention, with the roofline of our rows; nothing where there is no time.
+
+    Args:
+        found: (tokens, Ratio or None, dense row or None, our row), the shortest first; ``also`` are rows besides.
+        what: the call, in words.
+        looks: name -> color, in the order of the legend; ``label`` gives the name of a row.
+    """
+    series: dict[str, list] = {}
+    for row in [r for _, _, *both in found for r in both] + [*also]:
+        if columns.timed(row):
+            n = row.point.seq_len
+            series.setdefault(label(row), []).append((n, *(x * 1e3 for x in (row.median, *row.ci))))
+            if row.bound_seconds and any(row is x[3] for x in found):
+                series.setdefault("Its roofline", []).append((n, row.bound_seconds * 1e3, None, None))
+    if not series:
+        return
+    looks = {k: color for k, color in (looks | {"Its roofline": figures.SKY}).items() if k in series}
+    fig = figures.lines({k: series[k] for k in looks}, xlabel="Tokens", ylabel="Time (ms)", colors=[*looks.values()],
+                       dashed=["Its roofline"])  # fmt: skip
+    start = rows.begins([x for x in found if x[2] is not None])
+    said = f"It is faster than dense attention from {start:,} tokens on" if start else "No length is faster"
     faster = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not shown"
-    figures.show(fig, "optimization-length", caption, f"{caption} It is faster by: {faster}.", data, stamp=study.stamp)
+    caption = f"{said}: {what}."
+    figures.show(fig, name, caption, f"{caption} It is faster by: {faster}.", data, stamp=study.stamp)
 
 
 def passes(study: Study) -> Table:
     """Forward and training, not causal and causal, at the longest n at which training was timed."""
-    ours = [r for r in study.rows(pattern=pattern().to_dict(), world_size=1, batch=1) if is_optimised(r)]
+    ours = [r for r in study.rows(pattern=pattern().to_dict(), **FUNCTION) if is_optimised(r)]
     p = max((r.point for r in ours if r.point.passes == "fwd+bwd"), key=lambda p: p.seq_len, default=None)
     here = [r for r in ours if p and (r.point.seq_len, r.point.dtype) == (p.seq_len, p.dtype)]
     ways = {(passes, causal): [r for r in here if (r.point.passes, r.point.causal) == (passes, causal)]
@@ -335,39 +321,18 @@ def memory_exceptions(study: Study) -> Table | Text:
     )  # fmt: skip
 
 
-def cache_rows(study: Study) -> list[dict]:
-    """Building a plan, finding it, and the call that needs it, by what is built."""
-    builds, found = study.rows(system="plan_build", world_size=1), []
-    for cold in [r for r in builds if not dict(r.point.options)["warm"]]:
-        p, options = cold.point, dict(cold.point.options)
-        alike = {"seq_len": p.seq_len, "pattern": p.pattern, "passes": "fwd", "causal": False, "batch": 1}
-        wanted = {"backend": "auto", "gather": options.get("gather", False), "cache": True}
-        calls = [r for r in study.rows(system="ringlab", world_size=1, **alike) if columns.timed(r)]
-        call = best([r for r in calls if wanted.items() <= switches(r.point).items()])
-        warm = best([r for r in builds if r.point == p.but(options=options | {"warm": True})])
-        share = cold.median / call.median if call and columns.timed(cold) else None
-        found.append({"cold": cold, "warm": warm, "call": call, "share": share})
-    return sorted(found, key=lambda x: (rows.steps_of(x["cold"].point), x["cold"].point.seq_len))
-
-
-def largest_share(study: Study) -> float | None:
-    """The largest part of a call that building its plan takes, for the document's pattern."""
-    ours = [x for x in cache_rows(study) if pattern_of(x["cold"].point) == pattern()]
-    return max((x["share"] for x in ours if x["share"]), default=None)
-
-
-def cache_table(study: Study) -> Table:
-    """What a plan costs when it is built, when it is found, and how much of a call that is."""
-    micros = Column("", lambda r: columns.time(r, 1e6))
-    return table(
-        study, "The pattern cache: a plan built in each call, and found",
-        [Column("Plan", lambda x: rows.steps_of(x["cold"].point)),
-         Column("Segments / rates", lambda x: segments(x["cold"].point.pattern)), TOKENS.of("cold", ">Tokens"),
-         micros.of("cold", ">Built (µs)"), micros.of("warm", ">Found (µs)"), TIME.of("call", ">The call (ms)"),
-         Column(">Built, of the call", lambda x: f"{number(100 * x['share'], 2)} %" if x["share"] else None)],
-        cache_rows(study), folded=True,
-        note="Built: the cache is cleared before each call. Found: the same call again. It can save the difference.",
-    )  # fmt: skip
+def built(study: Study) -> list[tuple]:
+    """(row that builds a plan, call that needs the plan, its part of the call), the largest part first."""
+    found = []
+    for cold in study.rows(system="plan_build", world_size=1, options={"warm": False}):
+        p = cold.point
+        alike = {k: getattr(p, k) for k in ("seq_len", "pattern", "heads", "head_dim", "batch", "world_size")}
+        wanted = {"backend": "auto", "gather": cold.option("gather") or False, "cache": True}
+        calls = study.rows(system="ringlab", passes="fwd", causal=False, **alike)
+        call = best([r for r in calls if columns.timed(r) and wanted.items() <= switches(r.point).items()])
+        if call and columns.timed(cold):
+            found.append((cold, call, cold.median / call.median))
+    return sorted(found, key=lambda x: -x[2])
 
 
 @cache
@@ -389,76 +354,48 @@ def threshold(point) -> float | None:
 
 
 def pool_rows(study: Study) -> list[tuple]:
-    """(row without a pool, [(row with one, Ratio or None), ...] by threshold), by call; the document's calls last."""
-    ours, found = study.rows(system="ringlab", world_size=1), []
+    """(row without a pool, row with one, Ratio) of each call and threshold; the document's calls last."""
+    ours = study.rows(system="ringlab", world_size=1)
     swept = sorted((r for r in ours if "pool_threshold_mb" in switches(r.point)), key=lambda r: threshold(r.point))
-    for plain in dict.fromkeys(r.point.but(options=()) for r in swept):
-        if off := best([r for r in ours if r.point == plain]):
-            found.append((off, [(r, study.ratio(off, r)) for r in swept if r.point.but(options=()) == plain]))
-    return found + [(off, [(on, ratio)]) for name, _, _, off, on, ratio in switch_pairs(study) if name == "pool"]
-
-
-def pool_table(study: Study) -> Table:
-    """Each threshold beside plain allocation; what is borrowed is counted."""
-    lines = [{"off": off, "on": on, "lent": lent(on.point, threshold(on.point))}
-             for off, pairs in pool_rows(study) for on, _ in pairs]  # fmt: skip
-
-    def call(x: dict) -> Cell:
-        p, way = x["on"].point, "Gathered" if switches(x["on"].point)["gather"] else "Strided"
-        return Cell(way, f"{SHORT[p.dtype]}, {p.batch} × {p.seq_len:,} tokens")
-
-    return table(
-        study, "The memory pool by its threshold",
-        [Column("Call", call), Column(">Pool from", lambda x: f"{threshold(x['on'].point):g} MiB"),
-         Column(">Buffers from the pool", lambda x: f"{x['lent'].served} of {x['lent'].asked}"),
-         TIME.of("off", ">Without (ms)"), TIME.of("on", ">With (ms)"), ROOFLINE.of("on", ">Roofline (ms)"),
-         columns.ratio(study, "off", "on", ">Faster with it")],
-        lines, folded=True,
-        note="Buffers are counted in a call that is made for this page. The batched calls need an fp32 accumulator.",
-    )  # fmt: skip
+    pairs = [(best([r for r in ours if r.point == on.point.but(options=())]), on) for on in swept]
+    found = [(off, on, ratio) for off, on in pairs if (ratio := study.ratio(off, on))]
+    return found + [x for gather in (False, True) if (x := _pair(study, "pool", gather=gather))]
 
 
 def reuse(study: Study) -> Text:
     """What the cache and the pool come to, each in a line."""
-    most = max((x for x in cache_rows(study) if x["share"]), key=lambda x: x["share"], default=None)
     cache_line, pool_line = "not measured.", "not measured where it lends anything."
-    if most:
-        took = f"{number(most['cold'].median * 1e6)} µs of {number(most['call'].median * 1e3)} ms"
+    if found := built(study):
+        cold, call, share = found[0]
         cache_line = (
-            f"building a plan takes at most {number(100 * most['share'], 2)} % of a call "
-            f"({most['cold'].point.seq_len:,} tokens, {took}), so no cache can save more."
+            f"building a plan takes at most {number(100 * share, 2)} % of a call ({cold.point.seq_len:,} tokens, "
+            f"{number(cold.median * 1e6)} µs of {number(call.median * 1e3)} ms), so no cache can save more."
         )
-    pairs = [(lent(on.point, threshold(on.point)).served, x) for _, pairs in pool_rows(study) for on, x in pairs if x]
-    if used := [x for served, x in pairs if served]:
+    if used := [x for _, on, x in pool_rows(study) if lent(on.point, threshold(on.point)).served]:
         won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))
         ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
         pool_line = (
             f"of {len(used)} calls in which it lends a buffer {won} are faster with it, {lost} slower, "
-            f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast)."
+            f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast). Strided views write results "
+            "in place and borrow nothing but an fp32 accumulator; gathered copies borrow their buffers."
         )
     return study.text(f"**Pattern cache**: {cache_line}", f"**Memory pool**: {pool_line}", bullets=True)
 
 
-def efficiency(study: Study) -> Table:
-    """Time over roofline: of the document's call, of dense attention, and of LongNet's own mixing."""
-
-    def multiple(row) -> str:
-        known = columns.timed(row) and row.bound_seconds
-        return f"{number(row.median / row.bound_seconds, 2)}×" if known else "not shown"
-
+def efficiency(study: Study) -> Text:
+    """Time over roofline: of the document's call, of dense attention, of LongNet's own mixing and of other forms."""
     call = best([r for r in document_rows(study, dtype=rows.hardware_dtype(study)) if is_optimised(r)])
-    first = [r for r in (call, call and dense_beside(study, call)) if r]
-    others = [r for name in ("ringlab", "contiguous_segments", "copying") for r in study.rows(system=name, batch=1)]
-    others = [r for r in others if columns.timed(r) and r.point.pattern != pattern().to_dict()]
-    said = ", ".join(f"{name} {multiple(r)}" for name, r in zip(("the document's call", "dense SDPA"), first))
-    return table(
-        study, f"Time over roofline: {said or 'not measured'}; and LongNet's own mixing",
-        [columns.SYSTEM, Column("Segments / rates", lambda r: segments(r.point.pattern)),
-         Column("Pass", lambda r: rows.pass_of(r.point)), TOKENS, TIME, ROOFLINE, Column(">Over it", multiple)],
-        first + others, folded=True,
-        note="The roofline is that of the threads of the row. Contiguous segments: torch's kernel on the first branch, "
-        "not dilated. Copying form: each branch is copied, the same kernel, scattered, then mixed.",
-    )  # fmt: skip
+    found = {"the document's call": [call], "dense SDPA": [call and dense_beside(study, call)]}
+    forms = {"ringlab": "LongNet's own mixing", "contiguous_segments": "torch's kernel on contiguous segments",
+             "copying": "copied branches"}  # fmt: skip
+    for system, name in forms.items():
+        ours = study.rows(system=system, **FUNCTION)
+        found[name] = [r for r in ours if r.point.pattern != pattern().to_dict()]
+    over = {name: [r.median / r.bound_seconds for r in some if columns.timed(r) and r.bound_seconds]
+            for name, some in found.items()}  # fmt: skip
+    ends = {name: dict.fromkeys(number(f(some), 2) for f in (min, max)) for name, some in over.items() if some}
+    said = ", ".join(f"{name} {' to '.join(x)}×" for name, x in ends.items())
+    return study.text(f"**Time over roofline**: {said or 'not measured'}. The roofline is that of the row's threads.")
 
 
 def kernels_table(study: Study) -> Table:
@@ -498,40 +435,6 @@ def _bound(profile, pattern, dtype: str) -> str | None:
     rate, bandwidth = profile.peak(getattr(torch, dtype)), profile.bandwidth_bytes_per_s
     work = cost.count(pattern, dtype=getattr(torch, dtype), **fields)
     return number(work.seconds(rate, bandwidth) * 1e3) if rate and bandwidth else None
-
-
-def two_cards(seq_len: int = 16384) -> TwoCards:
-    """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a shard of q, k, v and out.
-
-    >>> two_cards().original_bytes // 2**30, two_cards().original_fits, two_cards().ours_fits
-    (12, False, True)
-    """
-    heads, shard = shape()["heads"], seq_len // 2
-    original, ours = 3 * heads * seq_len * shard * 4, 1.15 * 4 * shard * heads * shape()["head_dim"] * 4
-    return TwoCards(original, ours, original < CARD, ours < CARD)
-
-
-def computed(study: Study) -> Table:
-    """Rooflines of the document's call and of dense attention on a GPU, its dtype, and what fits two cards."""
-    gpu, fit, fits = gpu_of(study), two_cards(), ("does not fit", "fits")
-    return table(
-        study, f"Computed for {gpu.title}: {shape()['seq_len']:,} tokens, forward, segments {segments()}",
-        [Column("dtype", SHORT.get), Column(">Roofline (ms)", lambda d: _bound(gpu, pattern(), d)),
-         Column(">Roofline, dense (ms)", lambda d: _bound(gpu, patterns.Dense(), d)),
-         Column("Rate used", gpu.peak_reason)],
-        DTYPES,
-        note=f"Use {gpu.dtype_reason()}; the torch that drives it: `{hardware.install_line(gpu.capability)}`. The run "
-        f"that failed in the document, 16,384 tokens on two cards of {size(CARD)}: the original's three score tensors "
-        f"need {size(fit.original_bytes)} a card and {fits[fit.original_fits]}; this library needs at most "
-        f"{size(fit.ours_bytes)} and {fits[fit.ours_fits]}.",
-    )  # fmt: skip
-
-
-def ledger(study: Study) -> Table:
-    """Every claim of the document, judged."""
-    from . import claims_code  # its functions select rows by those of this module
-
-    return findings.ledger(study, claims_code.judged(study, "000"))
 
 
 def limits(study: Study) -> Text:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from .. import hardware
-from . import claims_code
-from . import study as studies
-from .claims import COLUMNS, WORDS, Verdict, cells, compared
-from .findings import counted, provenance
-from .published import DOCUMENTS, published
-from .study import Study
-from .tables import Cell, Table, Text, number
+from ... import hardware
+from .. import claims_code
+from ..claims import COLUMNS, WORDS, Verdict, cells, compared
+from ..findings import counted, provenance
+from ..published import DOCUMENTS
+from ..study import Study
+from ..tables import Cell, Table, Text, number
 
-__all__ = ["answer", "claims", "contradicting", "open_study", "provenance", "summary"]
+__all__ = ["answer", "claims", "contradicting", "provenance"]
 PRINTED = ("impossible as printed", "contradicts itself")  # by arithmetic on a document alone
 OPEN = ("not reproduced here", "untested")
 AGAIN = "a steadier run: make report ARGS=--remeasure on a machine left alone"
@@ -32,11 +31,6 @@ class Entry:
     def open(self) -> bool:
         """These rows do not decide it."""
         return self.verdict.word in OPEN
-
-
-def open_study(profile: str = "auto", data: str = "") -> Study:
-    """The rows of all suites."""
-    return studies.open_study(profile, data)
 
 
 def judged(study: Study) -> list[Entry]:
@@ -128,16 +122,3 @@ def contradicting(study: Study) -> Table:
         "than rounding, a batch of 2 or layers around the attention could explain.",
         cards=True,
     )
-
-
-def summary(study: Study) -> Table:
-    """How many claims of each document got which verdict."""
-    lines = []
-    for name, document in DOCUMENTS.items():
-        found = Counter(e.verdict.word for e in judged(study) if e.document == name)
-        title = Cell(published(name)["title"], f"{name}, {published(name)['date']}", page=document.report)
-        lines.append([title, found.total(), *(found[word] or None for word in WORDS)])
-    total = Counter(e.verdict.word for e in judged(study))
-    lines.append(["all", total.total(), *(total[word] or None for word in WORDS)])
-    columns = ["Document", ">Claims", *(f">{word.capitalize()}" for word in WORDS)]
-    return study.table("Verdicts by document", columns, lines, marked=[len(lines) - 1], cards=True)

@@ -1,0 +1,304 @@
+"""The landscape: attention functions and packages on one page, each checked first, ranked by time where it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...measure import peers as packages
+from ...measure import suites as suite
+from .. import columns, figures, findings
+from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
+from ..findings import failures, limits, provenance, reading
+from ..rows import SHORT
+from ..study import Study, best, cost_of, pattern_of
+from ..tables import Cell, Table, Text, number
+from ..theme import INK
+from ..trust import objection, reason, status
+from .session import one, percent, scaled
+
+__all__ = [
+    "answer", "failures", "limits", "peers", "provenance", "ranking", "reading", "time_figure", "unranked",
+]  # fmt: skip
+RIGHT = "right"
+UNRANKED = WRONG, ABSENT, REFUSED, UNMEASURED = "wrong", "absent", "refused", "not measured"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the systems
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One system: the name that readers see, the function that it states, and its points by system and pattern.
+
+    ``pattern`` is a function of the length. ``source`` says what its own code does where that explains a failed check;
+    it is shown with one alone.
+    """
+
+    name: str
+    states: str
+    system: str
+    pattern: Callable[[int], object]
+    color: str = INK
+    source: str = ""
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is a package of others."""
+        return self.system in packages.PEERS
+
+    def rows(self, study: Study, **wanted) -> list:
+        """Its rows, the shortest first."""
+        found = study.rows(system=self.system, **wanted)
+        mine = [r for r in found if r.point.pattern == self.pattern(r.point.seq_len).to_dict()]
+        return sorted(mine, key=lambda r: r.point.seq_len)
+
+    def timed(self, study: Study, **wanted) -> list:
+        """Its timed forward rows on one device, not causal."""
+        found = self.rows(study, group=suite.LANDSCAPE, passes="fwd", causal=False, world_size=1, **wanted)
+        return [r for r in found if columns.timed(r)]
+
+    def at(self, study: Study, seq_len: int):
+        """The fastest of them at a length, None where there is none."""
+        return best(self.timed(study, seq_len=seq_len))
+
+    def version(self, study: Study) -> str:
+        """The version of a package that was measured, else nothing."""
+        return next((r.option("version") for r in self.rows(study) if r.option("version")), "")
+
+
+def _always(pattern) -> Callable[[int], object]:
+    return lambda seq_len: pattern
+
+
+FIELD = (
+    Entry("Dense SDPA", "every key", "dense_sdpa", _always(suite.Dense()), figures.GREY),
+    Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.LANDSCAPE_WINDOW), figures.BLUE),
+    Entry("BigBird", "neighbours, a global block and a random one", "ringlab", _always(suite.BIGBIRD), figures.ORANGE),
+    Entry("Local and global", "neighbours and global blocks, as Longformer", "ringlab", _always(suite.LOCAL_GLOBAL),
+          figures.GREEN),
+    Entry("LongNet from 256", "dilated segments, one softmax over all", "ringlab", suite.landscape_ladder,
+          figures.PURPLE),
+    Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
+          _always(suite.LOCAL_GLOBAL), figures.RED),
+    *(Entry(name, states, system, suite.LANDSCAPE_PEERS[system], source=source) for name, states, system, source in (
+        ("dilated-attention-pytorch", "a dilation for each group of heads, over the number of groups",
+         "dilated_attention_pytorch", "divides each output by the sum of the outputs over positions, which may be near "
+         "zero or negative, and gives groups of unequal size the wrong heads"),
+        ("torchscale", "LongNet by its authors, offsets by block of heads", "torchscale_dilated",
+         "takes no gradient of the weights by which it mixes the branches"),
+        ("ring-attention-pytorch", "every key, in buckets; on one device", "ring_attention_pytorch", ""),
+    )),
+)  # fmt: skip
+DENSE = FIELD[0]
+COLORS = {e.name: e.color for e in FIELD}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``word``, and the reason that a reader is given."""
+
+    word: str
+    why: str = ""
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.word, kind={RIGHT: "good", WRONG: "bad"}.get(self.word, "none"))
+
+
+def verdict(study: Study, entry: Entry) -> Verdict:
+    """Right where a forward row passed and none of its rows, forward or backward, is off; else what keeps it out."""
+    rows = entry.rows(study)
+    wrong = sorted((r for r in rows if status(r) == "incorrect"), key=lambda r: r.point.passes)  # forward first
+    if wrong:
+        where = "output" if wrong[0].point.passes == "fwd" else "output right, gradients wrong"
+        source = f"; according to its source code it {entry.source}" if entry.source else ""
+        return Verdict(WRONG, f"{where}: {reason(wrong[0])}{source}")
+    forward = entry.rows(study, group=suite.LANDSCAPE, passes="fwd")
+    if any(not objection(r) for r in forward):
+        return Verdict(RIGHT)
+    if not rows:
+        return Verdict(UNMEASURED, "no row of it is here")
+    why = reason((forward or rows)[0])
+    return Verdict(ABSENT if why.startswith(packages.ABSENT) else REFUSED, why)
+
+
+def lengths(study: Study) -> list[int]:
+    """The lengths at which anything but dense attention was timed; where nothing was, those of dense attention."""
+    return sorted({r.point.seq_len for e in FIELD[1:] for r in e.timed(study)} or {
+        r.point.seq_len for r in DENSE.timed(study)})  # fmt: skip
+
+
+def standing(study: Study, seq_len: int) -> list[tuple[int, Entry, object]]:
+    """(rank, entry, row) of the right systems at a length, the fastest first.
+
+    Systems that the run does not tell apart share a rank with the fastest among them.
+    """
+    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT and (r := e.at(study, seq_len))]
+    ranked: list[tuple[int, Entry, object]] = []
+    head = None
+    for place, (entry, row) in enumerate(sorted(found, key=lambda x: x[1].median), 1):
+        if head is None or study.ratio(row, head[1]).significantly_slower:
+            head = place, row
+        ranked.append((head[0], entry, row))
+    return ranked
+
+
+def density(point) -> float:
+    """Visible (query, key) pairs over all pairs, over batch and heads."""
+    return cost_of(point).distinct_pairs / (point.batch * point.heads * point.seq_len**2)
+
+
+def per_pair(row) -> float | None:
+    """Seconds for each visible pair of a query and a key."""
+    return row.median / cost_of(row.point).distinct_pairs if columns.timed(row) else None
+
+
+def pair_cost(study: Study, row):
+    """Time for a visible pair over that in dense attention of the same length, a Ratio or None."""
+    whole = DENSE.at(study, row.point.seq_len)
+    pairs = cost_of(whole.point).distinct_pairs / cost_of(row.point).distinct_pairs if whole else 1
+    return scaled(study.ratio(row, whole), pairs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page
+
+
+def answer(study: Study) -> Text:
+    """At most five lines: the fastest, what a pair costs, what is wrong or absent, error, what was not measured."""
+    lines = (_fastest_line, _pair_line, _wrong_line, findings.trust_line, findings.gaps_line)
+    return study.text(*(line(study) for line in lines), kind="answer", bullets=True)
+
+
+def _fastest_line(study: Study) -> str:
+    first = standing(study, lengths(study)[-1]) if lengths(study) else []
+    if not first:
+        return "**Fastest**: none, no system that passed its checks was timed."
+    entry, row = first[0][1:]
+    low, high = (number(x * 1e3) for x in row.ci)
+    share = density(row.point)
+    other = "" if share == 1 else f" It computes {percent(share, 2)} of the pairs, another function than dense SDPA."
+    equal = [e.name for rank, e, _ in first[1:] if rank == 1]
+    tied = f", within noise of {', '.join(equal)}" if equal else ""
+    time = f"**{number(row.median * 1e3)} ms** ({low} to {high})"
+    return f"**Fastest at {row.point.seq_len:,} tokens**: {entry.name}, {time}{tied}.{other}"
+
+
+def _pair_line(study: Study) -> str:
+    """At the longest length at which dense attention was timed too."""
+    for n in reversed(lengths(study)):
+        if found := [(x, e) for _, e, r in standing(study, n) if e is not DENSE and (x := pair_cost(study, r))]:
+            (low, cheap), (high, dear) = (f(found, key=lambda x: x[0].value) for f in (min, max))
+            said = f"**{number(low.value)}×** ({cheap.name})"
+            if dear is not cheap:
+                said += f" to **{number(high.value)}×** ({dear.name})"
+            return f"**A visible pair** costs {said} what it costs in dense SDPA, at {n:,} tokens."
+    return "**A visible pair**: not compared with dense SDPA, which was not timed beside a sparse function."
+
+
+def _wrong_line(study: Study) -> str:
+    words = {e.name: verdict(study, e).word for e in FIELD}
+    named = {word: [name for name, x in words.items() if x == word] for word in (RIGHT, *UNRANKED)}
+    said = "; ".join(f"{word}: {', '.join(names)}" for word, names in named.items() if names and word != RIGHT)
+    right, here = len(named[RIGHT]), len(named[RIGHT] + named[WRONG])
+    return f"**Right**: {right} of the {here} systems that are here{f'. Not ranked: {said}' if said else ''}."
+
+
+def ranking(study: Study) -> Table:
+    """The right systems at the longest length, the fastest first."""
+    ns = lengths(study)
+    found = standing(study, ns[-1]) if ns else []
+    p = found[0][2].point if found else None
+    shape = f", {p.seq_len:,} tokens, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, forward" if p else ""
+    beside = DENSE.timed(study)
+    dense = f" Dense SDPA takes {_pair_ns(beside[-1])} ns at {beside[-1].point.seq_len:,} tokens." if beside else ""
+    return table(
+        study, f"Ranked by time{shape}",
+        [Column("System", lambda x: Cell(x["entry"].name, "another package" if x["entry"].peer else "")),
+         Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
+         Column(">Of all pairs", lambda x: percent(density(x["row"].point))),
+         Column(">Time per pair (ns)", lambda x: _pair_ns(x["row"])),
+         Column("A query sees", lambda x: Cell(x["entry"].states, str(pattern_of(x["row"].point))))],
+        [{"rank": rank, "entry": e, "row": r} for rank, e, r in found],
+        marked=[i for i, (rank, *_) in enumerate(found) if rank == 1],
+        note="Each variant is correct for what it claims to compute. They compute different things: the ranking is by "
+        "speed, they are not interchangeable. Rows share a rank where their difference is within noise. Each visible "
+        f"pair is counted once; LongNet's branches compute some twice, which its time per pair includes.{dense}",
+    )  # fmt: skip
+
+
+def _pair_ns(row) -> str | None:
+    found = per_pair(row)
+    return None if found is None else number(found * 1e9)
+
+
+def unranked(study: Study) -> Table | Text:
+    """The systems without a rank: wrong, absent, refused, with the reason of each."""
+    checked = "Checked against the float64 reference of its own function: the output at every length, gradients at the "
+    checked += "shortest, of packages causal too."
+    found = [(e, v) for e in FIELD if (v := verdict(study, e)).word != RIGHT]
+    if not found:
+        return study.text(f"Every system is here and right. {checked}")
+    return study.table(
+        "Without a rank", ["System", "Verdict", "Why"], [[e.name, v.cell, v.why] for e, v in found],
+        note=f"{checked} Wrong: one of these is off by more than is allowed. Absent: the package is not installed; the "
+        "line installs it, and the next `make report` measures it.",
+    )  # fmt: skip
+
+
+def time_figure(study: Study) -> None:
+    """Time over length of the right systems; its data has what every length says beside dense attention."""
+    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT for r in e.timed(study)]
+    series: dict[str, list[tuple]] = {}
+    for e, r in found:
+        series.setdefault(e.name, []).append((r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))))
+    if not series:
+        return
+    fig = figures.lines(series, xlabel="Tokens", ylabel="Time (ms)", colors=[COLORS[name] for name in series])
+    lines = [{"entry": e, "row": r, "dense": None if e is DENSE else DENSE.at(study, r.point.seq_len)}
+             for e, r in found]  # fmt: skip
+    data = table(
+        study, "Data: time over length",
+        [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
+         columns.ratio(study, "dense", "row", ">Faster than dense"),
+         Column(">Cost of a pair, dense = 1", lambda x: times(pair_cost(study, x["row"])) if x["dense"] else None)],
+        lines,
+    )  # fmt: skip
+    over = [(x, line) for line in lines if (x := study.ratio(line["dense"], line["row"]))]
+    most, line = max(over, key=lambda x: x[0].value, default=(None, None))
+    caption = "Time over length of the systems that passed their checks; both axes are logarithmic."
+    if most:
+        where = f"{line['entry'].name} at {line['row'].point.seq_len:,} tokens"
+        caption = f"Up to {number(most.value, 2)} times as fast as dense attention: {where}. Both axes are logarithmic."
+    said = "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in series.items())
+    figures.show(fig, "landscape-time", caption, f"{caption} {said}.", data, stamp=study.stamp)
+
+
+def peers(study: Study) -> Table | Text:
+    """Packages of others that are installed, beside this library on their own function."""
+    found = []
+    for e in FIELD:
+        known = verdict(study, e)
+        if e.peer and known.word not in (ABSENT, UNMEASURED):
+            row = max(e.timed(study), key=lambda r: r.point.seq_len, default=None)
+            pattern = row.point.pattern if row else {}
+            system = "dense_sdpa" if pattern.get("kind") == "dense" else "ringlab"
+            alike = {"seq_len": row.point.seq_len, "passes": "fwd", "causal": False} if row else {}
+            ours = one(study, suite.LANDSCAPE, system, pattern=pattern, **alike) if row else None
+            found.append({"entry": e, "verdict": known, "row": row, "ours": ours})
+    if not found:
+        return study.text("No package of others is installed here.")
+    cpu = " On a CPU torch's kernel stands in for the one that a package calls, which needs a GPU." * (
+        study.device_type == "cpu")  # fmt: skip
+    return table(
+        study, "Packages of others, and this library on their function",
+        [Column("Package", lambda x: Cell(x["entry"].name, x["entry"].version(study))),
+         Column("Verdict", lambda x: x["verdict"].cell), TOKENS.of("row"), TIME.of("row"),
+         TIME.of("ours", ">Here, the same function (ms)"), columns.ratio(study, "row", "ours", ">Its time over ours"),
+         Column("A query sees", lambda x: x["entry"].states)],
+        found,
+        note="Here: ringlab.attention, for dense attention torch's SDPA. A package whose output is right and whose "
+        f"gradients are wrong shows its forward time, without a rank.{cpu}",
+    )  # fmt: skip

@@ -1,0 +1,394 @@
+"""The page of document 002: block-sparse attention, and attention at extreme lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ... import cost, hardware
+from ... import patterns as functions
+from ...adaptive import Adaptive
+from ...measure import cache_systems
+from ...measure import suites as suite
+from .. import columns, figures, findings
+from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, floor_bytes, peak_bytes, shown, table, timed, times
+from ..findings import failures, limits, provenance, reading
+from ..published import MB, published
+from ..rows import SHORT
+from ..study import Study, best, pattern_of
+from ..tables import Cell, Table, Text, number, size
+from .optimization import draw_lengths
+
+__all__ = [
+    "answer", "block_sparse", "efficiency", "extreme", "failures", "length_figure", "limits", "patterns", "provenance",
+    "reading", "reuse", "ring",
+]  # fmt: skip
+OURS = "ringlab"
+SYSTEMS = {OURS: "This library", suite.ORIGINAL: "Row by row", suite.OPTIMIZED: "Batched",
+           suite.TORCH_SPARSE: "torch.sparse", "dense_sdpa": "Dense SDPA", "flex": "FlexAttention"}  # fmt: skip
+BACKWARD = 3.5  # dense forward and backward over dense forward where it is not timed: 14 FLOPs a pair for 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which rows are which
+
+
+def document() -> dict:
+    """Document 002 as data."""
+    return published("002")
+
+
+def one(study: Study, group: str, system: str = OURS, options=(), **wanted):
+    """The row of a group with just these options, None where it is not there."""
+    found = study.rows(group=group, system=system, **wanted)
+    return best([r for r in found if dict(r.point.options) == dict(options)])
+
+
+def in_table(study: Study, system: str, dtype: str = ""):
+    """A system's row of the document's table, by default in the dtype of dense attention in it."""
+    dense = one(study, suite.SPARSE_TABLE, "dense_sdpa")
+    return one(study, suite.SPARSE_TABLE, system, dtype=dtype or (dense.point.dtype if dense else "float32"))
+
+
+def way(study: Study, name: str, **more):
+    """The row of one way of execution among the optimization steps."""
+    return one(study, suite.JOURNEY, options={"blocks": name, **more})
+
+
+def shares(study: Study) -> dict[str, float]:
+    """Way -> building its plan, as a part of the time of a first call, which builds and then computes."""
+    found = {}
+    for name in suite.BLOCK_WAYS:
+        cold = one(study, suite.JOURNEY, "plan_build", {"blocks": name, "warm": False})
+        if timed(cold) and timed(call := way(study, name)):
+            found[name] = cold.median / (cold.median + call.median)
+    return found
+
+
+def operators(row, views: bool = True) -> int | None:
+    """Aten operators of one call, ``views`` or only those that compute, copy or allocate; None where not counted."""
+    count = row.memory.get("operator_calls") if shown(row) else None
+    return None if count is None else count if views else count - row.memory.get("view_calls", 0)
+
+
+def extreme_rows(study: Study) -> dict[int, object]:
+    """Tokens -> our row."""
+    return {n: row for n in suite.EXTREME_TOKENS if (row := one(study, suite.EXTREME_LENGTHS, seq_len=n)) is not None}
+
+
+def over_dense(study: Study) -> list[tuple]:
+    """(n, Ratio or None, dense row or None, our row) by n; dense attention from any group of the suite."""
+    found = []
+    ours = study.rows(group=suite.WINDOW_LENGTHS, system=OURS)
+    for row in sorted(ours, key=lambda r: r.point.seq_len):
+        n, alike = row.point.seq_len, {k: getattr(row.point, k) for k in ("passes", "causal", "dtype", "heads")}
+        dense = one(study, suite.WINDOW_LENGTHS, "dense_sdpa", seq_len=n)
+        dense = dense or one(study, suite.EFFICIENCY, "dense_sdpa", seq_len=n, **alike)
+        found.append((n, study.ratio(dense, row), dense, row))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the work of a shape is
+
+
+def density(point) -> float:
+    """Visible pairs over all pairs."""
+    if point.system == "adaptive":
+        return Adaptive(**dict(point.options)).pairs(point.seq_len, point.causal) / point.seq_len**2
+    pattern = pattern_of(point)
+    return 1.0 if isinstance(pattern, functions.Dense) else pattern.density(point.seq_len, point.causal)
+
+
+def scaled(ratio, factor: float):
+    """A ratio times an exact number."""
+    return ratio and replace(ratio, **{k: getattr(ratio, k) * factor for k in ("value", "low", "high")})
+
+
+def heads(point) -> str:
+    return "one head" if point.heads == 1 else f"{point.heads} heads"
+
+
+def percent(share: float, digits: int = 3) -> str:
+    return f"{number(100 * share, digits)} %"
+
+
+def work(pattern=None, seq_len: int | None = None) -> cost.Cost:
+    """FLOPs and bytes of a pattern at the document's shape; without one, of the function that its benchmark states."""
+    ring, shape = document()["ring_shape"], document()["shape"]
+    own = functions.Dilated(ring["segment_lengths"], ring["dilation_rates"], "head_groups", "branch")
+    fields = {k: shape[k] for k in ("batch", "heads", "head_dim")} | {"dtype": getattr(torch, shape["dtype"])}
+    return cost.count(pattern or own, seq_len=seq_len or ring["seq_len"], **fields)
+
+
+def card():
+    """The profile of the document's GPU."""
+    return hardware.get_profile(document()["profile"])
+
+
+def least_ms(found: cost.Cost) -> float:
+    """The shortest time of a work in ms that the printed rates of the document's GPU allow."""
+    rate, bandwidth = card().peak(document()["shape"]["dtype"]), card().bandwidth(found.floor_bytes)
+    return 1e3 * found.seconds(rate, bandwidth)
+
+
+def held_there(row) -> float | None:
+    """Bytes at the document's heads and dtype: a row's peak as a multiple of q, k, v and out, times theirs there."""
+    held, floor = peak_bytes(row), floor_bytes(row)
+    return held / floor * work(seq_len=row.point.seq_len).floor_bytes if held and floor else None
+
+
+def held(row) -> str | None:
+    """What a row holds, in words."""
+    if (there := held_there(row)) is None:
+        return None
+    shape, p = document()["shape"], row.point
+    return (
+        f"{number(peak_bytes(row) / MB)} MB with {heads(p)} in {SHORT[p.dtype]}, in proportion "
+        f"{number(there / MB)} MB with {shape['heads']} in {SHORT[shape['dtype']]}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the answer
+
+
+def answer(study: Study) -> Text:
+    """At most five lines: a window beside dense, the impossible factor, the steps, error, what was not measured."""
+    lines = (_window_line, _extreme_line, _journey_line, findings.trust_line, findings.gaps_line)
+    return study.text(*(line(study) for line in lines), kind="answer", bullets=True)
+
+
+def _window_line(study: Study) -> str:
+    known = [(n, x, d, r) for n, x, d, r in over_dense(study) if x]
+    if not known:
+        return "**Block-sparse attention**: not measured beside dense attention."
+    n, ratio, dense, ours = known[-1]
+    paired = "" if ratio.paired else ", in another group of calls"
+    return (
+        f"**A window that shows {percent(density(ours.point), 2)} of the pairs is {number(ratio.value, 2)} times as "
+        f"fast as dense attention** at {n:,} tokens: {number(ours.median * 1e3)} ms against "
+        f"{number(dense.median * 1e3)} ms{paired} ({number(ratio.low, 2)} to {number(ratio.high, 2)})."
+    )
+
+
+def _extreme_line(study: Study) -> str:
+    printed = next(x for x in document()["ring"] if x.get("speedup", 0) > 1)
+    ours = ""
+    if found := {n: r for n, r in extreme_rows(study).items() if timed(r)}:
+        n, row = max(found.items(), key=lambda x: x[0])
+        ours = f" A window over {n:,} tokens with {heads(row.point)} took {number(row.median)} s here."
+    return (
+        f"**{printed['speedup']}× cannot be right**: {printed['ms']} ms for {document()['ring_shape']['seq_len']:,} "
+        f"tokens, where an {card().title} needs at least {number(least_ms(work()))} ms for the stated work.{ours}"
+    )
+
+
+def _journey_line(study: Study) -> str:
+    first, last = way(study, "rows"), way(study, "views")
+    if (ratio := study.ratio(first, last)) is None:
+        return "**The optimization steps**: not measured."
+    counted = [operators(r) for r in (first, last)]
+    fewer = f", {counted[0]:,} operator calls become {counted[1]:,}" if all(counted) else ""
+    return (
+        f"**The optimization steps**, from one call for each block of queries to views, make it {number(ratio.value)}× "
+        f"as fast ({number(ratio.low)} to {number(ratio.high)}){fewer}. All steps compute one function."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# block-sparse attention and its steps
+
+
+def _calls(row) -> Cell | None:
+    every, some = operators(row), operators(row, views=False)
+    return None if every is None else Cell(f"{every:,}", f"{every - some:,} views")
+
+
+DENSITY = Column(">Of all pairs", lambda r: percent(density(r.point)))
+CALLS = Column(">Operator calls", _calls)
+
+
+def block_sparse(study: Study) -> Table:
+    """The document's table of block-sparse attention with ours beside it, and what a cached plan gains."""
+    d, original = document(), in_table(study, suite.ORIGINAL)
+    lines = [(in_table(study, x["system"]) or in_table(study, x["system"], "float32"), x) for x in d["block_rows"]]
+    ours = [in_table(study, OURS)]
+    if original is not None and original.point.dtype != "float32":
+        ours += [in_table(study, system, "float32") for system in (suite.OPTIMIZED, OURS)]
+    lines += [(row, {}) for row in (*ours, way(study, "rows", cache=False), way(study, "views", cache=False))]
+    lines = [{"row": row, "printed": x, "original": None if row is original else original} for row, x in lines]
+
+    def name(line: dict) -> Cell:
+        row, paper = line["row"], line["printed"]
+        ours = SYSTEMS[row.point.system if row else paper["system"]]
+        if row and dict(row.point.options).get("cache") is False:
+            ours = {"rows": "Row by row", "views": ours}[row.option("blocks")] + ", the plan built in each call"
+        more = paper.get("name", "").replace("`", ""), SHORT[row.point.dtype] if row else ""
+        return Cell(ours, "; ".join(filter(None, more)))
+
+    def faster(line: dict) -> Cell | None:
+        row, first = line["row"], line["original"]
+        same = row and first and row.point.dtype == first.point.dtype
+        return times(study.ratio(first, row)) if same else None
+
+    def paper(key: str, unit: str = ""):
+        return lambda line: f"{line['printed'][key]:g}{unit}" if key in line["printed"] else None
+
+    computed = "; ".join(f"{x['name']} {x['computes']}" for x in d["block_rows"]).replace("`", "")
+    return table(
+        study,
+        f"Block-sparse attention, {d['block_sparse']['seq_len']:,} tokens: here, and as published",
+        [Column("Here (published name)", name), TIME.of("row"), Column(">Faster than row by row", faster),
+         ROOFLINE.of("row"), PEAK.of("row"), CALLS.of("row"), Column(">Published (ms)", paper("ms")),
+         Column(">Published (MB)", paper("mb")), Column(">Published factor", paper("over_original", "×"))],
+        [line for line in lines if line["row"] or line["printed"]] if any(line["row"] for line in lines) else [],
+        note=f"Blocks of {d['block_sparse']['block_size']}, a window of two blocks each way. Here all but dense SDPA "
+        "compute one function. According to its source code the published code computes, in fp16: "
+        f"{computed}. Operator calls are those of one forward call, views included.",
+    )  # fmt: skip
+
+
+def reuse(study: Study) -> Text:
+    """What a cache for many patterns and a pool for scratch buffers come to, each in a line."""
+    none, *kept = ((mb, one(study, suite.SESSION_REUSE, "cache_workload", {"blocks": "batched", "max_mb": mb}))
+                   for mb in suite.CACHES_MB)  # fmt: skip
+    kept = [(mb, row, study.ratio(none[1], row)) for mb, row in kept]
+    said = [f"{mb:g} MiB hit {percent(m['cache_hits'] / (m['cache_hits'] + m['cache_misses']))}, {times(ratio).plain}"
+            for mb, row, ratio in kept if ratio and "cache_hits" in (m := row.memory)]  # fmt: skip
+    cache = f"lookups of many patterns, as fast as without a cache: {'; '.join(said)}" if said else "not measured"
+    pool = []
+    for mb in suite.SCRATCH_MB:
+        for threads in suite.THREADS:
+            fresh, lent = (one(study, suite.SESSION_REUSE, "pool_workload",
+                               {"size_mb": mb, "threads": threads, "pool": on}) for on in (False, True))  # fmt: skip
+            if ratio := study.ratio(fresh, lent):
+                pool.append((f"{mb:g} MiB on {threads} thread{'s' * (threads > 1)}", ratio))
+    if pool:
+        won, lost = ([name for name, x in pool if test(x)] for test in (
+            lambda x: x.significantly_slower, lambda x: x.significantly_faster))  # fmt: skip
+        ends = " to ".join(number(f(x.value for _, x in pool)) for f in (min, max))
+        lines = [f"{word} for {', '.join(names)}" for word, names in (("faster", won), ("slower", lost)) if names]
+        buffers = f"{ends}× as fast as fresh memory: {'; '.join(lines) or 'all within noise'}"
+    else:
+        buffers = "not measured"
+    return study.text(
+        f"**Pattern cache**, {cache_systems.LOOKUPS} {cache}.", f"**Scratch buffers from the pool**: {buffers}.",
+        bullets=True,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# beside dense attention
+
+
+def over_share(study: Study, row):
+    """A row's time over (dense time, not causal, times the row's share of the pairs), a Ratio or None."""
+    dense, factor = one(study, suite.EFFICIENCY, "dense_sdpa", passes=row.point.passes), 1.0
+    if dense is None:
+        dense, factor = one(study, suite.EFFICIENCY, "dense_sdpa", passes="fwd"), BACKWARD
+    return scaled(study.ratio(row, dense), 1 / (factor * density(row.point)))
+
+
+def efficiency(study: Study) -> Table:
+    """Time over dense time times the share of the pairs, of ours and of torch's compiled kernel."""
+    found = study.rows(group=suite.EFFICIENCY)
+    dense = [r for r in found if r.point.system == "dense_sdpa"]
+
+    def system(row) -> Cell:
+        fresh = dict(row.point.options) == suite.FRESH
+        return Cell(SYSTEMS[row.point.system], "results in fresh memory" if fresh else "")
+
+    p = dense[0].point if dense else None
+    untimed = all(r.point.passes == "fwd" for r in dense)
+    backward = f"A dense backward is not timed; forward and backward are taken as {BACKWARD} × the forward. "
+    return table(
+        study, "What a tenth of the pairs costs" + (f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""),
+        [Column("System", system), Column("Mask", lambda r: str(pattern_of(r.point))), DENSITY,
+         replace(MASK, header="Causal"), PASS, TIME, ROOFLINE,
+         Column(">Cost of a pair, dense = 1", lambda r: None if r in dense else times(over_share(study, r)))],
+        sorted(found, key=lambda r: [*SYSTEMS].index(r.point.system)),
+        note=f"{backward if untimed else ''}FlexAttention is torch's compiled kernel. In fresh memory "
+        "(`Execution(results=False)`) a large result costs page faults; else it takes the memory of a freed one.",
+    )  # fmt: skip
+
+
+def length_figure(study: Study) -> None:
+    """A fixed window and dense attention over length, with the window's roofline and the document's two ways."""
+    found = over_dense(study)
+    also = [r for system in (suite.ORIGINAL, suite.OPTIMIZED)
+            for r in study.rows(group=suite.WINDOW_LENGTHS, system=system)]  # fmt: skip
+    system = Column("System", lambda r: Cell(SYSTEMS[r.point.system], SHORT[r.point.dtype]))
+    data = table(
+        study, "Data: time over length", [system, columns.TOKENS, DENSITY, TIME, ROOFLINE, PEAK],
+        [*(r for *_, r in found), *also, *(d for _, _, d, _ in found if d is not None)],
+    )  # fmt: skip
+    looks = {"Dense SDPA": figures.GREY, "Row by row": figures.ORANGE, "Batched": figures.GREEN,
+             "This library": figures.BLUE}  # fmt: skip
+    what = f"{pattern_of(found[0][3].point)}, forward" if found else ""
+    draw_lengths(study, "session-length", found, what, looks, lambda r: SYSTEMS[r.point.system], data, also)
+
+
+def patterns(study: Study) -> Table:
+    """One row for each kind of pattern: its share of the pairs, and its time."""
+    lines = [{"name": name, "said": str(p), "row": one(study, suite.BLOCK_PATTERNS, pattern=p.to_dict())}
+             for name, p in suite.KINDS.items()]  # fmt: skip
+    chosen = one(study, suite.BLOCK_PATTERNS, "adaptive", suite.ADAPTIVE)
+    lines.append({"name": "by content", "said": str(Adaptive(**suite.ADAPTIVE)), "row": chosen})
+    return table(
+        study, "Every kind of pattern",
+        [Column("Pattern", lambda line: line["name"]), Column("Blocks", lambda line: line["said"]),
+         DENSITY.of("row"), TIME.of("row"), ROOFLINE.of("row"), PEAK.of("row")],
+        [line for line in lines if line["row"] is not None],
+        note="The share of the pairs is what the pattern comes to at this length; the original's `sparsity_ratio` was "
+        "ignored by its generators. By content: every head chooses its blocks in each call, which its time includes.",
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# extreme lengths
+
+
+def ring(study: Study) -> Table:
+    """The document's table of ring attention at 131,072 tokens: what its code computes, and what the work needs."""
+    least, d = least_ms(work()), document()
+    others = {"a window of 640": suite.FAR, "dense attention": functions.Dense()}
+    said = ", ".join(f"{name} {number(least_ms(work(p)))} ms" for name, p in others.items())
+    source, every = d["source"], d["shape"]["heads"]
+
+    def paper(header: str, key: str, unit: str = "") -> Column:
+        return Column(header, lambda x: f"{x[key]:g}{unit}" if key in x else None)
+
+    def too_fast(x: dict) -> str | None:
+        return f"{number(least / x['ms'])}×" if "ms" in x and x["ms"] < least else None
+
+    return table(
+        study, f"Ring attention, {d['ring_shape']['seq_len']:,} tokens, as published on an {card().title}",
+        [Column("Implementation", lambda x: x["name"]), paper(">Time (ms)", "ms"), paper(">Memory (MB)", "mb"),
+         paper(">Factor", "speedup", "×"), Column(">Too fast by", too_fast),
+         Column("What is computed, according to its source code", lambda x: x.get("computes") or x.get("recorded"))],
+        d["ring"],
+        note=f"The stated work takes at least {number(least)} ms on that card by its peak rate in "
+        f"{d['shape']['dtype']}; {said}. q, k, v and out alone are {size(work().floor_bytes)}, more than the published "
+        f"memory. The factor 23.5 was measured at {source['ring_seq_len']:,} tokens, where {source['ring_zero_heads']} "
+        f"of {every} heads are zero: that explains {every / (every - source['ring_zero_heads']):g}×. At 8,192 tokens, "
+        f"where the segments fit, the same pair gives {source['ring_longer_factor']}×.",
+    )  # fmt: skip
+
+
+def extreme(study: Study) -> Table:
+    """The lengths of the headlines: run and checked, beside the least memory and the published figures."""
+    printed = {x["seq_len"]: x for x in document()["extreme"]}
+    found = list(extreme_rows(study).values())
+    p = found[0].point if found else None
+    named = f": {pattern_of(p)}, {heads(p)} of {p.head_dim}, {SHORT[p.dtype]}" if p else ""
+    return table(
+        study, f"Extreme lengths, forward{named}",
+        [columns.TOKENS, TIME, ROOFLINE, PEAK,
+         Column(">q, k, v and out in fp16, 8 heads", lambda r: size(work(seq_len=r.point.seq_len).floor_bytes)),
+         Column(">Published (MB)", lambda r: printed.get(r.point.seq_len, {}).get("mb"))],
+        found,
+        note="A published memory that is smaller than q, k, v and out leaves the inputs out. The check compares "
+        "sampled rows of every head with the float64 reference.",
+    )  # fmt: skip
