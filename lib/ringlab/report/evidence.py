@@ -15,7 +15,6 @@ from .study import Study, pattern_of, read_study, together
 DENSE = Dense()
 SWITCHES = ("gather", "cache", "pool", "blocks")
 TAKEN = {"backend", "scheme", *SWITCHES}  # options that are settings; a row with others is of its own kind
-WORK = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes", "world_size")
 
 
 def evidence(study: Study, here: str | None = None) -> tuple[Evidence, ...]:
@@ -26,7 +25,7 @@ def evidence(study: Study, here: str | None = None) -> tuple[Evidence, ...]:
     known = [(r, s) for r in study.good if r.median and not r.ranks.get("oversubscribed") and (s := settings(r))]
     found = []
     for (a, one), (b, two) in combinations(known, 2):
-        if not together(a, b) or any(getattr(a.point, name) != getattr(b.point, name) for name in WORK):
+        if not together(a, b) or (a.point.shape, a.point.world_size) != (b.point.shape, b.point.world_size):
             continue
         changed = [name for name in one.keys() & two.keys() if one[name] != two[name]]
         if len(changed) == 1 and (changed != ["pattern"] or _against_dense(one, two)):

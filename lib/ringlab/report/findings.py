@@ -21,7 +21,7 @@ def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
     """Every claim of a document with its verdict, drawn closed under a count of the verdicts."""
     judged = list(judged)
     return study.table(
-        counted((verdict for _, verdict in judged), "claims "),
+        counted((verdict for _, verdict in judged), "claim"),
         claims.COLUMNS,
         [claims.cells(claim, verdict) for claim, verdict in judged],
         note="The tolerance follows from what is printed, not from these rows. The page of claims explains the words.",
@@ -31,14 +31,16 @@ def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
 
 
 def counted(verdicts: Iterable[Verdict], what: str = "") -> str:
-    """How many have which verdict, in the order of ``WORDS``; ``what`` they are goes after the first number.
+    """How many have which verdict, in the order of ``WORDS``; ``what`` one of them is goes after the first number.
 
-    >>> counted([Verdict("holds", None, ""), Verdict("untested", None, ""), Verdict("holds", None, "")], "claims ")
-    '2 claims hold, 1 untested'
+    >>> held, open_ = Verdict("holds", None, ""), Verdict("untested", None, "")
+    >>> counted([held, open_, held], "claim"), counted([held, open_], "claim")
+    ('2 claims hold, 1 untested', '1 claim holds, 1 untested')
     """
     found = Counter(verdict.word for verdict in verdicts)
     first, *others = [(found[w], w if found[w] == 1 else WORDS[w][1]) for w in WORDS if found[w]]
-    return ", ".join([f"{first[0]} {what}{first[1]}", *(f"{count} {said}" for count, said in others)])
+    noun = f"{what}{'s' * (first[0] > 1)} " if what else ""
+    return ", ".join([f"{first[0]} {noun}{first[1]}", *(f"{count} {said}" for count, said in others)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

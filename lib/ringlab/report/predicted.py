@@ -60,14 +60,12 @@ def estimate_of(point: Point, threads: int | None, profile: str | None) -> Estim
     short = point.system != "ringlab" and point.world_size == 1 and point.seq_len <= 4 * WARM_TOKENS
     if point.system not in ENGINE or short or "simulated" in dict(point.options):
         return None
-    names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
-    shape = {name: getattr(point, name) for name in names}
     with _threads(threads or torch.get_num_threads()):
         how = _ringlab(point) if point.system == "ringlab" else _published(point)
         if how is None:
             return None
         dtype = getattr(torch, point.dtype)
-        return estimate(pattern_of(point), dtype=dtype, ranks=point.world_size, profile=profile, **shape, **how)
+        return estimate(pattern_of(point), dtype=dtype, ranks=point.world_size, profile=profile, **point.shape, **how)
 
 
 @contextmanager

@@ -134,8 +134,8 @@ def hardware_dtype(study: Study) -> str:
 
 def dense_beside(study: Study, row):
     """Dense SDPA on the shape, dtype and pass of a row, one that took turns with it where there is one."""
-    names = ("seq_len", "dtype", "passes", "causal", "batch", "heads", "kv_heads", "head_dim", "world_size")
-    found = study.rows(system="dense_sdpa", **{k: getattr(row.point, k) for k in names})
+    p = row.point
+    found = study.rows(system="dense_sdpa", dtype=p.dtype, world_size=p.world_size, **p.shape)
     return best([r for r in found if together(r, row) and not objection(r)]) or best(found)
 
 

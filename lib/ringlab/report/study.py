@@ -233,16 +233,11 @@ def _flat(result) -> dict:
         "q1_s": result.q1, "q3_s": result.q3, "samples": len(result.seconds), "unstable": result.unstable,
         "bound_s": result.bound_seconds, "share_of_sgemm": result.share,
         **{f"error_{k}": v for k, v in result.errors.items()}, **result.memory, **result.cost,
-        **{f"ranks_{k}": _joined(v) for k, v in result.ranks.items()},
+        **{f"ranks_{k}": " ".join(map(str, v)) if isinstance(v, list) else v for k, v in result.ranks.items()},
         "others_cores": result.provenance.get("others_cores"),
         "rehearsal": result.rehearsal, "commit": result.provenance.get("commit"),
         "device": result.provenance.get("device_name"), "machine": result.provenance.get("machine"),
     }  # fmt: skip
-
-
-def _joined(value):
-    """A value of all ranks, or one of each."""
-    return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def pattern_of(point):
@@ -251,8 +246,7 @@ def pattern_of(point):
 
 def cost_of(point, **changes):
     """Cost of a point's work, with ``changes`` of its shape."""
-    shape = {k: getattr(point, k) for k in ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")}
-    return cost.count(pattern_of(point), **{**shape, "dtype": getattr(torch, point.dtype), **changes})
+    return cost.count(pattern_of(point), **{**point.shape, "dtype": getattr(torch, point.dtype), **changes})
 
 
 def _matches(result, wanted: dict) -> bool:

@@ -95,7 +95,7 @@ def claims(study: Study, *words: str) -> Table | Text:
     columns = [*COLUMNS, "Tested by", *(["Decided by"] if words[0] in OPEN else [])]
     meanings = [f"{word.capitalize()}: {WORDS[word][2]}" for word in words]
     return study.table(
-        counted((e.verdict for e in found), "claims "),
+        counted((e.verdict for e in found), "claim"),
         columns,
         [_line(study, e)[: len(columns)] for e in found],
         note=" ".join(meanings),
