@@ -406,6 +406,19 @@ def test_schemes_that_send_as_much_share_a_name():
     assert beyond[0] < 4 <= beyond[1] < 8
 
 
+def test_a_row_of_other_heads_enters_no_table_of_the_documents_shape():
+    row = next(r for r in made("004") if r.point.seq_len == 16384 and r.point.world_size == 2)
+    long = replace(row, point=row.point.but(seq_len=2**20, heads=1, kv_heads=1))
+    about = study_of([*made("004"), long], suite="hybrid_summary")
+    assert [line[0] for line in ring.lengths(about).rows] == [line[0] for line in ring.lengths(page("004")).rows]
+    assert words(about, "004") == words(page("004"), "004") and "1,048,576" not in ring.answer(about).markdown
+    row = next(r for r in made("000") if rows.is_optimised(r) and r.point.seq_len == 8192)
+    about = study_of(
+        [*made("000"), replace(row, point=row.point.but(seq_len=16384, heads=1, kv_heads=1))], suite="optimization"
+    )
+    assert len(single.over_dense(about)) == len(single.over_dense(page("000")))
+
+
 def test_a_row_of_no_suite_is_of_every_report():
     mine = Point("ringlab", patterns.Dense(), seq_len=64)
     stray = made_up(mine, Group("mine", [mine]), False)
@@ -439,6 +452,16 @@ def test_times_stand_beside_rooflines(number):
     for t in shown(number).tables:
         names = " ".join(t.columns)
         assert "Time (ms)" not in names or "Roofline" in names or "published" in t.caption, t.caption
+
+
+@pytest.mark.parametrize("number, name", [("002", "Published (ms)"), ("004", "Published tokens/s")])
+def test_no_published_time_of_a_gpu_stands_beside_one_of_a_cpu_in_a_rehearsal(number, name):
+    """The other figures of the document stay."""
+    for rehearsal in (False, True):
+        profile = "gtx1080" if number == "002" or rehearsal else "cpu"
+        about = page(number, None, profile, rehearsal)
+        found = (session.block_sparse if number == "002" else ring.lengths)(about).columns
+        assert (f">{name}" in found) != rehearsal and ">Published (MB)" in found
 
 
 def test_rows_without_operator_calls_are_shown():

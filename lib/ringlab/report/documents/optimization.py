@@ -274,10 +274,10 @@ def draw_lengths(study: Study, name: str, found: list, what: str, looks: dict, l
     fig = figures.lines({k: series[k] for k in looks}, xlabel="Tokens", ylabel="Time (ms)", colors=[*looks.values()],
                        dashed=["Its roofline"])  # fmt: skip
     start = rows.begins([x for x in found if x[2] is not None])
-    said = f"It is faster than dense attention from {start:,} tokens on" if start else "No length is faster"
+    said = f"Faster than dense attention from {start:,} tokens on" if start else "Not faster than dense attention"
     faster = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not shown"
     caption = f"{said}: {what}."
-    figures.show(fig, name, caption, f"{caption} It is faster by: {faster}.", data, stamp=study.stamp)
+    figures.show(fig, name, caption, f"{caption} Faster by: {faster}.", data, stamp=study.stamp)
 
 
 def passes(study: Study) -> Table:

@@ -163,7 +163,8 @@ def lengths(study: Study) -> Table:
         study,
         f"{system} of this library by length and ranks, and as published",
         [*AT, TIME.of("row"), ROOFLINE.of("row"), ratio(study, "one", "row", ">Faster than one rank"), PEAK.of("row"),
-         columns.RATE.of("row"), _paper(">Published tokens/s", "tokens_per_s"), _paper(">Published (MB)", "mb")],
+         columns.RATE.of("row"), *([] if study.rehearsal else [_paper(">Published tokens/s", "tokens_per_s")]),
+         _paper(">Published (MB)", "mb")],
         lines,
         note=f"{_work(found)} Peak memory: of the rank that holds most, with its q, k, v and out. Published: "
         f"{published(number)['device']}. {PRINTED[number]}",
