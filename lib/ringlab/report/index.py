@@ -14,7 +14,6 @@ from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
 from .tables import DASH, inline_html, markdown_text
 
-SCHEMA = 2
 PAGES = {"html": "HTML", "md": "Markdown", "failed.html": "what it got to"}  # endings, as a link calls them
 SAID = {
     "title": "Which attention, how long a sequence, how fast",
@@ -31,8 +30,8 @@ SAID = {
 
 def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
     """Write ``data/manifest.json`` of a profile's folder; ``complete`` is true only when all its pages are whole."""
-    body = {"schema": SCHEMA, **{k: v for k, v in manifest.items() if k not in ("schema", "complete")}}
-    write(folder / "data" / "manifest.json", json.dumps(body | {"complete": complete}, indent=1) + "\n")
+    body = {name: value for name, value in manifest.items() if name != "complete"} | {"complete": complete}
+    write(folder / "data" / "manifest.json", json.dumps(body, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:
@@ -57,6 +56,14 @@ def short_commit(about: dict) -> str:
     ('898236a615 + changes', 'unknown')
     """
     return f"{about.get('commit') or 'unknown'}"[:10] + (" + changes" if about.get("dirty") is True else "")
+
+
+def facts(manifest: dict) -> list[str]:
+    """What was measured on which device, when, of which commit, with which torch, as far as it is known."""
+    measured = str(manifest.get("measured") or "")[:16].replace("T", " ")
+    found = [str(manifest.get("device") or ""), f"measured {measured} UTC" if measured else ""]
+    found += [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"] if manifest.get("commit") else []
+    return [fact for fact in found if fact]
 
 
 def write_index(reports: Path) -> list[Path]:
@@ -98,15 +105,12 @@ def _section(folder: Path) -> dict:
         state = "measured, no report yet"
     elif not manifest.get("complete"):
         state = "unfinished: run it again to complete it"
-    measured = str(manifest.get("measured") or "")[:16].replace("T", " ")
-    facts = [str(manifest.get("device") or ""), f"measured {measured} UTC" if measured else ""]
-    facts += [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"] if manifest.get("commit") else []
     return {
         "folder": folder.name,
         "name": folder.name.removesuffix(f"-{REHEARSAL}"),
         "rehearsal": bool(manifest.get("rehearsal")) or folder.name.endswith(f"-{REHEARSAL}"),
         "state": state,  # empty where all is whole
-        "facts": [fact for fact in facts if fact],
+        "facts": facts(manifest),
         "files": [(name, f"{folder.name}/data/{name}") for name in DATA if (folder / "data" / name).is_file()],
         "pages": [_page(folder, report) for report in manifest.get("reports", ())],
         "screen": _screen(folder, manifest),
