@@ -250,7 +250,7 @@ def _compare(given) -> int:
     else:
         found, failures = compare.check(*sides, tolerance)
         failed = [pair for pair, _ in failures]
-        differ = [p for p in found.pairs if p.significantly_slower or p.significantly_faster or p in failed]
+        differ = [p for p in found.pairs if p.verdict in ("slower", "faster") or p in failed]
         parts = [*compare.sections(found, differ), compare.worse(found, failures, tolerance)]
     print(compare.text(parts, given.markdown))
     return FAILED if failures else OK
@@ -354,7 +354,7 @@ def _estimate(given) -> None:
     if found:
         print(*_estimate_lines(found, given.seq_len, budget), sep="\n")
     if most:
-        print(f"longest    {most:,} tokens in {format_bytes(budget)} a rank")
+        print(f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone")
 
 
 def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterator[str]:

@@ -124,6 +124,15 @@ def test_where_all_rows_are_slower_those_beyond_the_tolerance_fail(side, call, f
     assert code == 0 and "now is faster in 0 rows, slower in 8; not significant in 0." in out
 
 
+def test_a_point_with_several_rows_counts_once_in_the_mean(side, call):
+    first, second = GROUP.points[:2]
+    one, again = Group("lengths", (first, second)), Group("again", (first,))
+    side("a", rows(lambda p: 2.0 if p == first else 1.0, 0, 2, one) + rows(8.0, 0, 2, again))
+    side("b", rows(1.0, 0, 0, one) + rows(1.0, 0, 0, again))
+    code, out, _ = call("compare", "a", "b")
+    assert code == 0 and "Geometric mean of a / b over 2 points: 2.00 (" in out
+
+
 def test_rows_that_are_not_quoted_enter_no_mean(side, call):
     bad = [{"status": "suspect", "reason": "too fast"}, {"unstable": True}, {"errors": {}}, {"bound_seconds": 1e3},
            {"ranks": {"oversubscribed": True, "threads": 1}}]  # fmt: skip

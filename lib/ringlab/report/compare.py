@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -39,6 +39,7 @@ GROWTH = 0.01  # bytes are counted, not sampled, and repeat
 BY_CHANCE = ("ok", "suspect")  # what a row may turn to by a disturbed machine; every other status is of the code
 PROBE = "sgemm"  # the machine's rate: no attention, so in no mean
 NAMED = 3  # points that a line names before it only counts them
+UNSTABLE = "unstable: its samples spread or drift by over 20 % of their median, or an earlier run differs"
 BYTES = {  # what they are called where they grew, and how many a row has, None where that is not known
     "Peak": ("higher peak of memory", lambda r: r.memory.get("tracked_peak_bytes")),
     "Sent": ("more bytes sent", lambda r: sum(r.ranks["bytes_sent"]) if r.ranks.get("bytes_sent") else None),
@@ -142,13 +143,13 @@ class Pair:
     p: float = 1.0
 
     @property
-    def significantly_slower(self) -> bool:
-        """The first takes longer, significantly."""
-        return self.ratio is not None and self.ratio.significantly_slower and self.p <= FALSE_ALARMS
-
-    @property
-    def significantly_faster(self) -> bool:
-        return self.ratio is not None and self.ratio.significantly_faster and self.p <= FALSE_ALARMS
+    def verdict(self) -> str | None:
+        """What is said of the time of the first beside the second; None for points that are not timed."""
+        if self.ratio is None:
+            return "excluded" if self.reason else None
+        if self.p > FALSE_ALARMS or not (self.ratio.significantly_slower or self.ratio.significantly_faster):
+            return "not significant"
+        return "slower" if self.ratio.significantly_slower else "faster"
 
     def bytes(self, what: str) -> tuple[int, int, float] | None:
         """Bytes of ``what`` of the first, of the second, and their ratio; None where they may not be compared."""
@@ -174,7 +175,7 @@ class Comparison:
 
     @cached_property
     def mean(self) -> Ratio | None:
-        return _mean(self.timed)
+        return geometric_mean(self.timed)
 
 
 def compare(first: Side, second: Side) -> Comparison:
@@ -196,7 +197,7 @@ def compare(first: Side, second: Side) -> Comparison:
     timed = [i for i, pair in enumerate(pairs) if pair.ratio is not None]
     for i, p in zip(timed, holm([pairs[i].p for i in timed])):
         pairs[i] = replace(pairs[i], p=p)
-    return Comparison(first, second, pairs, only, _mean(probes))
+    return Comparison(first, second, pairs, only, geometric_mean(probes))
 
 
 def check(now: Side, base: Side, tolerance: float) -> tuple[Comparison, list[tuple[Pair, str]]]:
@@ -228,7 +229,7 @@ def _most_common_reason(pairs: Sequence[Pair]) -> str:
 
 
 def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
-    if pair.significantly_slower and pair.ratio.value > 1 + tolerance:
+    if pair.verdict == "slower" and pair.ratio.value > 1 + tolerance:
         yield f"{number(pair.ratio.value)} times as long ({interval(*pair.ratio.ci)})"
     for what, (grown, _) in BYTES.items():
         if (found := pair.bytes(what)) and found[2] > 1 + GROWTH:
@@ -242,7 +243,7 @@ def _pair(a: Result, b: Result, first: Side, second: Side) -> Pair:
     if unlike := _unlike(a, b, (first.name, second.name)):
         return Pair(a, b, reason=unlike, refused=True)
     for r, side in ((a, first), (b, second)):
-        if why := objection(r) or _untrusted(r):
+        if why := objection(r) or (UNSTABLE if r.unstable else ""):
             return Pair(a, b, reason=f"{side.name}: {why}")
     if not a.seconds or not b.seconds:
         return Pair(a, b)  # a group that is not timed
@@ -260,12 +261,6 @@ def _unlike(a: Result, b: Result, names: tuple[str, str]) -> str:
     if devices[0] == devices[1] and threads(a) != threads(b):
         return f"{threads(a)} and {threads(b)} threads a rank on the same device"
     return ""
-
-
-def _untrusted(r: Result) -> str:
-    if r.unstable:
-        return "unstable: its samples spread or drift by over 20 % of their median, or an earlier run differs"
-    return "" if all(0 < s < math.inf for s in r.seconds) else "suspect: a sample that is no time"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -381,22 +376,14 @@ def _ways(n: int, m: int) -> list[int]:
     return found
 
 
-def _mean(pairs: Iterable[Pair]) -> Ratio | None:
-    ratios: dict[str, list[float]] = {}
+def geometric_mean(pairs: Iterable[Pair]) -> Ratio | None:
+    """Of their ratios, a point with several counting once; the 95 % interval is Student's, over the points."""
+    points: dict[str, list[float]] = {}
     for pair in pairs:
-        ratios.setdefault(pair.first.point.id, []).append(pair.ratio.value)
-    return geometric_mean(ratios)
-
-
-def geometric_mean(ratios: Mapping[str, Sequence[float]]) -> Ratio | None:
-    """Of ratios by point, a point with several counting once; the 95 % interval is Student's, over the points.
-
-    >>> geometric_mean({"a": [2.0, 8.0], "b": [1.0]}).value, geometric_mean({})
-    (2.0, None)
-    """
-    logs = [fmean(map(math.log, of_one)) for of_one in ratios.values()]
-    if not logs:
+        points.setdefault(pair.first.point.id, []).append(math.log(pair.ratio.value))
+    if not points:
         return None
+    logs = [fmean(of_one) for of_one in points.values()]
     middle, n = fmean(logs), len(logs)
     reach = quantile(n - 1) * stdev(logs) / math.sqrt(n) if n > 1 else math.inf
     return Ratio(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), n, False)
@@ -429,7 +416,7 @@ def _row(pair: Pair) -> list:
         times += [number(ratio.value), interval(*ratio.ci) if ratio.rounds > 1 else None]
     held = map(pair.bytes, BYTES)
     grown = [None if x is None else "∞" if x[2] == math.inf else number(x[2], 4) for x in held]
-    return [*times, verdict(pair), *grown, pair.first.group, _name(pair.first)]
+    return [*times, pair.verdict, *grown, pair.first.group, _name(pair.first)]
 
 
 def _name(result) -> str:
@@ -438,13 +425,6 @@ def _name(result) -> str:
     if point.system == "ringlab":
         point = point.but(options={k: v for k, v in point.options if DEFAULTS.get(k) != v})
     return point.label()
-
-
-def verdict(pair: Pair) -> str | None:
-    """What is said of the first beside the second."""
-    if pair.ratio is None:
-        return "excluded" if pair.reason else None
-    return "slower" if pair.significantly_slower else "faster" if pair.significantly_faster else "not significant"
 
 
 def _summary(found: Comparison) -> Iterable[str]:
@@ -456,7 +436,7 @@ def _summary(found: Comparison) -> Iterable[str]:
         spread = f" ({interval(*found.mean.ci)}, over the points)" if found.mean.rounds > 1 else ""
         points = f"{found.mean.rounds} point{'s' * (found.mean.rounds > 1)}"
         yield f"Geometric mean of {first} / {second} over {points}: {number(found.mean.value)}{spread}."
-        said = Counter(map(verdict, timed))
+        said = Counter(pair.verdict for pair in timed)
         yield (
             f"{first} is faster in {said['faster']} rows, slower in {said['slower']}; not significant in "
             f"{said['not significant']}."

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -168,24 +168,16 @@ class Pages:
         index.write_manifest(self.folder, manifest | {"digest": f"{made_from} {self._made()}"}, complete=True)
 
     def _report(self, source: Path, study: Study, about: dict) -> tuple[dict, list[Path]]:
-        """(entry for the manifest, files) of one notebook, run and rendered; what it got to is rendered if it fails."""
+        """(entry for the manifest, files) of one notebook, run and rendered."""
         subtitle = " · ".join([study.profile.name, *index.facts(about)])
         page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, _made_by(about))
-        failed_page = self.folder / f"{source.stem}.failed.html"
-        try:
-            reports = self.folder.parent
-            notebook = render.execute(source, self.given, cwd=reports, cell_timeout_s=self.cell_timeout_s)
-            written = render.render(notebook, page, self.folder)
-        except render.NotebookFailed as failure:
-            page = replace(page, name=failed_page.stem, failure=str(failure))
-            render.render(failure.notebook, page, self.folder, formats=("html",))
-            note(f"see {failed_page}")
-            raise
-        failed_page.unlink(missing_ok=True)
+        notebook = render.execute(source, self.given, cwd=self.folder.parent, cell_timeout_s=self.cell_timeout_s)
+        written = render.render(notebook, page, self.folder)
         _, suite = REPORTS.get(source.stem, ("", ""))
         rows = study.of(suite) if suite else study  # that the report is about
-        entry = {"name": source.stem, "title": render.title_of(notebook), "headline": headline(source.stem, rows)}
-        return entry | {"points": len(rows.results), "unquoted": len(rows.failed())}, written
+        return {
+            "name": source.stem, "title": render.title_of(notebook), "headline": headline(source.stem, rows)
+        }, written  # fmt: skip
 
     def _made_from(self, study: Study) -> str:
         """Digest of all that the pages are made from: rows, notebooks, templates, code without its comments, versions.

@@ -167,7 +167,8 @@ def facts(choice: Choice, found: Estimate) -> Table:
     ]
     if choice.ranks > 1:
         lines += [["Scheme", found.scheme], ["Sent in all", size(sum(found.sent.values()))]]
-    return Table(f"Estimate for {profile.title}", ["One call", ""], lines)
+    note = "A call is attention alone, of one layer: a model needs more memory and time."
+    return Table(f"Estimate for {profile.title}", ["One call", ""], lines, note=note)
 
 
 def _fits(peak: int, memory: int | None) -> str | Cell:
@@ -216,6 +217,7 @@ def seen(choice: Choice) -> Figure:
         for ax, title in zip(axes, ("The whole sequence, sampled", f"From position {first:,} on")):
             ax.set_title(title, loc="left", fontsize=10)
             ax.set(xlabel="key", ylabel="query")
+            ax.locator_params(nbins=5)
     caption = f"What head {head} of {choice.heads} sees: {pattern}{', causal' if choice.causal else ''}, n = {n:,}"
     alt = f"{caption}. Of the positions drawn one by one, {int((near > 0).sum())} pairs are seen"
     return Figure.of(fig, "seen", caption, alt)
@@ -369,24 +371,23 @@ STYLE = """<style>
 </style>"""
 for _place, _i in (("LIGHT", 0), ("DARK", 1)):
     STYLE = STYLE.replace(_place, " ".join(f"--fig-{name}: {pair[_i]};" for name, pair in theme.COLORS.items()))
-OPTIONS = {
-    "kind": tuple(KINDS), "mixing": patterns.MIXINGS, "offsets": patterns.OFFSETS, "passes": tuple(cost.PASSES),
-    "dtype": ("float32", "bfloat16", "float16", "float64"), "ranks": (1, 2, 4, 8), "scheme": ("auto", *ring.SCHEMES),
-    "layout": ("contiguous", "zigzag", "striped"), "profile": tuple(hardware.profiles()),
-}  # fmt: skip
-LABELS = {
+# By field of Choice what its control is called, and the values that it takes, if these are few.
+CONTROLS = {
     "Pattern": {
-        "kind": "pattern", "lengths": "segments", "rates": "dilation rates", "mixing": "mixing",
-        "offsets": "offsets by", "block_size": "block size", "window": "window",
-        "global_blocks": "global blocks", "random_blocks": "random blocks", "causal": "causal",
+        "kind": ("pattern", KINDS), "lengths": ("segments",), "rates": ("dilation rates",),
+        "mixing": ("mixing", patterns.MIXINGS), "offsets": ("offsets by", patterns.OFFSETS),
+        "block_size": ("block size",), "window": ("window",), "global_blocks": ("global blocks",),
+        "random_blocks": ("random blocks",), "causal": ("causal",),
     },
     "Tensors": {
-        "seq_len": "length n", "batch": "batch", "heads": "heads", "kv_heads": "K/V heads",
-        "head_dim": "head_dim", "dtype": "dtype", "passes": "passes",
+        "seq_len": ("length n",), "batch": ("batch",), "heads": ("heads",), "kv_heads": ("K/V heads",),
+        "head_dim": ("head_dim",), "dtype": ("dtype", ("float32", "bfloat16", "float16", "float64")),
+        "passes": ("passes", cost.PASSES),
     },
     "Hardware and view": {
-        "profile": "hardware", "ranks": "ranks", "scheme": "scheme", "layout": "layout",
-        "head": "head drawn", "at": "from position",
+        "profile": ("hardware", hardware.profiles()), "ranks": ("ranks", (1, 2, 4, 8)),
+        "scheme": ("scheme", ("auto", *ring.SCHEMES)), "layout": ("layout", ("contiguous", "zigzag", "striped")),
+        "head": ("head drawn",), "at": ("from position",),
     },
 }  # fmt: skip
 CUSTOM = "choose a preset"
@@ -424,9 +425,9 @@ class Panel:
     def __init__(self, widgets, start: Choice):
         self.results: list[tuple[Choice, measure.Result]] = []
         self.controls = {
-            name: _control(widgets, name, label, getattr(start, name))
-            for group in LABELS.values()
-            for name, label in group.items()
+            name: _control(widgets, getattr(start, name), *about)
+            for group in CONTROLS.values()
+            for name, about in group.items()
         }
         self.places = at = {name: widgets.HTML() for name in ("alert", *SHOWN, "advice", "status", "measured")}
         for place in at.values():
@@ -440,7 +441,7 @@ class Panel:
         wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="8px 16px")
         columns = [
             widgets.VBox([widgets.HTML(f"<b>{title}</b>"), *(self.controls[n] for n in group)])
-            for title, group in LABELS.items()
+            for title, group in CONTROLS.items()
         ]
         right = widgets.VBox([at["memory"], at["traffic"]])
         one = widgets.VBox([at["seen"], widgets.HBox([at["facts"], right], layout=wrap), at["code"]])
@@ -484,7 +485,7 @@ class Panel:
             return
         choice, shown = self.choice, {}
         self._hide(choice)
-        self.places["alert"].value = _line("Working ...")
+        self.places["alert"].value = "<p>Working ...</p>"
         try:
             if self.tabs.selected_index:
                 shown = {"compared": compared(choice).html, "over_length": _html(over_length(choice))}
@@ -517,9 +518,9 @@ class Panel:
     def run(self, _=None) -> None:
         """Measure the call, and show it beside the estimate; the kernel is busy meanwhile."""
         self.run_button.disabled, said = True, ""
-        self.places["status"].value = _line(
-            f"Running: checked against the reference, then timed. At most {LIMIT_S:.0f} s; interrupting the "
-            "kernel stops it."
+        self.places["status"].value = (
+            f"<p>Running: checked against the reference, then timed. At most {LIMIT_S:.0f} s; interrupting the kernel "
+            "stops it.</p>"
         )
         try:
             self.results.append((self.choice, run(self.choice, here())))
@@ -537,10 +538,10 @@ class Panel:
         return {**self.box._repr_mimebundle_(**asked), "text/markdown": table, "text/plain": table}
 
 
-def _control(widgets, name: str, label: str, value):
+def _control(widgets, value, label: str, options=()):
     look = {"description": label, "style": {"description_width": "108px"}, "layout": {"width": "256px"}}
-    if name in OPTIONS:
-        return widgets.Dropdown(options=OPTIONS[name], value=value, **look)
+    if options:
+        return widgets.Dropdown(options=tuple(options), value=value, **look)
     if isinstance(value, bool):
         return widgets.Checkbox(value=value, indent=True, **look)
     kind = widgets.IntText if isinstance(value, int) else widgets.Text
@@ -553,10 +554,6 @@ def _html(figure: Figure) -> str:
 
 def _folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"
-
-
-def _line(text: str) -> str:
-    return f'<p style="margin:.3em 0">{escape(text)}</p>'
 
 
 def _alert(error: Exception) -> str:

@@ -38,11 +38,7 @@ logging.getLogger("papermill").disabled = True  # the driver says what happened,
 
 
 class NotebookFailed(ReportError):
-    """A notebook did not finish; ``notebook`` holds what it got to."""
-
-    def __init__(self, message: str, notebook: nbformat.NotebookNode):
-        super().__init__(message)
-        self.notebook = notebook
+    """A notebook did not finish, or shows what cannot be read aloud."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,6 @@ class Page:
     stamp_note: str = ""
     origin: str = ""  # where the rows come from, if not from here and now
     made: str = ""  # when and of which commit the page was made
-    failure: str = ""  # why the notebook did not get to its end
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,9 +88,8 @@ def execute(source: Path, parameters: dict, *, cwd: Path, cell_timeout_s: int = 
         except DeadKernelError:
             failure = "killed its kernel (often: out of memory)"
         except RuntimeError as error:  # so says jupyter_client of a kernel that does not come up
-            raise NotebookFailed(f"{source.name}: {_line(error)}", notebook) from error
-        notebook = read(partial)
-    raise NotebookFailed(f"{source.name}: {_where(notebook)} {failure}", notebook)
+            raise NotebookFailed(f"{source.name}: {_line(error)}") from error
+        raise NotebookFailed(f"{source.name}: {_where(read(partial))} {failure}")
 
 
 @contextmanager
@@ -144,19 +138,16 @@ def _line(text: str, limit: int = 300) -> str:
 # render a page
 
 
-def render(notebook: nbformat.NotebookNode, page: Page, folder: Path, *, formats=("html", "md")) -> list[Path]:
+def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Path]:
     """Write ``<name>.html`` and ``<name>.md`` with ``figures/`` into ``folder``; earlier files are replaced whole.
 
     Returns the paths written, those of the pages first. Raises NotebookFailed for an image without alt text.
     """
     notebook = deepcopy(notebook)
     for i, cell in enumerate(notebook.cells):
-        nameless = [output for output in cell.get("outputs", ()) if _nameless(output)]
-        if nameless and not page.failure:
+        if any(map(_nameless, cell.get("outputs", ()))):
             why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
-            raise NotebookFailed(f"{page.name}.ipynb: {why}", notebook)
-        for output in nameless:
-            cell.outputs.remove(output)
+            raise NotebookFailed(f"{page.name}.ipynb: {why}")
     title, sections = title_of(notebook), [c for c in notebook.cells if any(level == 2 for level, _ in _headings(c))]
     if sections:
         sections[0].metadata["first_section"] = True  # the contents go before it
@@ -165,18 +156,15 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path, *, formats
         title, first.source = (text.replace(title, f"{title} ({page.stamp})", 1) for text in (title, first.source))
     about = asdict(page) | {"title": title, "css": css()}
     about["contents"] = [(text, slug(text)) for c in sections for level, text in _headings(c) if level == 2]
-    names = {"html": "This page as HTML", "md": "This page as Markdown"}
-    about["files"] = [(names[x], f"{page.name}.{x}") for x in formats] + [(name, f"data/{name}") for name in DATA]
-    pages, figures = {}, {}
+    about["files"] = [("This page as HTML", f"{page.name}.html"), ("This page as Markdown", f"{page.name}.md")]
+    about["files"] += [(name, f"data/{name}") for name in DATA]
     with own_jupyter():
-        if "html" in formats:
-            pages["html"], _ = _exporter("html").from_notebook_node(notebook, resources={"ringlab": about})
-        if "md" in formats:
-            resources = {"ringlab": about, "output_files_dir": "figures", "unique_key": page.name}
-            body, resources = _exporter("markdown").from_notebook_node(notebook, resources=resources)
-            pages["md"], figures = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n", resources["outputs"]
-    figures = [write(folder / name, data) for name, data in figures.items()]
-    return [write(folder / f"{page.name}.{ending}", body) for ending, body in pages.items()] + figures
+        html, _ = _exporter("html").from_notebook_node(notebook, resources={"ringlab": about})
+        resources = {"ringlab": about, "output_files_dir": "figures", "unique_key": page.name}
+        text, resources = _exporter("markdown").from_notebook_node(notebook, resources=resources)
+    figures = [write(folder / name, data) for name, data in resources["outputs"].items()]
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return [write(folder / f"{page.name}.html", html), write(folder / f"{page.name}.md", text), *figures]
 
 
 def write(path: Path, data: str | bytes) -> Path:
