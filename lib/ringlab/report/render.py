@@ -34,7 +34,8 @@ FOREIGN = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLBACKEND")
 TEMPLATES = Path(__file__).parent / "templates"
 ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
-logging.getLogger("papermill").disabled = True  # the driver says what happened, in one line
+for _logger in ("papermill", "asyncio"):  # of a kernel that died with its driver asyncio reports a task nobody awaits
+    logging.getLogger(_logger).disabled = True  # the driver says what happened, in one line
 
 
 class NotebookFailed(ReportError):
