@@ -216,7 +216,7 @@ class Advice:
         """One line on whether it fits."""
         if self.need_bytes is None:
             return "not estimated"
-        need = f"{format_bytes(self.need_bytes)} on the rank that needs most"
+        need = f"{format_bytes(self.need_bytes)} of attention alone, on the rank that needs most"
         if self.budget_bytes is None:
             return f"{need}; how much there is, is not known: give a budget"
         have = f"{need}, of {format_bytes(self.budget_bytes)}"
@@ -596,9 +596,11 @@ class _Advisor:
         if self.seconds is not None:
             return self._in_time()
         found = ladder(n)
-        pairs, dense = (cost_of(replace(c, pattern=p), n).pairs for p in (found, Dense()))
-        share = pairs / dense
+        cost, dense = (cost_of(replace(c, pattern=p), n) for p in (found, Dense()))
+        share, seen = cost.pairs / dense.pairs, cost.distinct_pairs / dense.distinct_pairs
         why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
+        if share > seen:
+            why += f", for {100 * seen:.3g} % of its pairs: branches share some"
         if wanted == "ladder":
             return Decision("pattern", found, ASKED, why)
         if isinstance(found, Dense):

@@ -188,7 +188,6 @@ def _add_pattern(add) -> None:
 def _add_comparison(add) -> None:
     add("--reports", type=folder, metavar="DIR", help="where profiles lie (default: reports/ of the checkout)")
     add("--markdown", action="store_true", help="tables as Markdown (default: aligned text)")
-    add("--csv", type=Path, metavar="FILE", help="write every row to this file (default: none)")
 
 
 def folder(text: str) -> Path:
@@ -247,16 +246,12 @@ def _compare(given) -> int:
     sides = compare.read_side(first, reports), compare.read_side(given.second, reports)
     if tolerance is None:
         found, failures = compare.compare(*sides), []
-        parts = compare.sections(found)
+        parts = compare.sections(found, found.pairs)
     else:
         found, failures = compare.check(*sides, tolerance)
         failed = [pair for pair, _ in failures]
-        parts = compare.sections(
-            found, [p for p in found.pairs if p.significantly_slower or p.significantly_faster or p in failed]
-        )
-        parts.append(compare.worse(found, failures, tolerance))
-    if given.csv:
-        compare.write_csv(given.csv, found)
+        differ = [p for p in found.pairs if p.verdict in ("slower", "faster") or p in failed]
+        parts = [*compare.sections(found, differ), compare.worse(found, failures, tolerance)]
     print(compare.text(parts, given.markdown))
     return FAILED if failures else OK
 
@@ -359,7 +354,7 @@ def _estimate(given) -> None:
     if found:
         print(*_estimate_lines(found, given.seq_len, budget), sep="\n")
     if most:
-        print(f"longest    {most:,} tokens in {format_bytes(budget)} a rank")
+        print(f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone")
 
 
 def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterator[str]:

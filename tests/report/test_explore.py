@@ -13,8 +13,8 @@ from reporting import CPU, made_up, run_in_this_process
 from ringlab import advise, hardware, measure, ring
 from ringlab.estimate import estimate, longest
 from ringlab.patterns import Dense
-from ringlab.report.explore import panel, view
-from ringlab.report.explore.view import KINDS, PRESETS, Choice, counts
+from ringlab.report import explore
+from ringlab.report.explore import KINDS, PRESETS, Choice, counts
 from ringlab.ring import volume
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "explore.ipynb"
@@ -22,7 +22,7 @@ SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 8, "block_size": 16, "lengths": 
 
 
 def alts(html: str) -> str:
-    return " | ".join(map(unescape, re.findall(r'alt="([^"]*)"', html)))
+    return " | ".join(map(unescape, re.findall(r'<svg role="img" aria-label="([^"]*)"', html)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,7 +32,7 @@ def test_the_pattern_is_shown_as_it_is(kind):
         x = torch.arange(40, 104)
         whole = choice.pattern.multiplicity(x, x, n=150, head=3, heads=4, kv_heads=2)  # (q, k)
         whole = whole.tril() if causal else whole
-        said = alts(view.seen(choice))
+        said = explore.seen(choice).alt
         assert f"What head 3 of 4 sees: {choice.pattern}" in said
         assert said.endswith(f"one by one, {int((whole > 0).sum())} pairs are seen")
 
@@ -44,43 +44,48 @@ def test_the_traffic_is_what_each_rank_sends(scheme, passes):
     problem = ring.Problem(choice.pattern, ring.zigzag(256, 4), False, 4, 2)
     about = {"batch": 1, "head_dim": 8, "dtype": torch.float32, "passes": passes}
     sent = [volume.sent_bytes(problem, r, scheme, **about) for r in range(4)]
-    said = alts(view.traffic(choice.estimate()))
-    assert sum(sent) > 0 and f"by {scheme}: {view.size(sum(sent))}" in said
-    assert "; ".join(f"rank {r} sends {view.size(x)}" for r, x in enumerate(sent)) in said
+    found = choice.estimate()
+    table = explore.traffic(found)
+    assert sum(sent) > 0 and table.caption == f"Sent between 4 ranks by {scheme}: {explore.size(sum(sent))}"
+    assert [line[:2] for line in table.rows] == [[f"rank {r}", explore.size(x)] for r, x in enumerate(sent)]
+    assert table.rows[1][2] == (explore.size(found.sent[1, 0]) if found.sent.get((1, 0)) else None)
 
 
 def test_the_parts_of_the_memory_are_the_peak():
     found = Choice(seq_len="512", ranks=2, passes="fwd+bwd", **SMALL).estimate()
     assert sum(found.parts.values()) == found.peak_bytes
-    said = alts(view.memory(found))
-    assert all(f"{name} " in said for name, x in found.parts.items() if x) and "gradients" in said
+    lines = {line[0]: line[1:] for line in explore.memory(found).rows}
+    assert "gradients" in lines and {name: x[0] for name, x in lines.items()} == {
+        name: explore.size(x) for name, x in found.parts.items() if x
+    }
+    assert 98 <= sum(int(x[1].split()[0]) for x in lines.values()) <= 102
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_call(name):
     choice = Choice(**{"profile": "gtx1080"} | PRESETS[name])
     found = choice.estimate()
-    facts = {line[0]: line[1] for line in view.facts(choice, found).rows}
-    assert facts["Fits"] == "yes" and facts["Peak memory of a rank"] == view.size(found.peak_bytes)
+    facts = {line[0]: line[1] for line in explore.facts(choice, found).rows}
+    assert facts["Fits"] == "yes" and facts["Peak memory of a rank"] == explore.size(found.peak_bytes)
     if choice.ranks == 1 and choice.kind in ("dense", "dilated"):
         assert facts["Longest sequence that fits"] == longest(choice.pattern, 8 << 30, profile="gtx1080")
 
 
 def test_variants_have_the_numbers_of_estimate_and_advise():
     choice = Choice("sliding window", seq_len="16K", profile="gtx1080", window=8)
-    table = view.compared(choice)
+    table = explore.compared(choice)
     lines = {line[0].text: line for line in table.rows}
     assert list(lines) == ["Dense", "LongNet ladder", "Local window", "BigBird", "Chosen"]
     proposals = {p.name: p for p in advise("gtx1080", 16384, passes="fwd").proposals}
     names = {"dense": "Dense", "advised": "LongNet ladder", "local": "Local window"}
     for name, shown in names.items():
-        assert lines[shown][2] == view.format_seconds(proposals[name].bound_s)
+        assert lines[shown][2] == explore.format_seconds(proposals[name].bound_s)
         assert lines[shown][0].sub == str(proposals[name].pattern)
-    assert lines["Chosen"][3] == view.size(estimate(choice.pattern, seq_len=16384, profile="gtx1080").peak_bytes)
+    assert lines["Chosen"][3] == explore.size(estimate(choice.pattern, seq_len=16384, profile="gtx1080").peak_bytes)
     assert [line[5] for line in table.rows] == ["yes"] * 5
-    alt = view.over_length(choice).alt
+    alt = explore.over_length(choice).alt
     assert "rooflines over length" in alt and f"{longest(Dense(), 8 << 30, profile='gtx1080'):,}"[:5] in alt
-    too_long = view.compared(Choice("dense", seq_len="16K", profile="gtx1080", batch=64))
+    too_long = explore.compared(Choice("dense", seq_len="16K", profile="gtx1080", batch=64))
     assert {line[5].text for line in too_long.rows} == {"no"}
 
 
@@ -120,23 +125,23 @@ def test_the_call_as_code_runs():
     for kind in KINDS:
         choice = Choice(kind, seq_len="128", ranks=2, passes="fwd+bwd", causal=True, **SMALL)
         names = {}
-        exec(view.code(choice), names)
+        exec(explore.code(choice), names)
         assert names["pattern"] == choice.pattern and names["q"].grad.shape == (1, 128, 4, 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Run
 
-HERE = view.replace(hardware.get_profile("cpu").on(CPU), memory_bytes=8 * 2**30)
+HERE = explore.replace(hardware.get_profile("cpu").on(CPU), memory_bytes=8 * 2**30)
 
 
 def test_a_point_too_large_for_this_machine_is_one_line(monkeypatch):
     monkeypatch.setattr(measure, "run", lambda *a, **k: pytest.fail("it ran"))
     with pytest.raises(ValueError, match="^too large: a checked run needs about .*, free are 8 GiB$"):
-        view.run(Choice(seq_len="4M"), HERE)
+        explore.run(Choice(seq_len="4M"), HERE)
     monkeypatch.setattr(sys.modules["ringlab.estimate"], "_probed", lambda _: hardware.Peaks(1e11, 1e10, 1e10))
     with pytest.raises(ValueError, match="^too long: 5 calls of at least 320 s each$"):
-        view.run(Choice(kind="dense", seq_len="128K"), HERE)
+        explore.run(Choice(kind="dense", seq_len="128K"), HERE)
 
 
 def test_run_measures_the_chosen_point_and_sets_it_beside_the_estimate(monkeypatch):
@@ -151,15 +156,15 @@ def test_run_measures_the_chosen_point_and_sets_it_beside_the_estimate(monkeypat
 
     monkeypatch.setattr(measure, "run", run)
     choice = Choice(seq_len="256", ranks=2, scheme="ring", dtype="float64", causal=True, **SMALL)
-    result = view.run(choice, HERE)
+    result = explore.run(choice, HERE)
     (_, how), point = asked[0], result.point
-    assert how["profile"].name == "cpu" and how["timeout_s"] == view.LIMIT_S
+    assert how["profile"].name == "cpu" and how["timeout_s"] == explore.LIMIT_S
     assert (point.seq_len, point.world_size, point.dtype, point.causal) == (256, 2, "float64", True)
     assert dict(point.options) == {"scheme": "ring", "layout": "contiguous"}
-    line = view.measured([(choice, result)], HERE).rows[0]
+    line = explore.measured([(choice, result)], HERE).rows[0]
     found = estimate(choice.pattern, seq_len=256, **choice.call, profile=HERE)
-    assert line[1].text == view.number(result.median * 1e3)
-    assert line[3].text == "1 MiB" and line[3].sub == f"estimated {view.size(found.peak_bytes)}"
+    assert line[1].text == explore.number(result.median * 1e3)
+    assert line[3].text == "1 MiB" and line[3].sub == f"estimated {explore.size(found.peak_bytes)}"
     assert line[4].text == "4.0e-07"
 
 
@@ -170,8 +175,8 @@ def test_run_measures_the_chosen_point_and_sets_it_beside_the_estimate(monkeypat
 ])  # fmt: skip
 def test_no_number_without_its_check(changes, said):
     choice = Choice(seq_len="256", profile="gtx1080", **SMALL)
-    point = view.point(choice)
-    shown = view.measured([(choice, made_up(point, measure.Group("explore", (point,)), False, **changes))], HERE)
+    point = explore.point(choice)
+    shown = explore.measured([(choice, made_up(point, measure.Group("explore", (point,)), False, **changes))], HERE)
     assert shown.rows[0][1].text == said and shown.rows[0][2:] == [None] * 3
 
 
@@ -186,14 +191,13 @@ def test_without_ipywidgets_the_figure_and_the_table_are_there(monkeypatch):
     assert "image/png" in figure and "rooflines over length" in figure["text/plain"]
     assert "Variants at 131,072 tokens on NVIDIA GeForce GTX 1080" in table["text/markdown"]
     shown = cells[3].outputs[0].data["text/plain"]
-    assert shown == panel.MISSING and "pip install" in shown
+    assert shown == explore.MISSING and "pip install" in shown
 
 
 @pytest.fixture
 def opened(monkeypatch):
     pytest.importorskip("ipywidgets", reason="the explorer needs ipywidgets")
-    monkeypatch.setattr(view, "DPI", 30)
-    return panel.explorer("gtx1080", seq_len="512", **SMALL | {"lengths": "64 512"})
+    return explore.explorer("gtx1080", seq_len="512", **SMALL | {"lengths": "64 512"})
 
 
 def test_every_place_follows_the_controls(opened):
@@ -214,7 +218,7 @@ def test_every_place_follows_the_controls(opened):
     assert "Variants at 512 tokens on NVIDIA GeForce GTX 1080" in bundle["text/plain"] == bundle["text/markdown"]
     assert "lengths" in visible() and not {"window", "scheme", "layout"} & visible()
     assert changed(ranks=2) >= {"facts", "traffic", "memory", "code"}
-    assert "Sent between 2 ranks by plan" in alts(opened.places["traffic"].value)
+    assert "Sent between 2 ranks by plan" in opened.places["traffic"].value
     moved = changed(profile="h100", dtype="bfloat16")
     assert "facts" in moved and "seen" not in moved and "NVIDIA H100" in opened.places["facts"].value
     assert {"lengths", "scheme", "layout"} <= visible() and not {"window"} & visible()
@@ -253,7 +257,7 @@ def test_bad_input_is_one_line_and_nothing_of_another_choice_stays(opened):
         opened.controls[name].value = bad
         said = opened.places["alert"].value
         assert 'role="alert"' in said and "Traceback" not in said and said.count("<p") == 1
-        assert {opened.places[x].value for x in panel.SHOWN} == {""} and opened.run_button.disabled
+        assert {opened.places[x].value for x in explore.SHOWN} == {""} and opened.run_button.disabled
         opened.controls[name].value = good
         assert opened.places["alert"].value == "" and opened.places["facts"].value and not opened.run_button.disabled
 
@@ -261,7 +265,7 @@ def test_bad_input_is_one_line_and_nothing_of_another_choice_stays(opened):
 def test_run_that_fails_is_one_line(opened, monkeypatch):
     errors = {"no room": ValueError("no\nroom"), "Stopped.": KeyboardInterrupt(), "full": OSError("full")}
     for said, error in errors.items():
-        monkeypatch.setattr(view, "run", lambda *a, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(explore, "run", lambda *a, error=error: (_ for _ in ()).throw(error))
         opened.run_button.click()
         assert said in opened.places["status"].value and not opened.run_button.disabled and not opened.results
 
@@ -276,7 +280,8 @@ SET = f"""((label, value) => {{
     control.value = value;
     control.dispatchEvent(new Event('change', {{bubbles: true}}));
 }})"""
-ALTS = "[...document.querySelectorAll('.jp-OutputArea figure img')].map((i) => i.alt).join(' | ')"
+ALTS = """[...document.querySelectorAll('.jp-OutputArea figure svg, .jp-OutputArea .caption')].map(
+    (x) => x.getAttribute('aria-label') || x.textContent).join(' | ')"""
 BUTTON = "[...document.querySelectorAll('button')].find((b) => b.textContent.includes('Run on this machine'))"
 TABLES = "[...document.querySelectorAll('.jp-OutputArea tbody')].map((t) => t.innerText).join(' | ')"
 WRONG = "document.querySelectorAll('.jp-OutputArea [data-mime-type*=error], [data-mime-type*=stderr]').length"

@@ -6,7 +6,7 @@ import pytest
 from bs4 import BeautifulSoup
 from reporting import CPU, NOTEBOOK, run_in_this_process, whole_suite, write_rows
 from ringlab import measure
-from ringlab.report import claims, driver, execute, places, rows
+from ringlab.report import claims, driver, places, render, rows
 
 # page: the least number of its figures
 PAGES = {"cpu/optimization_results": 1, "gtx1080-rehearsal/optimization_results": 1, "cpu/claims": 0, "index": 1}
@@ -20,7 +20,7 @@ def reports(tmp_path_factory):
     write_rows(folder / "gtx1080-rehearsal" / "data", whole_suite("gtx1080", True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "run", lambda *a, **k: [])
-        patch.setattr(execute, "execute", run_in_this_process)
+        patch.setattr(render, "execute", lambda source, given, **_: run_in_this_process(source, None, given))
         patch.chdir(folder)
         driver.run("gtx1080", reports=folder, notebooks=[NOTEBOOK], machine=CPU)
         driver.run("cpu", reports=folder, machine=CPU)

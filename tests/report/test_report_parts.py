@@ -117,7 +117,7 @@ def test_our_pages_show_each_thing_once(executed, tmp_path):
 
 
 def manifest(**more) -> dict:
-    report = {"name": "page", "title": "A page", "headline": "It is fast.", "points": 5, "unquoted": 2, **more}
+    report = {"name": "page", "title": "A page", "headline": "It is fast.", **more}
     about = {"profile": "x", "device": "a CPU", "measured": "2026-01-02T03:04:05Z", "commit": "0123456789abcdef"}
     return {**about, "dirty": True, "torch": "2.13.0", "reports": [report]}
 
@@ -145,7 +145,7 @@ def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys)
     assert list(sections) == ["binary", "cut", "failed", "list", "measured", "odd", "whole"]
     assert absent.count("### ") == 1 and "### b\n" in absent and "unfinished" in absent
     assert absent.count("rehears") == 2 and "rehears" not in here, "once, and in the path of the data"
-    assert "| [A page](whole/page.md) | It is fast. | 3 | 2 | [HTML](whole/page.html)" in sections["whole"]
+    assert "| [A page](whole/page.md) | It is fast. | [HTML](whole/page.html)" in sections["whole"]
     assert "a CPU · measured 2026-01-02 03:04 UTC · commit 0123456789 + changes" in sections["whole"]
     assert "unfinished" not in sections["whole"]
     assert "**failed: page.ipynb: code cell 2 raised \\| \\<b>**" in sections["failed"]

@@ -9,18 +9,16 @@ Holm's step-down over all rows. As in a report, no factor counts that the same w
 
 from __future__ import annotations
 
-import csv
 import math
-import random
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from .. import measure
 from ..measure import stats, store
@@ -40,10 +38,10 @@ GROWTH = 0.01  # bytes are counted, not sampled, and repeat
 BY_CHANCE = ("ok", "suspect")  # what a row may turn to by a disturbed machine; every other status is of the code
 PROBE = "sgemm"  # the machine's rate: no attention, so in no mean
 NAMED = 3  # points that a line names before it only counts them
-WORSE = {"peak": "higher peak of memory", "sent": "more bytes sent"}
-BYTES = {
-    "peak": lambda r: r.memory.get("tracked_peak_bytes"),
-    "sent": lambda r: sum(r.ranks["bytes_sent"]) if r.ranks.get("bytes_sent") else None,
+UNSTABLE = "unstable: its samples spread or drift by over 20 % of their median, or an earlier run differs"
+BYTES = {  # what they are called where they grew, and how many a row has, None where that is not known
+    "Peak": ("higher peak of memory", lambda r: r.memory.get("tracked_peak_bytes")),
+    "Sent": ("more bytes sent", lambda r: sum(r.ranks["bytes_sent"]) if r.ranks.get("bytes_sent") else None),
 }
 
 
@@ -104,13 +102,10 @@ def read_side(text: str, reports: Path) -> Side:
 
 
 def _found(text: str, reports: Path) -> bytes:
-    try:
-        for path in (reports / text / "data" / NAME, Path(text) / NAME, Path(text) / "data" / NAME, Path(text)):
-            if text and path.is_file():
-                return path.read_bytes()
-        there = sorted(path.parents[1].name for path in reports.glob(f"*/data/{NAME}"))
-    except OSError as error:
-        raise UsageError(f"cannot read rows of {text!r}: {error.strerror or error}") from None
+    for path in (reports / text / "data" / NAME, Path(text) / NAME, Path(text) / "data" / NAME, Path(text)):
+        if text and path.is_file():
+            return path.read_bytes()
+    there = sorted(path.parents[1].name for path in reports.glob(f"*/data/{NAME}"))
     raise UsageError(
         f"no rows of {text!r}; name a profile with rows ({', '.join(there) or 'there is none yet'}), a folder with "
         f"{NAME}, such a file, or REVISION:PROFILE"
@@ -120,10 +115,7 @@ def _found(text: str, reports: Path) -> bytes:
 def _committed(text: str, reports: Path) -> bytes:
     revision, _, profile = text.partition(":")
     what = f"{revision}:./{profile}/data/{NAME}"  # ./ is the folder that git is run in
-    try:
-        done = subprocess.run(["git", "-C", str(reports), "show", "--end-of-options", what], capture_output=True)
-    except OSError as error:
-        raise UsageError(f"{text}: git cannot be run: {error.strerror or error}") from None
+    done = subprocess.run(["git", "-C", str(reports), "show", "--end-of-options", what], capture_output=True)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
         raise UsageError(f"no rows of {text!r}: {said[0].removeprefix('fatal: ')}")
@@ -150,24 +142,20 @@ class Pair:
     p: float = 1.0
 
     @property
-    def significantly_slower(self) -> bool:
-        """The first takes longer, significantly."""
-        return self.ratio is not None and self.ratio.significantly_slower and self.p <= FALSE_ALARMS
+    def verdict(self) -> str | None:
+        """What is said of the time of the first beside the second; None for points that are not timed."""
+        if self.ratio is None:
+            return "excluded" if self.reason else None
+        if self.p > FALSE_ALARMS or not (self.ratio.significantly_slower or self.ratio.significantly_faster):
+            return "not significant"
+        return "slower" if self.ratio.significantly_slower else "faster"
 
-    @property
-    def significantly_faster(self) -> bool:
-        return self.ratio is not None and self.ratio.significantly_faster and self.p <= FALSE_ALARMS
-
-    def bytes(self, what: str) -> tuple[int | None, int | None]:
-        """``peak`` or ``sent`` of both, None where it is not known or may not be quoted."""
-        return tuple(None if objection(r) else BYTES[what](r) for r in (self.first, self.second))
-
-    def growth(self, what: str) -> float | None:
-        """Bytes of the first over those of the second; None where one of them is not known."""
-        first, second = self.bytes(what)
+    def bytes(self, what: str) -> tuple[int, int, float] | None:
+        """Bytes of ``what`` of the first, of the second, and their ratio; None where they may not be compared."""
+        first, second = (None if objection(r) else BYTES[what][1](r) for r in (self.first, self.second))
         if first is None or second is None:
             return None
-        return first / second if second else math.inf if first else 1.0
+        return first, second, first / second if second else math.inf if first else 1.0
 
 
 @dataclass(frozen=True)
@@ -186,7 +174,7 @@ class Comparison:
 
     @cached_property
     def mean(self) -> Ratio | None:
-        return _mean(self.timed)
+        return geometric_mean(self.timed)
 
 
 def compare(first: Side, second: Side) -> Comparison:
@@ -208,7 +196,7 @@ def compare(first: Side, second: Side) -> Comparison:
     timed = [i for i, pair in enumerate(pairs) if pair.ratio is not None]
     for i, p in zip(timed, holm([pairs[i].p for i in timed])):
         pairs[i] = replace(pairs[i], p=p)
-    return Comparison(first, second, pairs, only, _mean(probes))
+    return Comparison(first, second, pairs, only, geometric_mean(probes))
 
 
 def check(now: Side, base: Side, tolerance: float) -> tuple[Comparison, list[tuple[Pair, str]]]:
@@ -240,18 +228,21 @@ def _most_common_reason(pairs: Sequence[Pair]) -> str:
 
 
 def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
-    if pair.significantly_slower and pair.ratio.value > 1 + tolerance:
-        yield "slower"
-    yield from (what for what in BYTES if (growth := pair.growth(what)) is not None and growth > 1 + GROWTH)
+    if pair.verdict == "slower" and pair.ratio.value > 1 + tolerance:
+        yield f"{number(pair.ratio.value)} times as long ({interval(*pair.ratio.ci)})"
+    for what, (grown, _) in BYTES.items():
+        if (found := pair.bytes(what)) and found[2] > 1 + GROWTH:
+            first, second, _ = found
+            yield f"{grown}, {size(second)} to {size(first)} ({first - second:+,} bytes)"
     if pair.first.status not in BY_CHANCE and not objection(pair.second):
-        yield pair.first.status
+        yield f"now {pair.first.status}: {pair.first.reason or 'no reason given'}"
 
 
 def _pair(a: Result, b: Result, first: Side, second: Side) -> Pair:
     if unlike := _unlike(a, b, (first.name, second.name)):
         return Pair(a, b, reason=unlike, refused=True)
     for r, side in ((a, first), (b, second)):
-        if why := objection(r) or _untrusted(r):
+        if why := objection(r) or (UNSTABLE if r.unstable else ""):
             return Pair(a, b, reason=f"{side.name}: {why}")
     if not a.seconds or not b.seconds:
         return Pair(a, b)  # a group that is not timed
@@ -269,12 +260,6 @@ def _unlike(a: Result, b: Result, names: tuple[str, str]) -> str:
     if devices[0] == devices[1] and threads(a) != threads(b):
         return f"{threads(a)} and {threads(b)} threads a rank on the same device"
     return ""
-
-
-def _untrusted(r: Result) -> str:
-    if r.unstable:
-        return "unstable: its samples spread or drift by over 20 % of their median, or an earlier run differs"
-    return "" if all(0 < s < math.inf for s in r.seconds) else "suspect: a sample that is no time"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -390,59 +375,47 @@ def _ways(n: int, m: int) -> list[int]:
     return found
 
 
-def _mean(pairs: Iterable[Pair]) -> Ratio | None:
-    ratios: dict[str, list[float]] = {}
+def geometric_mean(pairs: Iterable[Pair]) -> Ratio | None:
+    """Of their ratios, a point with several counting once; the 95 % interval is Student's, over the points."""
+    points: dict[str, list[float]] = {}
     for pair in pairs:
-        ratios.setdefault(pair.first.point.id, []).append(pair.ratio.value)
-    return geometric_mean(ratios)
-
-
-def geometric_mean(ratios: Mapping[str, Sequence[float]]) -> Ratio | None:
-    """Of ratios by point, a point with several counting once; the 95 % interval resamples points (Efron 1979).
-
-    >>> geometric_mean({"a": [2.0, 8.0], "b": [1.0]}).value, geometric_mean({})
-    (2.0, None)
-    """
-    values = [fmean(map(math.log, of_one)) for of_one in ratios.values()]
-    if not values:
+        points.setdefault(pair.first.point.id, []).append(math.log(pair.ratio.value))
+    if not points:
         return None
-    if len(values) == 1:
-        return Ratio(math.exp(values[0]), 0.0, math.inf, 1, False)
-    generator = random.Random(0)
-    found = sorted(fmean(generator.choices(values, k=len(values))) for _ in range(stats.RESAMPLES))
-    tail = round((1 - stats.LEVEL) / 2 * stats.RESAMPLES)
-    low, high = math.exp(found[tail]), math.exp(found[-1 - tail])
-    return Ratio(math.exp(fmean(values)), low, high, len(values), False)
+    logs = [fmean(of_one) for of_one in points.values()]
+    middle, n = fmean(logs), len(logs)
+    reach = quantile(n - 1) * stdev(logs) / math.sqrt(n) if n > 1 else math.inf
+    return Ratio(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), n, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a comparison as text, and row by row as CSV
+# a comparison as text
 
 
-def sections(found: Comparison, pairs: Sequence[Pair] | None = None) -> list[Table | str]:
-    """Where the rows come from, the ``pairs`` (default: all), what is left out and why, and what it comes to."""
+def sections(found: Comparison, pairs: Sequence[Pair]) -> list[Table | str]:
+    """Where the rows come from, some ``pairs``, what is left out and why, and what it all comes to."""
     first, second = found.first.name, found.second.name
-    shown = found.pairs if pairs is None else pairs
     abouts = found.first.about(), found.second.about()
     parts = [Table("Where the rows come from", ["", first, second], [[k, *(a[k] for a in abouts)] for k in abouts[0]])]
-    if shown:
-        columns = [f">{first} (ms)", f">{second} (ms)", f">{first} / {second}", ">95 % interval"]
-        columns += [f"{second if pairs is None else first} is", ">Peak", ">Sent", "Group", "Point"]
+    if pairs:
+        columns = [f">{first} (ms)", f">{second} (ms)", f">{first} / {second}", ">95 % interval", f"{first} is"]
+        columns += [*(f">{what}" for what in BYTES), "Group", "Point"]
         caption = f"Times of {first} and {second}; peak memory and bytes sent of {first} over those of {second}"
-        parts.append(Table(caption, columns, [_row(pair, turned=pairs is None) for pair in shown]))
+        parts.append(Table(caption, columns, [_row(pair) for pair in pairs]))
     excluded = [[pair.reason, pair.first.group, _name(pair.first)] for pair in found.pairs if pair.reason]
     if excluded:
         parts.append(Table(f"{len(excluded)} rows whose times are in no mean", ["Why", "Group", "Point"], excluded))
     return [*parts, "\n".join(_summary(found))]
 
 
-def _row(pair: Pair, turned: bool) -> list:
+def _row(pair: Pair) -> list:
     times = [None] * 4
     if ratio := pair.ratio:
         times = [number(median(r.seconds) * 1e3) for r in (pair.first, pair.second)]
         times += [number(ratio.value), interval(*ratio.ci) if ratio.rounds > 1 else None]
-    grown = [None if (g := pair.growth(what)) is None else "∞" if g == math.inf else number(g, 4) for what in BYTES]
-    return [*times, verdict(pair, turned), *grown, pair.first.group, _name(pair.first)]
+    held = map(pair.bytes, BYTES)
+    grown = [None if x is None else "∞" if x[2] == math.inf else number(x[2], 4) for x in held]
+    return [*times, pair.verdict, *grown, pair.first.group, _name(pair.first)]
 
 
 def _name(result) -> str:
@@ -453,27 +426,20 @@ def _name(result) -> str:
     return point.label()
 
 
-def verdict(pair: Pair, turned: bool = False) -> str | None:
-    """What is said of the first beside the second; ``turned``: of the second beside the first."""
-    if pair.ratio is None:
-        return "excluded" if pair.reason else None
-    if pair.significantly_slower or pair.significantly_faster:
-        return "slower" if pair.significantly_slower != turned else "faster"
-    return "not significant"
-
-
 def _summary(found: Comparison) -> Iterable[str]:
     first, second, timed = found.first.name, found.second.name, found.timed
     studies = found.first.study, found.second.study
     if studies[0].rehearsal:
         yield "Rehearsals: no time says how fast the device of the profile is."
     if found.mean:
-        spread = f" ({interval(*found.mean.ci)}, points resampled)" if found.mean.rounds > 1 else ""
+        spread = f" ({interval(*found.mean.ci)}, over the points)" if found.mean.rounds > 1 else ""
         points = f"{found.mean.rounds} point{'s' * (found.mean.rounds > 1)}"
         yield f"Geometric mean of {first} / {second} over {points}: {number(found.mean.value)}{spread}."
-        longer, shorter = (sum(getattr(p, f"significantly_{way}") for p in timed) for way in ("slower", "faster"))
-        same = len(timed) - longer - shorter
-        yield f"{second} is faster in {longer} rows, slower in {shorter}; not significant in {same}."
+        said = Counter(pair.verdict for pair in timed)
+        yield (
+            f"{first} is faster in {said['faster']} rows, slower in {said['slower']}; not significant in "
+            f"{said['not significant']}."
+        )
     else:
         yield "No time to compare."
     if one := sum(pair.ratio.paired for pair in timed):
@@ -506,17 +472,8 @@ def worse(found: Comparison, failures: Sequence[tuple[Pair, str]], tolerance: fl
         return f"{said}, of {len(found.pairs)} none fails newly or needs more bytes"
     return "\n".join(
         [f"check FAILED: {len({id(pair) for pair, _ in failures})} of {len(found.pairs)} rows are worse than {base}:"]
-        + [f"  {pair.first.group}: {_name(pair.first)}: {_how(pair, why)}" for pair, why in failures]
+        + [f"  {pair.first.group}: {_name(pair.first)}: {why}" for pair, why in failures]
     )
-
-
-def _how(pair: Pair, why: str) -> str:
-    if why == "slower":
-        return f"{number(pair.ratio.value)} times as long ({interval(*pair.ratio.ci)})"
-    if why in BYTES:
-        first, second = pair.bytes(why)
-        return f"{WORSE[why]}, {size(second)} to {size(first)} ({first - second:+,} bytes)"
-    return f"now {why}: {pair.first.reason or 'no reason given'}"
 
 
 def aligned(table: Table) -> str:
@@ -541,31 +498,3 @@ def text(parts: Iterable[Table | str], markdown: bool = False) -> str:
     if markdown:
         return "\n\n".join(part.replace("\n", "  \n") if isinstance(part, str) else part.markdown for part in parts)
     return "\n\n".join(part if isinstance(part, str) else aligned(part) for part in parts)
-
-
-def write_csv(path: Path, found: Comparison) -> None:
-    """One line per point, those that only one side has included; raises UsageError where it cannot be written."""
-    rows = []
-    for pair in found.pairs:
-        times = [median(r.seconds) if r.seconds and not pair.reason else None for r in (pair.first, pair.second)]
-        ratio, peak, sent = pair.ratio, pair.bytes("peak"), pair.bytes("sent")
-        rows.append(_key(pair.first) | {
-            "seconds_first": times[0], "seconds_second": times[1], "ratio": ratio and ratio.value,
-            "low": ratio and ratio.low, "high": ratio and ratio.high, "p": ratio and pair.p,
-            "time_of_first": verdict(pair), "peak_first": peak[0], "peak_second": peak[1], "sent_first": sent[0],
-            "sent_second": sent[1], "not_compared_because": pair.reason,
-        })  # fmt: skip
-    fields = [*rows[0]]
-    for side, only in zip((found.first, found.second), found.only):
-        rows += [_key(r) | {"not_compared_because": f"only in {side.name}"} for r in only]
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            lines = csv.DictWriter(file, fields)
-            lines.writeheader()
-            lines.writerows(rows)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _key(r) -> dict[str, str]:
-    return {"point": r.point.id, "group": r.group, "name": _name(r)}

@@ -12,27 +12,27 @@ from . import theme
 from .first_screen import OVERVIEW
 from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
-from .tables import DASH, inline_html, markdown_text
+from .tables import inline_html, markdown_text
 
-SCHEMA = 2
-PAGES = {"html": "HTML", "md": "Markdown", "failed.html": "what it got to"}  # endings, as a link calls them
+PAGES = {"html": "HTML", "md": "Markdown"}  # endings, as a link calls them
 SAID = {
     "title": "Which attention, how long a sequence, how fast",
     "explained": "A measurement is shown only if its output matches a float64 reference and its time is physically "
-    "possible. Each page lists the rejected ones with the reason.",
+    "possible. Each page lists the rejected ones with the reason. For other lengths, shapes and GPUs ask "
+    "python -m ringlab advise, or the explorer: make lab, notebooks/explore.ipynb.",
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
     "overview_note": "What to use, by policy: LongNet's pattern with segments from 2,048 tokens on. Its forward time "
     "(≥ marks a computed lower bound), and whether it fits in memory, forward and in training.",
-    "columns": ("Report", "Answer", "Points quoted", "Not quoted", "Files"),
+    "columns": ("Report", "Answer", "Files"),
 }
 
 
 def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
     """Write ``data/manifest.json`` of a profile's folder; ``complete`` is true only when all its pages are whole."""
-    body = {"schema": SCHEMA, **{k: v for k, v in manifest.items() if k not in ("schema", "complete")}}
-    write(folder / "data" / "manifest.json", json.dumps(body | {"complete": complete}, indent=1) + "\n")
+    body = {name: value for name, value in manifest.items() if name != "complete"} | {"complete": complete}
+    write(folder / "data" / "manifest.json", json.dumps(body, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:
@@ -59,6 +59,15 @@ def short_commit(about: dict) -> str:
     return f"{about.get('commit') or 'unknown'}"[:10] + (" + changes" if about.get("dirty") is True else "")
 
 
+def facts(manifest: dict) -> list[str]:
+    """What was measured on which device, when, of which commit, with which torch, as far as it is known."""
+    device, measured = (str(manifest.get(name) or "") for name in ("device", "measured"))
+    found = [f"times are of {device}" if manifest.get("rehearsal") and device else device]
+    found += [f"measured {measured[:16].replace('T', ' ')} UTC"] if measured else []
+    found += [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"] if manifest.get("commit") else []
+    return [fact for fact in found if fact]
+
+
 def write_index(reports: Path) -> list[Path]:
     """Write ``index.html`` and ``index.md`` over every profile and report found."""
     templates = Environment(
@@ -67,7 +76,7 @@ def write_index(reports: Path) -> list[Path]:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     templates.filters |= {"inline": theme.inline, "marked": inline_html, "text": markdown_text}
-    templates.globals |= {**SAID, "DASH": DASH, "css": css()}
+    templates.globals |= {**SAID, "css": css()}
     with locked(reports, wait=True):  # runs of two profiles may end at once
         folders = sorted(p for p in reports.iterdir() if any((p / "data" / name).exists() for name in DATA))
         found = [_section(p) for p in folders]
@@ -98,15 +107,12 @@ def _section(folder: Path) -> dict:
         state = "measured, no report yet"
     elif not manifest.get("complete"):
         state = "unfinished: run it again to complete it"
-    measured = str(manifest.get("measured") or "")[:16].replace("T", " ")
-    facts = [str(manifest.get("device") or ""), f"measured {measured} UTC" if measured else ""]
-    facts += [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"] if manifest.get("commit") else []
     return {
         "folder": folder.name,
         "name": folder.name.removesuffix(f"-{REHEARSAL}"),
         "rehearsal": bool(manifest.get("rehearsal")) or folder.name.endswith(f"-{REHEARSAL}"),
         "state": state,  # empty where all is whole
-        "facts": [fact for fact in facts if fact],
+        "facts": facts(manifest),
         "files": [(name, f"{folder.name}/data/{name}") for name in DATA if (folder / "data" / name).is_file()],
         "pages": [_page(folder, report) for report in manifest.get("reports", ())],
         "screen": _screen(folder, manifest),
@@ -114,19 +120,16 @@ def _section(folder: Path) -> dict:
 
 
 def _page(folder: Path, report: dict) -> dict:
-    points, unquoted = report.get("points"), report.get("unquoted")
-    known = isinstance(points, int) and isinstance(unquoted, int)
     links = {x: f"{folder.name}/{report['name']}.{x}" for x in PAGES if (folder / f"{report['name']}.{x}").is_file()}
     failed = str(report.get("failed") or "")
-    earlier = "earlier " if failed and "html" in links else ""  # pages of an earlier run, and whole
+    earlier = "earlier " if failed else ""  # pages of an earlier run, and whole
     return {
         "title": str(report.get("title") or report["name"]),
         "answer": str(report.get("headline") or ""),
         "failed": failed,
-        "counts": [points - unquoted, unquoted] if known else [None, None],
-        "html": links.get("html") or links.get("failed.html"),
-        "md": links.get("md") or links.get("html") or links.get("failed.html"),
-        "files": [(PAGES[x] if x == "failed.html" else earlier + PAGES[x], path) for x, path in links.items()],
+        "html": links.get("html"),
+        "md": links.get("md") or links.get("html"),
+        "files": [(earlier + PAGES[x], path) for x, path in links.items()],
     }
 
 

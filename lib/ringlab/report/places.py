@@ -16,8 +16,6 @@ from pathlib import Path
 from .. import hardware
 
 REHEARSAL = "rehearsal"
-EXPECTED_PREFIX = "RINGLAB_EXPECTED_PREFIX"  # tells a kernel which environment its driver runs in
-FOREIGN = ("JUPYTER_PATH", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLBACKEND")
 
 
 class ReportError(Exception):
@@ -32,14 +30,10 @@ class UsageError(ReportError):
     exit_code = 2
 
 
-def home(start: Path | None = None) -> Path:
-    """The checkout: the nearest folder at or above ``start`` (default: here, then this package) with our notebooks.
-
-    Raises UsageError when there is none.
-    """
-    package = Path(__file__).resolve().parent
-    for origin in (start or Path.cwd(), package):
-        for folder in (origin.resolve(), *origin.resolve().parents):
+def home() -> Path:
+    """The checkout: the nearest folder at or above this one, or this package, with our notebooks; else UsageError."""
+    for origin in (Path.cwd(), Path(__file__).resolve().parent):
+        for folder in (origin, *origin.parents):
             if (folder / "notebooks" / "optimization_results.ipynb").is_file():
                 return folder
     raise UsageError(
@@ -60,11 +54,8 @@ def data_folder(profile: str, data: str = "") -> Path:
 
     Raises FileNotFoundError that says how to measure them.
     """
-    if data:
-        choices = [Path(data)]
-    else:
-        reports = home() / "reports"
-        choices = [reports / profile / "data", reports / f"{profile}-rehearsal" / "data"]
+    own = (home() / "reports" / f"{profile}{kind}" / "data" for kind in ("", f"-{REHEARSAL}"))
+    choices = [Path(data)] if data else [*own]
     for folder in choices:
         if (folder / "samples.jsonl").is_file():
             return folder
@@ -72,20 +63,6 @@ def data_folder(profile: str, data: str = "") -> Path:
         f"no rows for profile {profile!r} in {choices[0]}; measure them first: python -m ringlab measure --profile "
         f"{profile}"
     )
-
-
-@contextmanager
-def own_jupyter(**variables: str):
-    """The environment without what leads Jupyter to another's kernels, templates and settings; restored afterwards."""
-    before = dict(os.environ)
-    for name in FOREIGN:
-        os.environ.pop(name, None)
-    os.environ.update(JUPYTER_PREFER_ENV_PATH="1", **variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

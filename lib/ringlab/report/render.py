@@ -1,29 +1,45 @@
-"""An executed notebook as one offline HTML page and as Markdown with figures, through nbconvert.
+"""A notebook as a page: run through papermill, then one offline HTML file and Markdown with figures through nbconvert.
 
 The stock templates fetch scripts from the network and know no alt text; the two in ``templates/`` do neither.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
+import sys
+import tempfile
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from html import unescape
 from pathlib import Path
 
 import nbformat
+import papermill
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbconvert import HTMLExporter, MarkdownExporter
 from traitlets.config import Config
 
 from . import theme
-from .execute import NotebookFailed
-from .places import own_jupyter
+from .places import ReportError
 from .tables import PAGE_HTML
 
+PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
+KERNEL = "ringlab-own"  # a name nobody else installs, so that no other kernel can shadow it
+# What leads Jupyter to another's settings, and a kernel to another's figures.
+FOREIGN = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLBACKEND")
 TEMPLATES = Path(__file__).parent / "templates"
-HIDDEN_TAGS = {"parameters", "injected-parameters", "papermill-error-cell-tag"}
+ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
+for _logger in ("papermill", "asyncio"):  # of a kernel that died with its driver asyncio reports a task nobody awaits
+    logging.getLogger(_logger).disabled = True  # the driver says what happened, in one line
+
+
+class NotebookFailed(ReportError):
+    """A notebook did not finish, or shows what cannot be read aloud."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +52,120 @@ class Page:
     stamp_note: str = ""
     origin: str = ""  # where the rows come from, if not from here and now
     made: str = ""  # when and of which commit the page was made
-    failure: str = ""  # why the notebook did not get to its end
 
 
-def render(notebook: nbformat.NotebookNode, page: Page, folder: Path, *, formats=("html", "md")) -> list[Path]:
+# ---------------------------------------------------------------------------------------------------------------------
+# run a notebook
+
+
+def read(source: Path) -> nbformat.NotebookNode:
+    """The notebook in a file. Raises ReportError for a file that is none."""
+    try:
+        return nbformat.read(source, as_version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:
+        raise ReportError(f"{source.name} is not a notebook: {_line(error)}") from error
+
+
+def execute(source: Path, parameters: dict, *, cwd: Path, cell_timeout_s: int = 300) -> nbformat.NotebookNode:
+    """Run ``source`` with ``parameters`` in the folder ``cwd``, by this interpreter.
+
+    Raises NotebookFailed for a cell that raises, one that exceeds ``cell_timeout_s`` seconds, or a kernel that dies.
+    """
+    notebook = read(source)
+    with own_jupyter() as folder:
+        config, partial = Config(), folder / "notebook.ipynb"  # what a notebook that fails got to
+        if len(str(folder)) < 60:  # a socket's path has 107 bytes; beyond, the default TCP
+            config.KernelManager.transport = "ipc"
+        try:
+            return papermill.execute_notebook(
+                notebook, partial, parameters, kernel_name=KERNEL, language="python", config=config, cwd=cwd,
+                execution_timeout=cell_timeout_s,
+                progress_bar={"desc": source.stem, "leave": False, "disable": not sys.stderr.isatty()},
+            )  # fmt: skip
+        except papermill.PapermillExecutionError as error:
+            failure = f"raised {error.ename}: {_line(error.evalue)}"
+        except CellTimeoutError:
+            failure = f"did not end within {cell_timeout_s} s"
+        except DeadKernelError:
+            failure = "killed its kernel (often: out of memory)"
+        except RuntimeError as error:  # so says jupyter_client of a kernel that does not come up
+            raise NotebookFailed(f"{source.name}: {_line(error)}") from error
+        raise NotebookFailed(f"{source.name}: {_where(read(partial))} {failure}")
+
+
+@contextmanager
+def own_jupyter():
+    """Jupyter with a kernel of this interpreter, without what else is installed or set; yields a temporary folder."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
+        spec = Path(folder, "kernels", KERNEL, "kernel.json")
+        spec.parent.mkdir(parents=True)
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=CRITICAL"]
+        spec.write_text(json.dumps({"argv": argv, "display_name": "ringlab", "language": "python"}))
+        paths = [str(PACKAGE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        try:
+            for name in FOREIGN:
+                os.environ.pop(name, None)
+            os.environ.update(
+                JUPYTER_PREFER_ENV_PATH="1",
+                JUPYTER_PATH=folder,
+                JUPYTER_RUNTIME_DIR=f"{folder}/run",
+                IPYTHONDIR=f"{folder}/ipython",
+                PYDEVD_DISABLE_FILE_VALIDATION="1",
+                PYTHONPATH=os.pathsep.join(map(os.path.abspath, paths)),  # this ringlab, wherever the kernel starts
+            )
+            yield Path(folder)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _where(notebook: nbformat.NotebookNode) -> str:
+    """The last cell that ran, as a reader would name it: its number among the code cells, the nearest heading above."""
+    # papermill calls every cell completed, but only those that were started have a time.
+    started = [i for i, c in enumerate(notebook.cells) if c.metadata.get("papermill", {}).get("start_time")]
+    cells = [c for c in notebook.cells[: max(started, default=0) + 1] if not ADDED_TAGS & {*c.metadata.get("tags", ())}]
+    number = sum(c.cell_type == "code" for c in cells)
+    headings = [text for c in cells for _, text in _headings(c)]
+    return f"code cell {number} under {headings[-1]!r}" if headings else f"code cell {number}"
+
+
+def _line(text: str, limit: int = 300) -> str:
+    flat = " ".join(str(text).split())
+    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# render a page
+
+
+def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Path]:
     """Write ``<name>.html`` and ``<name>.md`` with ``figures/`` into ``folder``; earlier files are replaced whole.
 
     Returns the paths written, those of the pages first. Raises NotebookFailed for an image without alt text.
     """
     notebook = deepcopy(notebook)
     for i, cell in enumerate(notebook.cells):
-        nameless = [output for output in cell.get("outputs", ()) if _nameless(output)]
-        if nameless and not page.failure:
+        if any(map(_nameless, cell.get("outputs", ()))):
             why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
-            raise NotebookFailed(f"{page.name}.ipynb: {why}", notebook)
-        for output in nameless:
-            cell.outputs.remove(output)
+            raise NotebookFailed(f"{page.name}.ipynb: {why}")
+    title, sections = title_of(notebook), [c for c in notebook.cells if any(level == 2 for level, _ in _headings(c))]
+    if sections:
+        sections[0].metadata["first_section"] = True  # the contents go before it
     if page.stamp:
-        _stamp_title(notebook, page.stamp)
-    about = asdict(page) | {"title": title_of(notebook), "css": css(), "contents": _contents(notebook)}
-    names = {"html": "This page as HTML", "md": "This page as Markdown"}
-    about["files"] = [(names[x], f"{page.name}.{x}") for x in formats] + [(name, f"data/{name}") for name in DATA]
-    pages, figures = {}, {}
+        first = next(c for c in notebook.cells if _headings(c))
+        title, first.source = (text.replace(title, f"{title} ({page.stamp})", 1) for text in (title, first.source))
+    about = asdict(page) | {"title": title, "css": css()}
+    about["contents"] = [(text, slug(text)) for c in sections for level, text in _headings(c) if level == 2]
+    about["files"] = [("This page as HTML", f"{page.name}.html"), ("This page as Markdown", f"{page.name}.md")]
+    about["files"] += [(name, f"data/{name}") for name in DATA]
     with own_jupyter():
-        if "html" in formats:
-            pages["html"], _ = _exporter("html").from_notebook_node(notebook, resources={"ringlab": about})
-        if "md" in formats:
-            resources = {"ringlab": about, "output_files_dir": "figures", "unique_key": page.name}
-            body, resources = _exporter("markdown").from_notebook_node(notebook, resources=resources)
-            pages["md"], figures = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n", resources["outputs"]
-    figures = [write(folder / name, data) for name, data in figures.items()]
-    return [write(folder / f"{page.name}.{ending}", body) for ending, body in pages.items()] + figures
+        html, _ = _exporter("html").from_notebook_node(notebook, resources={"ringlab": about})
+        resources = {"ringlab": about, "output_files_dir": "figures", "unique_key": page.name}
+        text, resources = _exporter("markdown").from_notebook_node(notebook, resources=resources)
+    figures = [write(folder / name, data) for name, data in resources["outputs"].items()]
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return [write(folder / f"{page.name}.html", html), write(folder / f"{page.name}.md", text), *figures]
 
 
 def write(path: Path, data: str | bytes) -> Path:
@@ -90,30 +189,14 @@ def css() -> str:
 
 
 def title_of(notebook: nbformat.NotebookNode) -> str:
-    """The first heading of the first Markdown cell."""
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown" and (found := re.search(r"^# (.+)$", cell.source, re.M)):
-            return found[1].strip()
-    return "Report"
+    """The first heading."""
+    return next((text for cell in notebook.cells for _, text in _headings(cell)), "Report")
 
 
-def _stamp_title(notebook: nbformat.NotebookNode, stamp: str) -> None:
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            cell.source, count = re.subn(r"^(# .+?)[ \t]*$", rf"\1 ({stamp})", cell.source, count=1, flags=re.M)
-            if count:
-                return
-
-
-def _contents(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
-    """(text, name within the page) of each section; its first cell is marked, as the contents go before it."""
-    found = []
-    for cell in notebook.cells:
-        headings = re.findall(r"^## (.+)$", cell.source, re.M) if cell.cell_type == "markdown" else []
-        if headings and not found:
-            cell.metadata["first_section"] = True
-        found += [(heading.strip(), slug(heading)) for heading in headings]
-    return found
+def _headings(cell) -> list[tuple[int, str]]:
+    """(level, text) of the headings of a cell."""
+    found = re.findall(r"^(#+) (.+)$", cell.source, re.M) if cell.cell_type == "markdown" else []
+    return [(len(marks), text.strip()) for marks, text in found]
 
 
 def _nameless(output) -> bool:
@@ -141,7 +224,7 @@ def _exporter(kind: str):
     config.TemplateExporter.extra_template_basedirs = [str(TEMPLATES / kind)]
     config.TemplateExporter.exclude_input = True
     config.TagRemovePreprocessor.enabled = True
-    config.TagRemovePreprocessor.remove_cell_tags = HIDDEN_TAGS
+    config.TagRemovePreprocessor.remove_cell_tags = {"parameters", *ADDED_TAGS}
     filters = {"named_headings": _named_headings, "inline": theme.inline}
     if kind == "html":
         config.HTMLExporter.exclude_anchor_links = True

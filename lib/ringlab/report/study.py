@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +11,7 @@ import torch
 
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
-from .places import EXPECTED_PREFIX, REHEARSAL, data_folder
+from .places import REHEARSAL, data_folder
 from .tables import Table, Text
 from .trust import apart, earlier, judged, objection, reproduced, spread, turns, widened
 
@@ -23,12 +21,8 @@ NOT_MEASURED = "not measured"
 def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
     """The rows of ``profile`` (or of the folder ``data``), found from any working folder; of a ``suite`` if named.
 
-    Raises FileNotFoundError that says how to measure when there are none, and RuntimeError when the driver started this
-    kernel in another environment than its own.
+    Raises FileNotFoundError that says how to measure when there are none.
     """
-    expected = os.environ.get(EXPECTED_PREFIX, sys.prefix)
-    if os.path.realpath(expected) != os.path.realpath(sys.prefix):
-        raise RuntimeError(f"this kernel runs in {sys.prefix}, the report was started from {expected}")
     name = hardware.match(hardware.detect()) if profile == "auto" else profile
     folder = data_folder(name, data)
     found = read_study(hardware.get_profile(name), folder)

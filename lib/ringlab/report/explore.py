@@ -1,13 +1,12 @@
-"""What the explorer shows of a call: pictures, facts, the variants beside each other, and a measurement.
+"""The explorer: controls in JupyterLab, and what follows from them at once: pictures, facts, variants, a measurement.
 
-Every number is one of ``estimate``, ``longest``, ``advise`` or ``measure.run``. Nothing here needs widgets.
+Every number is one of ``estimate``, ``longest``, ``advise`` or ``measure.run``. Only ``explorer`` needs ipywidgets.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
-import io
 import re
 import tempfile
 from dataclasses import dataclass, replace
@@ -17,17 +16,17 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import LinearSegmentedColormap
 
-from ... import block_patterns, hardware, measure, patterns
-from ...advise import Advice, advise, ladder, local
-from ...cost import format_seconds
-from ...estimate import Estimate, estimate, longest
-from ...hardware import Profile
-from ...measure.timing import available_bytes, samples_for
-from .. import columns, theme
-from ..figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Figure, drawing
-from ..first_screen import LENGTHS, rooflines
-from ..tables import Cell, Table, number, size
-from ..trust import objection
+from .. import block_patterns, cost, hardware, measure, patterns, ring
+from ..advise import Advice, advise, ladder, local
+from ..cost import format_seconds
+from ..estimate import Estimate, estimate, longest
+from ..hardware import Profile
+from ..measure.timing import available_bytes, samples_for
+from . import columns, theme
+from .figures import BLUE, RED, Figure, drawing
+from .first_screen import LENGTHS, rooflines
+from .tables import Cell, Table, Text, number, size
+from .trust import objection
 
 # Block-sparse patterns: the function of ``ringlab.blocks``, and the controls that are its arguments.
 BLOCKS = {
@@ -50,8 +49,6 @@ MOST_BLOCKS = 1024  # of a block-sparse pattern; more take minutes to count
 LIMIT_S = 60.0  # that a measurement may take
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 NEAR = 64  # positions that are drawn one by one
-DPI, WIDE, HALF = 192, 8.4, 4.1  # twice what a page shows; inches at 96 px
-COLORS = (BLUE, SKY, GREEN, ORANGE, RED, PURPLE, "#8a6d3b", GREY)
 SHADES = LinearSegmentedColormap.from_list("seen", [theme.PAPER, "#bcd9ea", BLUE, "#00304d"])
 
 
@@ -170,7 +167,8 @@ def facts(choice: Choice, found: Estimate) -> Table:
     ]
     if choice.ranks > 1:
         lines += [["Scheme", found.scheme], ["Sent in all", size(sum(found.sent.values()))]]
-    return Table(f"Estimate for {profile.title}", ["One call", ""], lines)
+    note = "A call is attention alone, of one layer: a model needs more memory and time."
+    return Table(f"Estimate for {profile.title}", ["One call", ""], lines, note=note)
 
 
 def _fits(peak: int, memory: int | None) -> str | Cell:
@@ -198,7 +196,7 @@ def code(choice: Choice) -> str:
     return advise(choice.hardware, choice.n, **shape).code()
 
 
-def seen(choice: Choice) -> str:
+def seen(choice: Choice) -> Figure:
     """Which keys one head sees: of the whole sequence by samples, and of some positions one by one."""
     pattern, n, head, start = choice.pattern, choice.n, choice.head, one("position", choice.at)
     if not 0 <= head < choice.heads:
@@ -212,69 +210,36 @@ def seen(choice: Choice) -> str:
     near = pattern.multiplicity(x, x, n=n, head=head, heads=choice.heads, kv_heads=choice.kv_heads)  # (q, k)
     near = near.tril() if choice.causal else near
     with drawing(**{"axes.spines.left": True}):
-        fig, axes = plt.subplots(1, 2, figsize=(WIDE, 3.4))
+        fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.4))
         axes[0].imshow(shades, cmap=SHADES, vmin=0, vmax=4, extent=(0, n, n, 0), interpolation="nearest")
         image = axes[1].imshow(near.numpy(), cmap=SHADES, vmin=0, extent=(first, first + len(x), first + len(x), first))
         fig.colorbar(image, ax=axes[1], ticks=range(int(near.max()) + 1), shrink=0.5, label="times counted")
         for ax, title in zip(axes, ("The whole sequence, sampled", f"From position {first:,} on")):
             ax.set_title(title, loc="left", fontsize=10)
             ax.set(xlabel="key", ylabel="query")
+            ax.locator_params(nbins=5)
     caption = f"What head {head} of {choice.heads} sees: {pattern}{', causal' if choice.causal else ''}, n = {n:,}"
-    return drawn(fig, f"{caption}. Of the positions drawn one by one, {int((near > 0).sum())} pairs are seen", caption)
+    alt = f"{caption}. Of the positions drawn one by one, {int((near > 0).sum())} pairs are seen"
+    return Figure.of(fig, "seen", caption, alt)
 
 
-def traffic(found: Estimate) -> str:
+def traffic(found: Estimate) -> Table | Text:
     """Bytes of one call from rank to rank."""
-    p, total = found.ranks, sum(found.sent.values())
-    if not total:
-        reason = "one rank has all rows" if p == 1 else "every rank has the rows that its queries see"
-        return line(f"Nothing is sent: {reason}.")
-    sent = [[found.sent.get((a, b), 0) / 2**20 for b in range(p)] for a in range(p)]
-    with drawing():
-        fig, ax = plt.subplots(figsize=(HALF, 3.4))
-        image = ax.imshow(sent, cmap=SHADES, vmin=0, interpolation="nearest")
-        fig.colorbar(image, ax=ax, shrink=0.6, label="MiB")
-        ax.set(xlabel="to rank", ylabel="from rank", xticks=range(p), yticks=range(p))
-    caption = f"Sent between {p} ranks by {found.scheme}: {size(total)}"
-    each = "; ".join(f"rank {a} sends {size(sum(row) * 2**20)}" for a, row in enumerate(sent))
-    return drawn(fig, f"{caption}. {each}", caption)
+    if not any(found.sent.values()):
+        why = "one rank has all rows" if found.ranks == 1 else "every rank has the rows that its queries see"
+        return Text([f"Nothing is sent: {why}."])
+    ranks = range(found.ranks)
+    sent = [[found.sent.get((a, b), 0) for b in ranks] for a in ranks]
+    lines = [[f"rank {a}", size(sum(row)), *(size(x) if x else None for x in row)] for a, row in enumerate(sent)]
+    caption = f"Sent between {found.ranks} ranks by {found.scheme}: {size(sum(found.sent.values()))}"
+    return Table(caption, ["From", ">To all", *(f">To rank {b}" for b in ranks)], lines)
 
 
-def memory(found: Estimate) -> str:
+def memory(found: Estimate) -> Table:
     """What fills the memory of the rank that needs most, at its peak."""
-    parts = {name: x for name, x in found.parts.items() if x}
-    with drawing():
-        fig, ax = plt.subplots(figsize=(HALF, 1.5 + 0.21 * -(-len(parts) // 2)))
-        start = 0.0
-        for color, (name, x) in zip(COLORS, parts.items()):
-            ax.barh(0, x / 2**20, left=start, color=color, label=f"{name} {size(x)}", edgecolor=theme.PAPER)
-            start += x / 2**20
-        ax.set_yticks([])
-        ax.set_xlabel("MiB", loc="left")
-        fig.legend(loc="outside lower left", ncols=2, frameon=False, handlelength=1, columnspacing=1.2)
-    caption = f"Peak memory of a rank: {size(found.peak_bytes)}"
-    return drawn(fig, f"{caption}: {', '.join(f'{name} {size(x)}' for name, x in parts.items())}", caption)
-
-
-def drawn(fig, alt: str, caption: str) -> str:
-    """A figure as HTML that brings its own image; closes it."""
-    png = io.BytesIO()
-    with drawing():
-        fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None})
-    plt.close(fig)
-    return image(png.getvalue(), alt, caption, width=round(96 * fig.get_figwidth()))
-
-
-def image(png: bytes, alt: str, caption: str, width: int = 500) -> str:
-    data, alt = base64.b64encode(png).decode("ascii"), escape(alt, quote=True)
-    shown = f'<img alt="{alt}" style="width:{width}px;max-width:100%" src="data:image/png;base64,{data}">'
-    return f'<figure style="margin:0">{shown}<figcaption>{escape(caption)}</figcaption></figure>'
-
-
-def line(text: str, kind: str = "") -> str:
-    """A line of text; ``kind`` "alert" is one that a screen reader reads out at once."""
-    role, color = (' role="alert"', f"color:{RED};") if kind == "alert" else ("", "")
-    return f'<p{role} style="{color}margin:.3em 0">{escape(text)}</p>'
+    parts = sorted(found.parts.items(), key=lambda part: -part[1])
+    lines = [[name, size(x), f"{100 * x / found.peak_bytes:.0f} %"] for name, x in parts if x]
+    return Table(f"Peak memory of a rank: {size(found.peak_bytes)}", ["Part", ">Size", ">Share"], lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,3 +352,211 @@ def measured(results: list[tuple[Choice, measure.Result]], profile: Profile) -> 
         shown = columns.time(result), columns.roofline(result), peak, columns.error(result)
         lines.append([result.point.label(), *shown])
     return Table(f"Measured on {profile.title}", heads, lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the panel
+
+
+MISSING = "The explorer needs ipywidgets: `python -m pip install -c lib/constraints.txt -e './lib[report,lab]'`"
+# Names stand left and numbers right in a table; figures have the colours of JupyterLab's theme.
+STYLE = """<style>
+.ringlab-explore :is(th, td) { text-align: left; vertical-align: top; font-weight: normal; }
+.ringlab-explore .n { text-align: right; }
+.ringlab-explore small { display: block; color: var(--jp-ui-font-color2); }
+.ringlab-explore figure { margin: 0; }
+.ringlab-explore svg { max-width: 100%; height: auto; LIGHT }
+[data-jp-theme-light=false] .ringlab-explore svg { DARK }
+</style>"""
+for _place, _i in (("LIGHT", 0), ("DARK", 1)):
+    STYLE = STYLE.replace(_place, " ".join(f"--fig-{name}: {pair[_i]};" for name, pair in theme.COLORS.items()))
+# By field of Choice what its control is called, and the values that it takes, if these are few.
+CONTROLS = {
+    "Pattern": {
+        "kind": ("pattern", KINDS), "lengths": ("segments",), "rates": ("dilation rates",),
+        "mixing": ("mixing", patterns.MIXINGS), "offsets": ("offsets by", patterns.OFFSETS),
+        "block_size": ("block size",), "window": ("window",), "global_blocks": ("global blocks",),
+        "random_blocks": ("random blocks",), "causal": ("causal",),
+    },
+    "Tensors": {
+        "seq_len": ("length n",), "batch": ("batch",), "heads": ("heads",), "kv_heads": ("K/V heads",),
+        "head_dim": ("head_dim",), "dtype": ("dtype", ("float32", "bfloat16", "float16", "float64")),
+        "passes": ("passes", cost.PASSES),
+    },
+    "Hardware and view": {
+        "profile": ("hardware", hardware.profiles()), "ranks": ("ranks", (1, 2, 4, 8)),
+        "scheme": ("scheme", ("auto", *ring.SCHEMES)), "layout": ("layout", ("contiguous", "zigzag", "striped")),
+        "head": ("head drawn",), "at": ("from position",),
+    },
+}  # fmt: skip
+CUSTOM = "choose a preset"
+SLIDER = [f"{1 << i}K" for i in range(11)]  # 1K to 1M
+SHOWN = ("seen", "facts", "traffic", "memory", "code", "compared", "over_length")
+
+
+def overview(profile: str = "auto", **start) -> Table:
+    """Show the figure over length and return the table of variants, for those who see no widgets."""
+    from IPython.display import display
+
+    choice = Choice(profile=hardware.resolve(profile).name, **start)
+    figure = over_length(choice)
+    about = {"image/png": {"alt": figure.alt, "width": 500}}
+    display({"image/png": base64.b64encode(figure.png).decode(), "text/plain": figure.alt}, metadata=about, raw=True)
+    return compared(choice)
+
+
+def explorer(profile: str = "auto", **start):
+    """The explorer for JupyterLab, on a hardware profile and with other fields of ``Choice`` to start from.
+
+    Without ipywidgets it is one line that says what to install. Raises UnknownProfile for a name that is none.
+    """
+    try:
+        import ipywidgets
+    except ModuleNotFoundError:
+        return Text([MISSING])
+    return Panel(ipywidgets, Choice(profile=hardware.resolve(profile).name, **start))
+
+
+class Panel:
+    """Controls by the field of ``Choice`` that they set, and places by what they show. ``results`` holds what was run,
+    the oldest first."""
+
+    def __init__(self, widgets, start: Choice):
+        self.results: list[tuple[Choice, measure.Result]] = []
+        self.controls = {
+            name: _control(widgets, getattr(start, name), *about)
+            for group in CONTROLS.values()
+            for name, about in group.items()
+        }
+        self.places = at = {name: widgets.HTML() for name in ("alert", *SHOWN, "advice", "status", "measured")}
+        for place in at.values():
+            place.add_class("jp-RenderedHTMLCommon")
+        self.preset = widgets.Dropdown(options=(CUSTOM, *PRESETS), description="preset")
+        length = start.seq_len if start.seq_len in SLIDER else "8K"
+        look = {"description": "length", "continuous_update": False, "layout": {"width": "500px"}}
+        self.slider = widgets.SelectionSlider(options=SLIDER, value=length, **look)
+        self.run_button = widgets.Button(description="Run on this machine", button_style="primary", icon="play")
+        self.advise_button = widgets.Button(description="Advise me", icon="lightbulb-o")
+        wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="8px 16px")
+        columns = [
+            widgets.VBox([widgets.HTML(f"<b>{title}</b>"), *(self.controls[n] for n in group)])
+            for title, group in CONTROLS.items()
+        ]
+        right = widgets.VBox([at["memory"], at["traffic"]])
+        one = widgets.VBox([at["seen"], widgets.HBox([at["facts"], right], layout=wrap), at["code"]])
+        two = widgets.VBox([self.slider, at["compared"], at["over_length"]])
+        self.tabs = widgets.Tab(children=[one, two], titles=("One call", "Compare"))
+        buttons = widgets.HBox([self.advise_button, self.run_button, at["status"]], layout=wrap)
+        self.box = widgets.VBox([
+            widgets.HTML(STYLE), self.preset, widgets.HBox(columns, layout=wrap), at["alert"], self.tabs, buttons,
+            at["advice"], at["measured"],
+        ]).add_class("ringlab-explore")  # fmt: skip
+        self.held = False
+        self.refresh()
+        for control in self.controls.values():
+            control.observe(self.refresh, names="value")
+        self.slider.observe(lambda change: self.set(seq_len=change.new), names="value")
+        self.preset.observe(self.choose, names="value")
+        self.tabs.observe(self.refresh, names="selected_index")
+        self.run_button.on_click(self.run)
+        self.advise_button.on_click(self.advise)
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(**{name: control.value for name, control in self.controls.items()})
+
+    def choose(self, change) -> None:
+        """Set all controls as a preset says, the hardware only where it does."""
+        if change.new != CUSTOM:
+            self.set(**vars(Choice(profile=self.choice.profile)) | PRESETS[change.new])
+
+    def set(self, **fields) -> None:
+        """Give several controls a value, and show what follows once."""
+        self.held = True
+        for name, value in fields.items():
+            self.controls[name].value = value
+        self.held = False
+        self.refresh()
+
+    def refresh(self, _=None) -> None:
+        """Show what follows from the controls in the open tab; what cannot be is one line instead."""
+        if self.held:
+            return
+        choice, shown = self.choice, {}
+        self._hide(choice)
+        self.places["alert"].value = "<p>Working ...</p>"
+        try:
+            if self.tabs.selected_index:
+                shown = {"compared": compared(choice).html, "over_length": _html(over_length(choice))}
+            else:
+                found, call = choice.estimate(), _folded("This call as code", code(choice))
+                shown = {"facts": facts(choice, found).html, "seen": _html(seen(choice)), "memory": memory(found).html,
+                         "traffic": traffic(found).html, "code": call}  # fmt: skip
+        except Exception as error:  # noqa: BLE001  a control takes any text, and a callback's traceback goes nowhere
+            shown["alert"] = _alert(error)
+        for name in ("alert", "advice", *SHOWN):
+            self.places[name].value = shown.get(name, "")
+        self.run_button.disabled = self.advise_button.disabled = "alert" in shown
+
+    def _hide(self, choice: Choice) -> None:
+        """Show the controls that this choice has."""
+        own = {name for names in KINDS.values() for name in names}
+        hidden = own - set(KINDS[choice.kind]) | ({"scheme", "layout"} if choice.ranks == 1 else set())
+        for name, control in self.controls.items():
+            control.layout.display = "none" if name in hidden else None
+
+    def advise(self, _=None) -> None:
+        """Show what to use for the length, shape, hardware and number of ranks, with code."""
+        try:
+            advice = advised(self.choice)
+            html = f"<pre>{escape(advice.text())}</pre>{_folded('Advised call as code', advice.code())}"
+        except Exception as error:  # noqa: BLE001  as above
+            html = _alert(error)
+        self.places["advice"].value = html
+
+    def run(self, _=None) -> None:
+        """Measure the call, and show it beside the estimate; the kernel is busy meanwhile."""
+        self.run_button.disabled, said = True, ""
+        self.places["status"].value = (
+            f"<p>Running: checked against the reference, then timed. At most {LIMIT_S:.0f} s; interrupting the kernel "
+            "stops it.</p>"
+        )
+        try:
+            self.results.append((self.choice, run(self.choice, here())))
+            self.places["measured"].value = measured(self.results, here()).html
+        except KeyboardInterrupt:
+            said = _alert(KeyboardInterrupt("Stopped."))
+        except Exception as error:  # noqa: BLE001  as above
+            said = _alert(error)
+        self.places["status"].value = said
+        self.run_button.disabled = False
+
+    def _repr_mimebundle_(self, **asked) -> dict:
+        """The widgets, and for who shows none the variants as a table."""
+        table = compared(self.choice).markdown
+        return {**self.box._repr_mimebundle_(**asked), "text/markdown": table, "text/plain": table}
+
+
+def _control(widgets, value, label: str, options=()):
+    look = {"description": label, "style": {"description_width": "108px"}, "layout": {"width": "256px"}}
+    if options:
+        return widgets.Dropdown(options=tuple(options), value=value, **look)
+    if isinstance(value, bool):
+        return widgets.Checkbox(value=value, indent=True, **look)
+    kind = widgets.IntText if isinstance(value, int) else widgets.Text
+    return kind(value=value, continuous_update=False, **look)
+
+
+def _html(figure: Figure) -> str:
+    return f"<figure>{theme.inline(figure.svg, figure.alt)}<figcaption>{escape(figure.caption)}</figcaption></figure>"
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"
+
+
+def _alert(error: Exception) -> str:
+    """A line that a screen reader reads out at once."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if isinstance(error, ValueError | KeyboardInterrupt) else f"{type(error).__name__}: {text}"
+    return f'<p role="alert" style="color:{RED};margin:.3em 0">{escape(text)}</p>'
