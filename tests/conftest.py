@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+# jsonschema, which nbformat loads, takes two seconds for the grammar of addresses in this package. No test reads one.
+sys.modules.setdefault("rfc3987_syntax", None)
+
 collect_ignore_glob = ["*/conftest.py"]  # they hold no examples, and have one name
 
 # A fixture of many seconds serves the whole file.
