@@ -5,13 +5,16 @@ import sys
 
 import pytest
 
+# jsonschema, which nbformat loads, takes two seconds for the grammar of addresses in this package. No test reads one.
+sys.modules.setdefault("rfc3987_syntax", None)
+
 collect_ignore_glob = ["*/conftest.py"]  # they hold no examples, and have one name
 
-# A fixture of many seconds serves the whole file.
+# A fixture of many seconds serves the whole file, or what was computed for one of its tests others ask for too.
 COMPILED_ONCE = "test_blocks.py::test_flex"
 MEASURED_ONCE = (
-    "test_documents.py", "test_landscape.py", "test_predicted.py", "test_ranks.py", "test_report.py", "test_runs.py",
-    "test_triton.py",
+    "test_documents.py", "test_explore.py", "test_first_screen.py", "test_landscape.py", "test_predicted.py",
+    "test_ranks.py", "test_report.py", "test_runs.py", "test_triton.py",
 )  # fmt: skip
 
 

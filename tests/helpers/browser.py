@@ -60,7 +60,8 @@ def jupyterlab(folder: Path, notebook: Path, startup: str):
         path.parent.mkdir(parents=True)
         path.write_text(text)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "IPYTHON", "XDG_"))}
-    env |= {"HOME": str(folder), "PYTHONPATH": str(LIB), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    (folder / "rfc3987_syntax.py").write_text("raise ImportError")  # as in conftest.py
+    env |= {"HOME": str(folder), "PYTHONPATH": f"{LIB}:{folder}", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     command = [
         sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", "--no-browser", "--allow-root",
         "--expose-app-in-browser", "--port=0", "--ServerApp.ip=127.0.0.1",

@@ -48,7 +48,7 @@ def exhausted(p, d): raise MemoryError
 def too_fast(p, d): return system(p, d, lambda out, *_: out, folded_flops=10**18)
 def too_small(p, d): return system(p, d, lambda out, *_: out, floor_bytes=10**9)
 def sleeps(p, d): return system(p, d, lambda *_: time.sleep(1000))
-def slow(p, d): return system(p, d, lambda out, *_: (time.sleep(0.1), out)[1])
+def slow(p, d): return system(p, d, lambda out, *_: (time.sleep(0.05), out)[1])
 def aborts(p, d): return system(p, d, lambda *_: os.abort())
 def killed(p, d): return system(p, d, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 

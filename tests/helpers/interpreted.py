@@ -187,9 +187,10 @@ def tuning():
             schedule.entries[:, 0] = 0
         return schedule
 
-    def tuned(n, rate, *others):
+    def tuned(n, rate, default, *others):
+        triton_config.sizes = lambda *_: default
         q, k, v = (torch.randn(1, n, 1, 16).half() for _ in range(3))
-        every = (Sizes(16, 16, 4, 1), *others)
+        every = (default, *others)
         with mock.patch.object(triton_config, "candidates", lambda *_: every), schedules(spoiled):
             before = triton.tuned("forward", q, k, False, False)
             pattern, timer = Dilated([128], [rate]), lambda call: call() and next(times)
@@ -198,11 +199,10 @@ def tuning():
         return {"before": str(before), "after": str(after), "seconds": {str(x): t for x, t in found.seconds.items()},
                 "refused": {str(x): why for x, why in found.refused.items()}}  # fmt: skip
 
-    triton_config.sizes = lambda *_: Sizes(16, 16, 4, 1)
     cache = mock.patch.dict(os.environ, RINGLAB_CACHE=tempfile.mkdtemp())
     with cache, mock.patch.object(experimental, "trial", lambda *_: "hangs"):
-        show("tuned", **tuned(129, 2, quick, slow, wrong, short, odd, failing))
-        show("hanging", **tuned(128, 1, hanging))
+        show("tuned", **tuned(129, 2, Sizes(16, 16, 4, 1), quick, slow, wrong, short, odd, failing))
+        show("hanging", **tuned(128, 1, Sizes(64, 64, 4, 1), hanging))
 
 
 def first_runs():

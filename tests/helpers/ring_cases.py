@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -170,9 +171,12 @@ def two_meshes(pattern, layout, seed):
     return data, call(*shards, layout.shard(dlse, rank, 2), pattern, layout, True, "plan", mesh["sequence"])
 
 
-def compiled(pattern, layout, scheme):
-    """Eager and fullgraph-compiled results on this rank, and the exchanges of a selectively checkpointed step."""
+def compiled(pattern, layout, schemes):
+    """By scheme: eager and fullgraph-compiled results on this rank, and the exchanges of each way of a step."""
+    return [_compiled(pattern, layout, scheme) for scheme in schemes]
 
+
+def _compiled(pattern, layout, scheme):
     rank, group = dist.get_rank(), dist.group.WORLD
     shards = [layout.shard(t, rank) for t in tensors(layout, 4, 2, 8, torch.float32, 3)[:4]]
     leaves, dout = [t.clone().requires_grad_() for t in shards[:3]], shards[3]
@@ -267,6 +271,15 @@ def peaks_of_a_shard(cases, n, heads, d):
                 comm.drive([SCHEMES[scheme][0](rank, q, k, v)], dist.group.WORLD)
         peaks.append(tracker.peak_bytes)
     return peaks
+
+
+def warnings_of_bsr():
+    """What is warned of in the first call of this process with blocks="bsr", and its backward."""
+    q, pattern = torch.ones(1, 20, 2, 8, requires_grad=True), ringlab.blocks.sliding_window(1, block_size=8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        attention(q, q, q, pattern, execution=Execution(blocks="bsr")).sum().backward()
+    return [str(w.message) for w in told]
 
 
 def content_disagreed(cases):

@@ -126,13 +126,12 @@ def test_refusals_are_one_line(pattern, layout, causal, scheme, said):
 # real processes over gloo
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gloo_ranks_are_the_simulated_ones(ranks):
-    cases = []
+def test_gloo_ranks_are_the_simulated_ones():
+    ranks, cases = 3, []
     for i, scheme in enumerate(SCHEMES):
         for layout, pattern in ((contiguous(37, ranks), Dilated([8, 20], [1, 3])), (zigzag(36, ranks), Dense()),
                                 (hilbert(4, 9, ranks), Dilated([12], [2], "head_groups", "branch")),
-                                (uneven([22, 37, 42][:ranks]), PATTERNS[1]), (zigzag(N, ranks), PATTERNS[-1]),
+                                (uneven([22, 37, 42]), PATTERNS[1]), (zigzag(N, ranks), PATTERNS[-1]),
                                 (striped(N, ranks), PATTERNS[0])):  # fmt: skip
             if not fits(pattern, layout, False, scheme):
                 continue
@@ -177,10 +176,9 @@ def test_ranks_that_disagree_are_told(calls, order, what):
         assert re.fullmatch(f"ranks disagree about what is computed: {wanted}", told)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_holds_little_more_than_its_shard(ranks):
+def test_a_rank_holds_little_more_than_its_shard():
     """Peak bytes of a forward by the bytes of a shard of q, k, v and out: what is received, and a piece at a time."""
-    n, heads, d = 2048, 32, 64
+    n, heads, d, ranks = 2048, 32, 64, 4
     ladder = Dilated([n // 4, n], [1, 4])
     cases = [(Dense(), "ring"), (Dense(), "all_gather"), (ladder, "plan")]
     shard = 4 * 4 * n // ranks * heads * d
@@ -207,14 +205,14 @@ def test_a_mesh_of_two_sequences():
             assert torch.equal(layout.unshard([each[part] for each in mine], 2 if part == 1 else 1), want[part])
 
 
-@pytest.mark.parametrize("scheme", ["plan", "ring"])
-def test_compiled_and_checkpointed_steps_are_the_eager_one(scheme):
+def test_compiled_and_checkpointed_steps_are_the_eager_one():
     """One graph; saving the operator's results replays no exchange, where plain checkpointing replays the forward."""
-    for results, messages in launch(compiled, 2, Dilated([8, 40], [1, 2]), contiguous(40, 2), scheme):
-        for other in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0], other))
-        eager, compiled_messages, plain, selective = messages
-        assert eager == compiled_messages == selective < plain
+    for by_scheme in launch(compiled, 2, Dilated([8, 40], [1, 2]), contiguous(40, 2), ("plan", "ring")):
+        for results, messages in by_scheme:
+            for other in results[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+            eager, compiled_messages, plain, selective = messages
+            assert eager == compiled_messages == selective < plain
 
 
 def test_the_probe_of_a_kernel_is_no_part_of_the_first_call():

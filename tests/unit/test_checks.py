@@ -46,6 +46,11 @@ def test_integers_of_every_kind_are_taken_as_pythons(kind):
     assert ringlab.Ladder((kind(8), kind(4))).tiles == (8, 4)
     assert str(ring.hilbert(kind(4), kind(8), kind(2)).grid) == "(4, 8)"
     assert repr(ring.uneven([kind(3), kind(4)])) == repr(ring.uneven([3, 4]))
+    for layout in (ring.contiguous, ring.zigzag, ring.striped):
+        assert str(layout(kind(12), kind(2))) == str(layout(12, 2))
+        assert layout(kind(12), kind(2)).ranges(kind(1)) == layout(12, 2).ranges(1)
+    problem = ring.Problem(Dilated([6], [2]), ring.zigzag(kind(12), kind(2)), False, 2, 2)
+    assert ring.plan_rank(problem, kind(1)).received == ring.plan_rank(problem, 1).received
     assert ringlab.Adaptive(kind(8), kind(2)).pairs(kind(64)) == ringlab.Adaptive(8, 2).pairs(64)
     found, want = (estimate(Dense(), seq_len=of(64), heads=of(2), head_dim=of(8), ranks=of(2)) for of in (kind, int))
     assert repr(found) == repr(want)

@@ -1,7 +1,5 @@
 """The command line: exit codes, one line for what a user can cause, and torch alone where that is promised."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -119,28 +117,6 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "run", stop)
     code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path))
     assert code == 130 and "run again" in err and "Traceback" not in err
-
-
-def test_all_but_reports_need_torch_alone(tmp_path):
-    """With every package of the report's blocked, points are measured and listed."""
-    code = f"""
-import sys
-sys.modules.update(dict.fromkeys("numpy pandas matplotlib seaborn papermill nbconvert nbformat nbclient yaml".split()))
-from ringlab import cli, measure
-from ringlab.measure import suites
-measure.run = lambda groups, data, **k: print(len(groups), "groups for", k["profile"].name)
-assert cli.main(["measure", "--profile", "cpu", "--data", {str(tmp_path)!r}]) == 0
-assert cli.main(["profiles"]) == 0
-assert cli.main(["report", "--profile", "cpu"]) == 2
-assert cli.main(["compare", "nowhere", "cpu"]) == 2
-assert cli.main(["pdf", "--profile", "h100", "--reports", {str(tmp_path)!r}]) == 2
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(LIB)})
-    assert done.returncode == 0, done.stderr
-    assert "groups for cpu" in done.stdout
-    assert "matplotlib, nbclient, nbconvert, " in done.stderr and "; pip install -e './lib[report]'" in done.stderr
-    assert "no rows of 'nowhere'" in done.stderr
-    assert "no report in" in done.stderr and done.stderr.count("ringlab: ") == 3 and "Traceback" not in done.stderr
 
 
 def test_measure_writes_rows(capsys, monkeypatch, tmp_path):

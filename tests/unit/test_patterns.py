@@ -46,19 +46,6 @@ def test_head_groups_cover_every_head_once(heads, sizes):
     assert sum(groups, []) == list(range(heads))
 
 
-def test_branches_agree_with_multiplicity():
-    p = Dilated([7, 12], [2, 5], offsets="block")
-    n, heads = 30, 5
-    for head in range(heads):
-        total = torch.zeros(n, n, dtype=torch.int64)
-        for b in p.branches(n, heads):
-            o = b.offsets[b.heads.index(head)]
-            for start in range(0, n, b.length):
-                rows = torch.arange(start + o, min(start + b.length, n), b.rate)
-                total[rows[:, None], rows] += 1
-        assert total.tolist() == matrix(p, n, head, heads)
-
-
 def test_round_trip_and_labels():
     for p in (Dense(), Dilated([4, 8], [1, 2]), Dilated([4], [2], "head_groups", "branch")):
         assert from_dict(p.to_dict()) == p
