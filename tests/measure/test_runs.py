@@ -284,10 +284,10 @@ def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
     def reply(command):
         return {"status": "crashed", "reason": "a bad day"} if command == "probe" else {}
 
-    group, long = Group("g", [TINY], rounds=23), Group("long", [TINY], sample_s=2.0)
-    result, other = measure([group, long], tmp_path, workers=MadeUp(reply))
+    group, plain = Group("g", [TINY], rounds=23), Group("plain", [TINY])
+    result, other = measure([group, plain], tmp_path, workers=MadeUp(reply))
     assert len(result.seconds) == 23 > len(other.seconds), "as many rounds as the group asks for"
-    assert len({g.composition(TINY) for g in (group, long, Group("g", [TINY]))}) == 3
+    assert group.composition(TINY) != plain.composition(TINY)
     assert result.status == "ok" and result.median and result.bound_seconds is None
     assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
 
@@ -347,6 +347,34 @@ def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path
     assert first.run == kept.run != again.run == last.run and again.bound_seconds
     said = capsys.readouterr().err
     assert "so that these times are too long" in said and "rows that other work disturbed are kept" in said
+
+
+def test_rounds_that_a_group_asks_for_are_taken_as_far_as_the_time_limit_allows(tmp_path):
+    group = Group("g", [TINY], rounds=40)
+    for timeout_s, count in ((120.0, 40), (10.0, 10), (4.0, 6)):  # samples of half a second
+        (row,) = measure([group], tmp_path / f"{timeout_s}", workers=MadeUp(), timeout_s=timeout_s)
+        assert len(row.seconds) == count
+
+
+def test_unstable_points_get_more_rounds_while_there_is_time(tmp_path, monkeypatch):
+    """The first samples are of a disturbed machine, the later ones are not; or all are."""
+    group = Group("g", [TINY, CAUSAL])
+
+    def counts(name, seconds, more_s=1e9):
+        taken = itertools.chain(seconds, itertools.repeat(0.1))
+        made = MadeUp(lambda command: {"seconds": next(taken)} if command == "sample" else {})
+        monkeypatch.setattr(session, "MORE_S", more_s)
+        rows = measure([group], tmp_path / name, workers=made, clock=itertools.count().__next__, timeout_s=1e9)
+        assert store.load(tmp_path / name) == rows
+        return [len(r.seconds) for r in rows], [r.unstable for r in rows]
+
+    assert counts("steady", []) == ([6, 6], [False, False])
+    # The two take turns in coming first: one is slow in its first three rounds.
+    assert counts("burst", [0.3, 0.1, 0.1, 0.3, 0.3, 0.1]) == ([13, 6], [False, False]), "until both halves agree"
+    assert counts("no time", [0.3, 0.1, 0.1, 0.3, 0.3, 0.1], more_s=0.0) == ([6, 6], [True, False])
+    assert counts("little time", [0.3, 0.1, 0.1, 0.3, 0.3, 0.1], more_s=1.0) == ([7, 6], [True, False])
+    assert counts("always", [0.03 * 1.05**i for i in range(99)]) == ([18, 18], [True, True]), "three times the rounds"
+    assert max(counts("long", [0.9 * 1.05**i for i in range(99)])[0]) == 8, "three seconds of each"
 
 
 IMPOSSIBLE = [

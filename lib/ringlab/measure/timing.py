@@ -22,8 +22,8 @@ from .systems import Output, Refused, System, build
 MIN_SAMPLE_S = 0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
 SAMPLES = 10
 POINT_S = 3.0  # of samples: with its warm-up and checks such a point takes 7 s, and longer ones get fewer samples
-FEWEST = 4
-FEWEST_LONG = 3  # for calls over LONG_S
+FEWEST = 6  # with fewer than five a time has no interval
+FEWEST_LONG = 3  # for calls over LONG_S, unless their group asks for more rounds
 LONG_S = 2.0
 MAX_SAMPLES = 30
 WARM_S = 0.1  # of calls before the first sample, at least one
@@ -55,20 +55,20 @@ def cuda_seconds(call: Callable[[], object], loops: int, device: torch.device) -
     return sum(start.elapsed_time(end) for start, end in events) / 1e3 / loops
 
 
-def loops_for(seconds: float, sample_s: float = 0.0) -> int:
-    """Calls per sample, so that a sample is long enough to time and takes at least ``sample_s`` seconds.
+def loops_for(seconds: float) -> int:
+    """Calls per sample, so that a sample is long enough to time.
 
-    >>> loops_for(0.5), loops_for(0.003), loops_for(0.3, 1.0)
-    (1, 7, 4)
+    >>> loops_for(0.5), loops_for(0.003)
+    (1, 7)
     """
-    return max(1, math.ceil(max(sample_s, MIN_SAMPLE_S) / max(seconds, 1e-7)))
+    return max(1, math.ceil(MIN_SAMPLE_S / max(seconds, 1e-7)))
 
 
 def samples_for(seconds: float) -> int:
     """How many samples of so many seconds to take: 10, more of quick calls, fewer if they would take over 3 s.
 
     >>> samples_for(0.001), samples_for(0.2), samples_for(0.7), samples_for(2.5), samples_for(60.0)
-    (30, 10, 4, 3, 3)
+    (30, 10, 6, 3, 3)
     """
     one = max(seconds, MIN_SAMPLE_S)
     if one > LONG_S:
