@@ -349,6 +349,27 @@ def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path
     assert "so that these times are too long" in said and "rows that other work disturbed are kept" in said
 
 
+def test_unstable_points_get_more_rounds_while_there_is_time(tmp_path, monkeypatch):
+    """The first samples are of a disturbed machine, the later ones are not; or all are."""
+    group = Group("g", [TINY, CAUSAL])
+
+    def counts(name, seconds, more_s=1e9):
+        taken = itertools.chain(seconds, itertools.repeat(0.1))
+        made = MadeUp(lambda command: {"seconds": next(taken)} if command == "sample" else {})
+        monkeypatch.setattr(session, "MORE_S", more_s)
+        rows = measure([group], tmp_path / name, workers=made, clock=itertools.count().__next__, timeout_s=1e9)
+        assert store.load(tmp_path / name) == rows
+        return [len(r.seconds) for r in rows], [r.unstable for r in rows]
+
+    assert counts("steady", []) == ([6, 6], [False, False])
+    # The two take turns in coming first: one is slow in its first three rounds.
+    assert counts("burst", [0.3, 0.1, 0.1, 0.3, 0.3, 0.1]) == ([13, 6], [False, False]), "until both halves agree"
+    assert counts("no time", [0.3, 0.1, 0.1, 0.3, 0.3, 0.1], more_s=0.0) == ([6, 6], [True, False])
+    assert counts("little time", [0.3, 0.1, 0.1, 0.3, 0.3, 0.1], more_s=1.0) == ([7, 6], [True, False])
+    assert counts("always", [0.03 * 1.05**i for i in range(99)]) == ([18, 18], [True, True]), "three times the rounds"
+    assert max(counts("long", [0.9 * 1.05**i for i in range(99)])[0]) == 8, "three seconds of each"
+
+
 IMPOSSIBLE = [
     ([ALONE, ALONE], {}, "two groups have the name 'alone'"),
     ([TINY], {}, "must be measure.Group objects, got Point"),

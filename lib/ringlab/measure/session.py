@@ -23,13 +23,14 @@ from .. import hardware
 from ..cost import Cost
 from . import provenance
 from .points import Group, Point, Result
-from .stats import summary
+from .stats import summary, unsteady
 from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
-from .timing import Bounds, available_bytes, rounds_for
+from .timing import POINT_S, Bounds, available_bytes, rounds_for
 from .workers import Workers
 
 TIMEOUT_S = 120.0  # that one point may take, all its rounds included
 CONTENTION = 0.1  # times are not trusted where more cores are missing, as a part of the threads that need them
+MORE, MORE_S = 3, 45.0  # times the rounds that a point asks for, and seconds of a run, for points that are unstable
 LEAST_S = 0.9  # the machine counts in hundredths of a second, too coarse for less
 
 
@@ -161,6 +162,7 @@ class Session:
         self.start, self.contention, self.clock = workers, contention, clock
         self.bounds = Bounds(device, None if rehearsal else name, self.probe)
         self.results: list[Result] = []
+        self.more_s = MORE_S  # left for points that are unstable
         self.tolerances: dict[tuple, dict] = {}  # by shape and dtype: half precision takes seconds
 
     def run(self, groups: Iterable[Group], force: bool = False, minutes: float | None = None) -> list[Result]:
@@ -172,6 +174,7 @@ class Session:
         if minutes is not None and not minutes > 0:
             raise ValueError(f"minutes must be positive, got {minutes!r}")
         until = self.clock() + (math.inf if minutes is None else 60 * minutes)
+        self.more_s = MORE_S if minutes is None else min(MORE_S, 6 * minutes)
         with Store(self.folder) as self.store:
             there = [] if force else read(self.folder)
             kept = [r for r in there if self._counts(r)]
@@ -269,21 +272,37 @@ class Session:
         members = [m for m in members if m.alive]
         for member, count in zip(members, rounds_for([m.row["estimate"] for m in members], group.interleave)):
             member.wanted = max(count, group.rounds)
-        while waiting := [m for m in members if m.alive and len(m.samples) < m.wanted]:
+        while waiting := self._waiting(members):
+            more, start = len(waiting[0].samples) >= waiting[0].wanted, self.clock()
             turn = run.rounds % len(waiting)  # each comes first in some round
             for member in waiting[turn:] + waiting[:turn]:
                 number = len(member.samples) + 1
-                text = f"{group.name}: round {number} of {member.wanted}"
+                share = 0.0 if more else (1 - PREPARED) / member.wanted
+                text = f"{group.name}: {'more of what is unstable' if more else f'round {number} of {member.wanted}'}"
                 with others.watched(lambda member=member: member.row["cpu_s"]):
-                    self._ask(member, "sample", (1 - PREPARED) / member.wanted, text, last=number == member.wanted)
+                    self._ask(member, "sample", share, text, last=number == member.wanted)
                 if member.alive:
                     seconds = member.samples[run.rounds] = member.row["seconds"]
                     sample = {"round": run.rounds, "seconds": seconds, "loops": member.row["loops"]}
                     self.store.append(kind="sample", point=member.point.id, **run.about, **sample)
             run.rounds += 1
+            self.more_s -= (self.clock() - start) * more
         for member in members:
             if member.alive:
                 self._ask(member, "verify", 0.0)
+
+    def _waiting(self, members: list[Member]) -> list[Member]:
+        """Whose turn it is: those that lack rounds, and once none does the unstable ones, as time allows."""
+        lacking = [m for m in members if m.alive and len(m.samples) < m.wanted]
+        if lacking or self.more_s <= 0:
+            return lacking
+
+        def worth(m: Member) -> bool:
+            seconds = [*m.samples.values()]
+            cheap = m.row.get("loops", 1) * sum(seconds[m.wanted :]) < POINT_S and m.spent < self.timeout_s / 2
+            return len(seconds) < MORE * m.wanted and cheap and unsteady(seconds)
+
+        return [m for m in members if m.alive and worth(m)]
 
     def _ask(self, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
         """Send one command to a point's processes; the reply goes into its row, and a failure ends the point."""
@@ -375,7 +394,8 @@ def run(
     ``profile``: a hardware profile or its name, whose rates bound GPU times. ``device``: "cuda" or "cpu", by default
     the profile's kind, and "cpu" for a rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point on
     stderr. ``force``: measure again what is there. ``minutes``: after this time no further group is begun (the first
-    always is), and the next run goes on there.
+    always is), and the next run goes on there. Unstable points get up to three times their rounds, for three seconds
+    each and 45 seconds of a run.
 
     A point is done if a result exists for the same point, group, engine, method, torch, device, machine and threads,
     and, if the group is interleaved, the same points in it. The next run repeats a point whose worker was killed from

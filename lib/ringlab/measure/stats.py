@@ -1,7 +1,8 @@
 """Medians, intervals and paired ratios; the same input gives the same numbers.
 
 A ratio is the median of the log ratios of the rounds that both took part in. Intervals of 95 %: percentiles of the
-bootstrap (Efron 1979); for fewer than six values, whose resamples hardly differ, Student's t on their logarithms.
+bootstrap (Efron 1979); of five values, whose resamples hardly differ, Student's t on their logarithms. Fewer have none:
+theirs is from 0 to infinity, so that nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from statistics import mean, median, quantiles, stdev
 RESAMPLES = 2000
 LEVEL = 0.95
 UNSTABLE = 0.20  # of the median: quartiles, or medians of the halves of a run, that are further apart
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of t by the number of values
+FEWEST = 5  # values of an interval
+STUDENT = 2.776  # 97.5 % quantile of t for so many
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def summary(seconds: Sequence[float]) -> Summary:
     q1, q3 = _quartiles(seconds)
     middle, (low, high) = median(seconds), map(math.exp, _interval([math.log(s) for s in seconds]))
     ci = min(low, middle), max(high, middle)  # the median of logarithms may differ from the median's logarithm
-    return Summary(middle, q1, q3, ci, _unsteady(seconds))
+    return Summary(middle, q1, q3, ci, unsteady(seconds))
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -82,7 +84,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     return q1, q3
 
 
-def _unsteady(values: Sequence[float]) -> bool:
+def unsteady(values: Sequence[float]) -> bool:
     """The quartiles are too far apart, or the medians of the two halves; one value is never steady."""
     q1, q3 = _quartiles(values)
     half = (len(values) + 1) // 2
@@ -91,11 +93,11 @@ def _unsteady(values: Sequence[float]) -> bool:
 
 
 def _interval(logs: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median of logarithms; of one value, all numbers."""
-    if len(logs) == 1:
+    """95 % interval of the median of logarithms; of too few, all numbers."""
+    if len(logs) < FEWEST:
         return -math.inf, math.inf
-    if len(logs) in STUDENT:
-        reach = STUDENT[len(logs)] * stdev(logs) / math.sqrt(len(logs))
+    if len(logs) == FEWEST:
+        reach = STUDENT * stdev(logs) / math.sqrt(len(logs))
         return mean(logs) - reach, mean(logs) + reach
     generator = random.Random(0)
     found = sorted(median(generator.choices(logs, k=len(logs))) for _ in range(RESAMPLES))
@@ -110,7 +112,7 @@ def ratio(a, b) -> Ratio:
     ``paired=False``: drift between the two runs is then in the ratio but not in its interval. Raises ValueError if one
     of them has no samples.
 
-    >>> ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]).ci
+    >>> ratio([2.0, 4.0, 8.0, 6.0, 2.0], [1.0, 2.0, 4.0, 3.0, 1.0]).ci
     (2.0, 2.0)
     """
     x, y = (dict(zip(r.rounds, r.seconds)) if hasattr(r, "rounds") else dict(enumerate(r)) for r in (a, b))
@@ -121,8 +123,8 @@ def ratio(a, b) -> Ratio:
     if together and (rounds := sorted(x.keys() & y.keys())):
         logs = [math.log(x[number] / y[number]) for number in rounds]
         low, high = _interval(logs)
-        unsteady = _unsteady([math.exp(value) for value in logs])
-        return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs), True, unsteady)
+        unstable = unsteady([math.exp(value) for value in logs])
+        return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs), True, unstable)
     x, y = [*x.values()], [*y.values()]
     top, bottom = ([math.log(s) for s in seconds] for seconds in (x, y))
     value, (low, high), (least, most) = median(top) - median(bottom), _interval(top), _interval(bottom)
@@ -130,4 +132,4 @@ def ratio(a, b) -> Ratio:
     down = math.hypot(median(top) - low, most - median(bottom))
     up = math.hypot(high - median(top), median(bottom) - least)
     low, high = math.exp(value - down), math.exp(value + up)
-    return Ratio(math.exp(value), low, high, min(len(x), len(y)), False, _unsteady(x) or _unsteady(y))
+    return Ratio(math.exp(value), low, high, min(len(x), len(y)), False, unsteady(x) or unsteady(y))

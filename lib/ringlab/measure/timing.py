@@ -22,8 +22,8 @@ from .systems import Output, Refused, System, build
 MIN_SAMPLE_S = 0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
 SAMPLES = 10
 POINT_S = 3.0  # of samples: with its warm-up and checks such a point takes 7 s, and longer ones get fewer samples
-FEWEST = 4
-FEWEST_LONG = 3  # for calls over LONG_S
+FEWEST = 6  # with fewer than five a time has no interval
+FEWEST_LONG = 3  # for calls over LONG_S, unless their group asks for more rounds
 LONG_S = 2.0
 MAX_SAMPLES = 30
 WARM_S = 0.1  # of calls before the first sample, at least one
@@ -68,7 +68,7 @@ def samples_for(seconds: float) -> int:
     """How many samples of so many seconds to take: 10, more of quick calls, fewer if they would take over 3 s.
 
     >>> samples_for(0.001), samples_for(0.2), samples_for(0.7), samples_for(2.5), samples_for(60.0)
-    (30, 10, 4, 3, 3)
+    (30, 10, 6, 3, 3)
     """
     one = max(seconds, MIN_SAMPLE_S)
     if one > LONG_S:

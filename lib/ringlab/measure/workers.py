@@ -187,7 +187,7 @@ class Worker:
         return float(found)
 
     def sample(self, last: bool) -> dict:
-        self.keep = last
+        self.keep, self.latest = last, None
         return {"seconds": self.timed(self.loops)}
 
     def _call(self) -> None:
