@@ -13,7 +13,7 @@ from .. import block_patterns, hardware, kernels
 from ..block_patterns import BlockSparse, bigbird, hierarchical, local_global, sliding_window
 from ..patterns import Dense, Dilated
 from . import peers
-from .points import Group, Point, sgemm
+from .points import Group, Point
 
 TWIN = {"twin": True}
 SHORTEST = 4096  # the longest sequence of a rehearsal
@@ -71,8 +71,8 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
 
     ``implementations``: the document's table, dtype by optimisation, the switches and the kernels. ``lengths``: all
     optimisations and dense SDPA over growing n. ``passes``: the same, causal and with a backward. ``cache and pool``:
-    the pattern cache cold and warm, and the pool by threshold. ``engine``, ``memory``: its speed beside the rate of the
-    machine, and its peak. Dense SDPA is timed at each shape that occurs.
+    the pattern cache cold and warm, and the pool by threshold. ``engine``, ``memory``: LongNet's own mixing beside
+    other ways to compute it, and its peak. ``two ranks``: the length at which the document ran out of memory.
     """
     cpu, dtype, half = device == "cpu", own_dtype(profile, device), half_dtype(profile, device)
     ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
@@ -106,7 +106,7 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     n = by_size(profile, device, 4096, 8192, 32768)  # forward and backward of dense attention take a second at most
     ours = ours.but(seq_len=n, dtype=dtype)
     both = ours.but(passes="fwd+bwd")
-    passes = [p for each in (ours.but(causal=True), both, both.but(causal=True)) for p in (each, dense(each))]
+    passes = [p for each in (ours.but(causal=True), both) for p in (each, dense(each))]
 
     build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
     plans = [build.but(seq_len=1024), build, build.but(pattern=LADDER), build.but(options={"gather": True})]
@@ -115,23 +115,23 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     for tokens, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):  # accumulators of 16 MiB, and of 4 MiB
         off = Point("ringlab", POOLED, batch=16, seq_len=tokens, heads=1, dtype=half)
         reuse += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
-        reuse += [dense(off), again(off)]
+        reuse.append(again(off))
 
     long = Point("ringlab", LONG, seq_len=(2 if cpu else 4) * n, dtype=dtype)
-    causal, short, ladder = long.but(causal=True, seq_len=n), long.but(pattern=SHORT), long.but(pattern=LADDER)
-    ceiling = {"system": "contiguous_segments"}
-    forward = [long, long.but(system="copying"), long.but(**ceiling), causal, causal.but(**ceiling), short, ladder]
-    forward += [ladder.but(system="copying"), dense(long)]
-    backward = [p.but(seq_len=n, passes="fwd+bwd", **how) for p in (long, short) for how in ({}, ceiling)]
+    ladder, others = long.but(pattern=LADDER), ({}, {"system": "contiguous_segments"})
+    forward = [long, long.but(system="copying"), long.but(**others[1]), long.but(pattern=SHORT)]
+    forward += [ladder, ladder.but(system="copying"), *([] if cpu else [dense(long)])]
+    backward = [long.but(seq_len=n, passes="fwd+bwd", **how) for how in others]
     held = [long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd")]
-    rate = [sgemm()] if cpu else []
+    across = Point("ringlab", DOCUMENT, seq_len=16384, world_size=2)  # where its own run on two GPUs failed
     return [
         *groups,
-        Group("passes", (*passes, again(both))),
+        Group("passes", passes),
         Group("cache and pool", reuse),
-        Group("engine forward", forward + rate),
-        Group("engine backward", backward + rate),
+        Group("engine forward", forward),
+        Group("engine backward", backward),
         Group("memory", dict.fromkeys(held), timed=False),
+        Group("two ranks", (across,), timed=False),
     ]
 
 
@@ -143,23 +143,27 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
 RING_DOCUMENT = Dilated([512, 1024], [1, 2], mixing="head_groups", offsets="branch")
 SDPA, CORRECT = "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect"
 HILBERT = "RingDilatedAttentionHilbertGPUOptimized"
+MILLION = 2**20  # tokens
+ONE_HEAD = {"heads": 1, "kv_heads": 1}
 V2_COLLECTIVE, ROBUST, HYBRID = (f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid"))
 
 
 def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """Document 001: throughput and memory per rank over n and p.
 
-    ``throughput``: on one rank, two and four. ``simulated``: eight ranks in one process, which shows no rank's memory.
+    ``throughput``: on one rank, two and four. ``million``: a million tokens on two, untimed, on a CPU with one of the
+    eight heads, which are alike. ``simulated``: eight ranks in one process, which shows no rank's memory.
     """
     first = Point(SDPA, RING_DOCUMENT)
     ns = _lengths(rehearsal, 2048, 4096, 8192, 16384)
     second = first.but(seq_len=ns[1])
     points = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2, 4)]
-    points += [second.but(system=CORRECT, world_size=p) for p in (1, 2)]
-    points += [second.but(system=HILBERT), dense(second)]
-    points += [second.but(world_size=p, options=TWIN) for p in (1, 2)]
+    points += [second.but(system=system, world_size=p) for system in (CORRECT, HILBERT) for p in (1, 2, 4)]
+    points += [dense(second), *(second.but(world_size=p, options=TWIN) for p in (1, 2))]
     simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
-    return [Group("throughput", points), Group("simulated", (simulated,), timed=False)]
+    groups = [Group("throughput", points), Group("simulated", (simulated,), timed=False)]
+    million = first.but(seq_len=MILLION, world_size=2, **(ONE_HEAD if device == "cpu" else {}))
+    return groups if rehearsal else [*groups, Group("million", (million,), timed=False)]
 
 
 def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
@@ -216,10 +220,10 @@ KINDS: dict[str, BlockSparse] = {
 }
 
 
-def a_tenth(block_size: int, times: int = 1) -> BlockSparse:
-    """A window and global blocks whose density at ``times`` 16,384 positions is about a tenth."""
-    some = 128 // block_size * times
-    return local_global(2 * some, 4 * some, block_size=block_size)
+def a_tenth(block_size: int, seq_len: int) -> BlockSparse:
+    """A window and global blocks whose density at so many positions is about a tenth."""
+    some = seq_len // (64 * block_size)
+    return local_global(some, 2 * some, block_size=block_size)
 
 
 def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
@@ -256,17 +260,17 @@ def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool =
     if rehearsal:
         return groups
 
-    times = by_size(profile, device, 1, 1, 4)
-    long = ours.but(pattern=a_tenth(128, times), seq_len=times * LONG_TOKENS)
-    tenth = [long, long.but(pattern=a_tenth(64, times)), long.but(causal=True), long.but(passes="fwd+bwd")]
-    # On a CPU results in fresh memory show the cost of page faults, and a dense backward takes a minute.
-    tenth += [long.but(options=FRESH), dense(long)] if cpu else [dense(long), dense(long).but(passes="fwd+bwd")]
-    tenth.append(long.but(system="flex"))  # compiling it takes as long as all else
-    # The dense call takes seconds on a CPU, so there are more rounds and samples of a second.
-    efficiency = Group(EFFICIENCY, tenth, rounds=6, sample_s=1.0 if cpu else 0.0)
+    n = by_size(profile, device, LONG_TOKENS // 2, LONG_TOKENS, 4 * LONG_TOKENS)
+    long = ours.but(pattern=a_tenth(128, n), seq_len=n)
+    tenth = [long, long.but(pattern=a_tenth(64, n)), long.but(causal=True), long.but(passes="fwd+bwd")]
+    # On a CPU results in fresh memory show the cost of page faults, a dense backward takes a minute, and the landscape
+    # has FlexAttention, whose compiling takes as long as all else.
+    gpu = [dense(long), dense(long).but(passes="fwd+bwd"), long.but(system="flex")]
+    tenth += [long.but(options=FRESH), dense(long)] if cpu else gpu
+    efficiency = Group(EFFICIENCY, tenth, rounds=10)
 
     # A CPU takes one of the eight heads, which are alike; all would take minutes.
-    far = ours.but(pattern=FAR, **({"heads": 1, "kv_heads": 1} if cpu else {}))
+    far = ours.but(pattern=FAR, **(ONE_HEAD if cpu else {}))
     extreme = Group(EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False)
 
     lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
@@ -287,7 +291,7 @@ RUNGS_ON_BLOCKS, RUNGS_IN_MEMORY = "rungs on blocks", "rungs in memory"
 RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
 RUNG_TOKENS, RUNG_HEADS, RUNG_HEAD_DIMS = 65536, 16, (128, 64)
 RUNG_LONGER = (262_144, 1_048_576)
-RUNG_MASK = a_tenth(128, 4)  # of 65,536 positions about a tenth of all pairs
+RUNG_MASK = a_tenth(128, RUNG_TOKENS)
 # Each way of this library by the options of the system "ringlab"; a new one needs a row in report/rungs.toml too.
 RUNG_WAYS: dict[str, dict] = {
     "default": {},
@@ -347,7 +351,7 @@ def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
 
 # A query of the sparse patterns sees 270 to 450 keys on average at every length: they differ in which keys, not in how
 # many.
-LANDSCAPE, LANDSCAPE_CHECKS = "landscape", "landscape checks"
+LANDSCAPE, LANDSCAPE_TRAINING, LANDSCAPE_CHECKS = "landscape", "landscape training", "landscape checks"
 LANDSCAPE_WINDOW = WINDOW  # five blocks: 320 keys
 BIGBIRD = bigbird(1, 1, 1, block_size=64)  # three, a global and a random one
 LOCAL_GLOBAL = local_global(1, 2, block_size=64)  # three and two global ones
@@ -372,17 +376,18 @@ LANDSCAPE_PEERS: dict[str, Callable[[int], Dilated | Dense]] = {  # the document
 
 
 def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """The field on one page, under 45 seconds on two CPU cores.
+    """The field on one page, two and a half minutes on two CPU cores, most of them dense attention at the longest.
 
-    ``landscape``: each system over three lengths, forward; dense attention unless it takes a second, FlexAttention at
-    the longest only, because it compiles for ten seconds. ``landscape checks``: gradients at the shortest, untimed.
-    Other packages are in both with their version, each beside this library on the same function; a package that is not
-    installed has one point, listed as absent.
+    ``landscape``: each system over three lengths, forward; FlexAttention at the longest only, because it compiles for
+    ten seconds. ``landscape training``: forward and backward at the two shorter ones. Other packages are in both with
+    their version, each beside this library on the same function: dense ones up to the length that takes a second, in
+    training at the shortest alone. A package that is not installed has one point, listed as absent. ``landscape
+    checks``: causal gradients of packages, untimed.
     """
-    ns = _lengths(rehearsal, *([1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536]))
-    dense_to = by_size(profile, device, SHORTEST, ns[-2], ns[-1])
+    ns = _lengths(rehearsal, *([1024, 4096, 16384] if device == "cpu" else [4096, 16384, 65536]))
+    dense_to = by_size(profile, device, SHORTEST, ns[-2], ns[-1])  # of other packages
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
-    points = [dense(window.but(seq_len=n)) for n in ns if n <= dense_to]
+    points = [dense(window.but(seq_len=n)) for n in ns]
     for n in ns:
         here = LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL, landscape_ladder(n)
         points += [window.but(seq_len=n, pattern=pattern) for pattern in here]
@@ -391,19 +396,22 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
         # Its mask is made from all pairs: 4 GiB at 65,536.
         n = by_size(profile, device, ns[-1], ns[-2], ns[-1])
         points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
+    trained = [p for p in points if p.seq_len in ns[:2] and p.system != "flex" and p == p.first]
     for name, pattern in LANDSCAPE_PEERS.items():
         theirs = [window.but(system=name, pattern=pattern(n), seq_len=n) for n in ns]
         if version := peers.installed(name):
             dilated = theirs[0].pattern["kind"] == "dilated"
             theirs = [p.but(options={"version": version}) for p in theirs if dilated or p.seq_len <= dense_to]
-            points += theirs + ([p.but(system="ringlab", options={}) for p in theirs] if dilated else [])
+            beside = [p.but(system="ringlab", options={}) for p in theirs] if dilated else []
+            points += theirs + beside
+            trained += theirs[:1] + beside[:1]
         else:
             points.append(theirs[0])
-    checked = [p for p in points if p.seq_len == ns[0] and p.system != "flex" and p == p.first]
-    checked = [p.but(passes="fwd+bwd") for p in checked if p.system not in LANDSCAPE_PEERS or p.options]
-    checked += [p.but(causal=True) for p in checked if p.system in LANDSCAPE_PEERS]
-    checks = Group(LANDSCAPE_CHECKS, dict.fromkeys(checked), timed=False)
-    return [Group(LANDSCAPE, dict.fromkeys(points)), checks]
+    trained = [p.but(passes="fwd+bwd") for p in dict.fromkeys(trained)]
+    causal = [p.but(causal=True) for p in trained if p.system in LANDSCAPE_PEERS]
+    # Dense attention takes seconds, and is what all others are compared with.
+    groups = [Group(LANDSCAPE, dict.fromkeys(points), rounds=10), Group(LANDSCAPE_TRAINING, trained, rounds=10)]
+    return [*groups, Group(LANDSCAPE_CHECKS, causal, timed=False)] if causal else groups
 
 
 _PAGES = (optimization, benchmark_summary, performance_comparison, hybrid_summary, session_summary, landscape)

@@ -26,7 +26,7 @@ from ..cost import PASSES, Cost
 from ..engine import dilated, torch_sparse
 from ..engine.execute import Call
 from ..ring import Problem, Traffic, choose, comm, counting
-from ..ring.layout import layout_named
+from ..ring.layout import Layout, layout_named
 from ..ring.volume import sent_bytes
 from .points import Point
 
@@ -73,6 +73,7 @@ class System:
         self.dtype, self.backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
         self.pattern = patterns.from_dict(point.pattern) if pattern is None else pattern
         self.scheme: str | None = None  # across ranks: predicts its bytes, None if nothing does
+        self.layout: Layout | None = None  # across ranks, where the system has its own
         self.tolerance: dict[str, float] = {}  # known from inputs of the same shape, or computed by ``check``
         self.divided_by = 1  # a documented factor, which the check undoes
         self.cost: Cost = cost.count(self.pattern, dtype=self.dtype, **point.shape)
@@ -183,7 +184,8 @@ class Sharded:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         n = self.point.seq_len
         with refusing():
-            self.layout = layout_named(dict(self.point.options).get("layout", "contiguous"), n, self.ranks)
+            named = dict(self.point.options).get("layout", "contiguous")
+            self.layout = layout_named(system.layout or named, n, self.ranks)
         self.cost = replace(system.cost, floor_bytes=system.cost.floor_bytes * self.layout.size(self.rank) // n)
         self.first: Traffic | None = None  # of the first call
 
@@ -522,14 +524,18 @@ def published(point: Point, device) -> System:
         options |= {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
     if "simulated" in options:
         options["ring_size"] = options.pop("simulated")
+    curved = name == "RingDilatedAttentionHilbertGPUOptimized"  # over a group its layout goes to ``attention``
     if point.world_size > 1:
-        options["group"] = dist.group.WORLD
+        options |= {"ring_size": point.world_size} if curved else {"group": dist.group.WORLD}
     with refusing():
         module = getattr(compat, name)(device=device, dtype=getattr(torch, point.dtype), **options)
     system = System(point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None))
     system.scheme = module.scheme if point.world_size > 1 else None
-    layout = module._ranks(point.seq_len).get("layout")
-    if layout is not None:  # the reference follows its curve
+    if curved:  # the reference follows its curve
+        layout = module._ranks(point.seq_len)["layout"]
+        if point.world_size > 1:
+            across = {"group": dist.group.WORLD, "scheme": module.scheme, "layout": layout}
+            module._ranks, system.layout = lambda rows: across, layout
         order = torch.cat([layout.positions(rank) for rank in range(layout.ranks)]).to(device)
         system.as_bnhd = lambda t: t[:, order]
     return system
