@@ -349,6 +349,13 @@ def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path
     assert "so that these times are too long" in said and "rows that other work disturbed are kept" in said
 
 
+def test_rounds_that_a_group_asks_for_are_taken_as_far_as_the_time_limit_allows(tmp_path):
+    group = Group("g", [TINY], rounds=40)
+    for timeout_s, count in ((120.0, 40), (10.0, 10), (4.0, 6)):  # samples of half a second
+        (row,) = measure([group], tmp_path / f"{timeout_s}", workers=MadeUp(), timeout_s=timeout_s)
+        assert len(row.seconds) == count
+
+
 def test_unstable_points_get_more_rounds_while_there_is_time(tmp_path, monkeypatch):
     """The first samples are of a disturbed machine, the later ones are not; or all are."""
     group = Group("g", [TINY, CAUSAL])

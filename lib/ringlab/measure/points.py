@@ -117,8 +117,8 @@ class Group:
     """Points that are measured together, each in its own process; interleaved, they take turns sample by sample.
 
     Ratios within an interleaved group are paired round by round. ``timed=False`` measures memory and errors only.
-    ``rounds``: the least number of rounds, for long calls. ``sample_s``: the least seconds of a sample, if some calls
-    of the group are much longer than others.
+    ``rounds``: the least number of rounds, for long calls, as far as the time limit allows. ``sample_s``: the least
+    seconds of a sample, if some calls of the group are much longer than others.
     """
 
     name: str

@@ -271,7 +271,8 @@ class Session:
             self._ask(member, "calibrate", 0.0, sample_s=group.sample_s)
         members = [m for m in members if m.alive]
         for member, count in zip(members, rounds_for([m.row["estimate"] for m in members], group.interleave)):
-            member.wanted = max(count, group.rounds)
+            in_time = int(self.timeout_s / 2 / member.row["estimate"])  # the rest is for its first call and its check
+            member.wanted = max(count, min(group.rounds, in_time))
         while waiting := self._waiting(members):
             more, start = len(waiting[0].samples) >= waiting[0].wanted, self.clock()
             turn = run.rounds % len(waiting)  # each comes first in some round

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from .points import Group, Point, Result
 from .provenance import key
+from .stats import FEWEST
 
 SCHEMA = 1
 NAME = "samples.jsonl"
@@ -167,6 +168,8 @@ def _result(row: dict, taken: dict[int, float]) -> Result:
     for k in ("errors", "tolerance"):
         given[k] = {name: float(x) for name, x in given[k].items()}
     given["ci"] = tuple(map(float, given["ci"])) if given["ci"] else None
+    if given["ci"] and len(rounds) < FEWEST:  # of a time when fewer gave one
+        given["ci"] = 0.0, math.inf
     return Result(point=point, seconds=tuple(taken[r] for r in rounds), rounds=tuple(rounds), **given)
 
 
