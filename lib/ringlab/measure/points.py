@@ -117,8 +117,7 @@ class Group:
     """Points that are measured together, each in its own process; interleaved, they take turns sample by sample.
 
     Ratios within an interleaved group are paired round by round. ``timed=False`` measures memory and errors only.
-    ``rounds``: the least number of rounds, for long calls, as far as the time limit allows. ``sample_s``: the least
-    seconds of a sample, if some calls of the group are much longer than others.
+    ``rounds``: the least number of rounds, for long calls, as far as the time limit allows.
     """
 
     name: str
@@ -126,7 +125,6 @@ class Group:
     interleave: bool = True
     timed: bool = True
     rounds: int = 0
-    sample_s: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "points", tuple(self.points))
@@ -147,8 +145,7 @@ class Group:
 
     @property
     def _more(self) -> list[str]:
-        asked = {"rounds": self.rounds, "s a sample": self.sample_s}
-        return [f"{value:g} {what}" for what, value in asked.items() if value]
+        return [f"{self.rounds} rounds"] if self.rounds else []
 
     @property
     def ranks(self) -> int:

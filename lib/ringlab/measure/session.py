@@ -268,7 +268,7 @@ class Session:
 
     def _take_rounds(self, group: Group, run: Run, members: list[Member], others: CpuContention) -> None:
         for member in members:
-            self._ask(member, "calibrate", 0.0, sample_s=group.sample_s)
+            self._ask(member, "calibrate", 0.0)
         members = [m for m in members if m.alive]
         for member, count in zip(members, rounds_for([m.row["estimate"] for m in members], group.interleave)):
             in_time = int(self.timeout_s / 2 / member.row["estimate"])  # the rest is for its first call and its check

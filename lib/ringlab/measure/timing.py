@@ -55,13 +55,13 @@ def cuda_seconds(call: Callable[[], object], loops: int, device: torch.device) -
     return sum(start.elapsed_time(end) for start, end in events) / 1e3 / loops
 
 
-def loops_for(seconds: float, sample_s: float = 0.0) -> int:
-    """Calls per sample, so that a sample is long enough to time and takes at least ``sample_s`` seconds.
+def loops_for(seconds: float) -> int:
+    """Calls per sample, so that a sample is long enough to time.
 
-    >>> loops_for(0.5), loops_for(0.003), loops_for(0.3, 1.0)
-    (1, 7, 4)
+    >>> loops_for(0.5), loops_for(0.003)
+    (1, 7)
     """
-    return max(1, math.ceil(max(sample_s, MIN_SAMPLE_S) / max(seconds, 1e-7)))
+    return max(1, math.ceil(MIN_SAMPLE_S / max(seconds, 1e-7)))
 
 
 def samples_for(seconds: float) -> int:

@@ -155,17 +155,15 @@ class Worker:
         # The session's own time is up first, and it names the rank that is behind.
         launch.join_group(self.settings["folder"], rank, self.ranks, 2 * self.settings["timeout_s"], backend)
 
-    def calibrate(self, sample_s: float) -> dict:
-        """Warm up unless the first call was long; choose the loops of a sample that takes ``sample_s`` at least, and
-        reply with the seconds that it takes.
-        """
+    def calibrate(self) -> dict:
+        """Warm up unless the first call was long; choose the loops of a sample, and reply with its seconds."""
         gc.collect()
         gc.disable()
         warmups, estimate, spent = 1, self.cold_s, 0.0
         while self.cold_s < LONG_S and (warmups < 2 or spent < WARM_S):  # by the clock, which ranks share
             estimate = self.timed(1)
             warmups, spent = warmups + 1, spent + estimate
-        self.loops = loops_for(estimate, sample_s)
+        self.loops = loops_for(estimate)
         return {"estimate": estimate * self.loops, "warmups": warmups, "loops": self.loops}
 
     def timed(self, loops: int) -> float:
