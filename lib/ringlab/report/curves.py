@@ -47,12 +47,13 @@ def lines(
 def _draw(ax, series: dict, looks: Sequence[tuple[str, str]], dashed: Sequence[str]) -> None:
     ends = []
     for (name, points), (color, marker) in zip(series.items(), looks):
-        x, y, low, high = zip(*sorted(points))
+        x, y, *_ = zip(*sorted(points))
         style = {"ls": "--"} if name in dashed else {"marker": marker}
         ax.plot(x, y, color=color, lw=2, ms=5, **style)
-        if all(v is not None for v in low):
-            err = [[b - a for a, b in zip(low, y)], [b - a for a, b in zip(y, high)]]
-            ax.errorbar(x, y, yerr=err, fmt="none", ecolor=color, elinewidth=1.2, capsize=3.5)
+        for at, middle, least, most in points:
+            if least is not None and most < math.inf:
+                err = [[middle - least], [most - middle]]
+                ax.errorbar(at, middle, yerr=err, fmt="none", ecolor=color, elinewidth=1.2, capsize=3.5)
         ends.append((x[-1], y[-1], name, color))
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")

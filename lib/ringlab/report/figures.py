@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -74,9 +75,14 @@ class Bar:
     missing: str = ""
 
     @property
+    def end(self) -> float:
+        """Where the bar ends, its interval included."""
+        return max(self.high, self.value) if self.error else self.value
+
+    @property
     def error(self):
         """The interval as matplotlib wants it, None where there is none."""
-        if self.low is None or self.high is None:
+        if self.low is None or self.high is None or self.high == math.inf:
             return None
         return [[max(0.0, self.value - self.low)], [max(0.0, self.high - self.value)]]
 
@@ -85,7 +91,7 @@ def bars(items: Sequence[Bar], *, xlabel: str, bound_label: str = "", log: bool 
     """Horizontal bars from a zero line (dots on a log axis), labelled with their values; bound marks are diamonds."""
     with drawing():
         fig, ax, at = _rows(items)
-        known = [max(b.high or 0, b.value) for b in items if b.value is not None]
+        known = [b.end for b in items if b.value is not None]
         for y, b in zip(at, items):
             if b.value is None:
                 _said(ax, b.missing or "not measured", min(known, default=1.0) if log else 0, y)
@@ -95,7 +101,7 @@ def bars(items: Sequence[Bar], *, xlabel: str, bound_label: str = "", log: bool 
             else:
                 ax.barh(y, b.value, 0.85, color=b.color)
                 ax.errorbar(b.value, y, xerr=b.error, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
-            _said(ax, fmt(b.value), b.high or b.value, y, quoted=True)
+            _said(ax, fmt(b.value), b.end, y, quoted=True)
             if b.bound:
                 ax.plot(b.bound, y, marker="D", ms=5, mfc=MARK, mec=INK, ls="none")
         if any(b.bound for b in items) and bound_label:
@@ -115,7 +121,7 @@ def ratios(items: Sequence[Bar], *, xlabel: str):
     """Ratios with their intervals around a line at 1; an interval that crosses it shows no difference."""
     with drawing():
         fig, ax, at = _rows(items)
-        known = [x for b in items if b.value is not None for x in (b.value, b.low, b.high) if x is not None]
+        known = [x for b in items if b.value is not None for x in (b.value, b.low if b.error else None, b.end) if x]
         low, high = min([1.0, *known]), max([1.0, *known])
         for y, b in zip(at, items):
             ax.plot([1, 1], [y - 0.45, y + 0.5], color=INK, lw=1.2)
@@ -123,7 +129,7 @@ def ratios(items: Sequence[Bar], *, xlabel: str):
                 _said(ax, b.missing or "not measured", 1, y)
                 continue
             _dot(ax, b, y)
-            _said(ax, f"{b.value:.2f}×", max(b.high or b.value, 1.0), y, quoted=True)
+            _said(ax, f"{b.value:.2f}×", max(b.end, 1.0), y, quoted=True)
         room = max(high - low, 0.1)
         ax.set_xlim(low - 0.05 * room, high + 0.2 * room)
         _few_ticks(ax)

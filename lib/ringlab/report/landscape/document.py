@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...measure import peers as packages
+from ...measure import suites as suite
 from .. import columns, curves, figures, findings
 from .. import study as studies
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
@@ -12,7 +13,7 @@ from ..reading import reading
 from ..rows import SHORT
 from ..session.rows import percent
 from ..study import Study, pattern_of
-from ..tables import Cell, Table, Text, number
+from ..tables import Cell, Table, Text, interval, number
 from ..theme import INK
 from ..trust import objection, reason, status
 from . import field
@@ -20,7 +21,7 @@ from .field import FIELD, RIGHT, UNRANKED, pair_cost, verdict
 
 __all__ = [
     "answer", "checks", "failures", "limits", "open_study", "peers", "provenance", "ranking", "reading", "time_figure",
-    "unranked",
+    "training", "unranked",
 ]  # fmt: skip
 COLORS = dict(zip((e.name for e in FIELD), (
     figures.GREY, figures.BLUE, figures.ORANGE, figures.GREEN, figures.PURPLE, figures.RED, INK, INK, INK,
@@ -45,12 +46,11 @@ def _fastest_line(study: Study) -> str:
     if not first:
         return "**Fastest**: none, no system that passed its checks was timed."
     entry, row = first[0][1:]
-    low, high = (number(x * 1e3) for x in row.ci)
     share = field.density(row.point)
     other = "" if share == 1 else f" It computes {percent(share, 2)} of the pairs, another function than dense SDPA."
     equal = [e.name for rank, e, _ in first[1:] if rank == 1]
     tied = f", within noise of {', '.join(equal)}" if equal else ""
-    time = f"**{number(row.median * 1e3)} ms** ({low} to {high})"
+    time = f"**{number(row.median * 1e3)} ms** ({interval(*row.ci, 1e3)})"
     return f"**Fastest at {ns[-1]:,} tokens**: {entry.name}, {time}{tied}.{other}"
 
 
@@ -99,6 +99,23 @@ def ranking(study: Study) -> Table:
         note="Each variant is correct for what it claims to compute. They compute different things: the ranking is by "
         "speed, they are not interchangeable. Rows share a rank where their difference is within noise. Each visible "
         f"pair is counted once; LongNet's branches compute some twice.{dense}",
+    )  # fmt: skip
+
+
+def training(study: Study) -> Table:
+    """Forward and backward of the right systems by length, the fastest first, beside dense attention."""
+    group = suite.LANDSCAPE_TRAINING
+    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT for r in e.rows(study, group) if columns.timed(r)]
+    dense = {r.point.seq_len: r for e, r in found if e is FIELD[0]}
+    found.sort(key=lambda x: (x[1].point.seq_len, x[1].median))
+    return table(
+        study, "Training: forward and backward of one call",
+        [Column("System", lambda x: x["entry"].name), TOKENS.of("row", ">Tokens"), TIME.of("row", ">Time (ms)"),
+         ROOFLINE.of("row", ">Roofline (ms)"), columns.ratio(study, "dense", "row", ">Faster than dense"),
+         columns.PEAK.of("row")],
+        [{"entry": e, "row": r, "dense": None if r is (d := dense.get(r.point.seq_len)) else d} for e, r in found],
+        note="With a random gradient of the output. Every gradient passed its check. Peak memory counts q, k, v, the "
+        "output and their gradients.",
     )  # fmt: skip
 
 
@@ -158,7 +175,7 @@ def checks(study: Study) -> Table:
          *(Column(f">{name}", worst(way)) for name, way in ways.items() if way in done)],
         FIELD, folded=True,
         note="The error that is nearest to what is allowed, or the check that failed: over all lengths forward, at the "
-        "shortest with gradients.",
+        "shorter ones with gradients.",
     )  # fmt: skip
 
 
@@ -177,7 +194,7 @@ def peers(study: Study) -> Table | Text:
     """Packages of others that are installed, beside this library on their own function."""
 
     def line(entry) -> dict:
-        rows = [r for r in entry.rows(study) if columns.timed(r)]
+        rows = [r for r in entry.rows(study, suite.LANDSCAPE) if columns.timed(r)]
         row = rows[-1] if rows else None
         ours = field.same_function(study, entry, row.point.seq_len) if row else None
         return {"entry": entry, "verdict": verdict(study, entry), "row": row, "ours": ours}
@@ -206,7 +223,7 @@ def limits(study: Study) -> Text:
         study,
         "Which pattern learns best: the same number of keys may be worth more or less to a model.",
         "The order at other densities, batches or head sizes: a query of the sparse ones sees 270 to 450 keys.",
-        "Times of causal attention and of training: gradients are checked here and not timed.",
+        "Times of causal attention.",
         "How the packages run across ranks: each ran on one device.",
         *([f"Other versions of the packages than these: {', '.join(versions)}."] if versions else []),
     )

@@ -18,7 +18,7 @@ from ..origins import provenance
 from ..reading import reading
 from ..rows import SHORT, begins
 from ..study import Study, pattern_of
-from ..tables import Cell, Table, Text, number, size
+from ..tables import Cell, Table, Text, interval, number, size
 from . import rows
 
 __all__ = [
@@ -58,7 +58,7 @@ def _window_line(study: Study) -> str:
     return (
         f"**A window that shows {rows.percent(rows.density(ours.point), 2)} of the pairs is "
         f"{number(ratio.value, 2)} times as fast as dense attention** at {n:,} tokens: {number(ours.median * 1e3)} ms "
-        f"against {number(dense.median * 1e3)} ms{paired} ({number(ratio.low, 2)} to {number(ratio.high, 2)})."
+        f"against {number(dense.median * 1e3)} ms{paired} ({interval(*ratio.ci, digits=2)})."
     )
 
 
@@ -85,7 +85,7 @@ def _journey_line(study: Study) -> str:
     fewer = f", {counted[0]:,} operator calls become {counted[1]:,}" if all(counted) else ""
     return (
         f"**The optimization steps**, from one call for each block of queries to views, make it {number(ratio.value)}× "
-        f"as fast ({number(ratio.low)} to {number(ratio.high)}){fewer}. All steps compute one function."
+        f"as fast ({interval(*ratio.ci)}){fewer}. All steps compute one function."
     )
 
 
@@ -308,8 +308,9 @@ def efficiency(study: Study) -> Table:
         study, "What a tenth of the pairs costs" + (f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""),
         [Column("Mask", mask), DENSITY, replace(MASK, header="Causal"), PASS, TIME, ROOFLINE,
          Column(">Cost of a pair, dense = 1", ours(lambda row: times(over_share(study, row)))),
-         Column(">FlexAttention (ms)", ours(flex_time)),
-         Column(">Its time over ours", ours(lambda row: times(study.ratio(flex(row), row)) if flex(row) else None))],
+         *([Column(">FlexAttention (ms)", ours(flex_time)),
+            Column(">Its time over ours", ours(lambda row: times(study.ratio(flex(row), row)) if flex(row) else None))]
+           if study.rows(group=suite.EFFICIENCY, system="flex") else [])],
         study.rows(group=suite.EFFICIENCY, system=rows.OURS) + dense,
         note=f"{backward if untimed else ''}FlexAttention is torch's compiled kernel on the same blocks. "
         f"{_fresh(study, fresh)}",

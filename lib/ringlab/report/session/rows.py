@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from ..columns import timed
 from ..published import MB, published
 from ..rows import SHORT
 from ..study import Study, best, cost_of
-from ..tables import Cell, number
+from ..tables import Cell, interval, number
 from ..trust import objection
 
 OURS = "ringlab"
@@ -65,6 +66,8 @@ def saved(ratio) -> Cell | None:
     """The part of the time that the second of two rows saves."""
     if ratio is None:
         return None
+    if ratio.high == math.inf:
+        return Cell(f"{number(ratio.value)}× as fast", interval(*ratio.ci))
     doubt = "" if ratio.significantly_slower or ratio.significantly_faster else "; within noise"
     if ratio.value < 1:
         value, low, high = (number(1 / x) for x in (ratio.value, ratio.high, ratio.low))
