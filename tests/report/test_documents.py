@@ -93,7 +93,8 @@ def test_no_bad_row_reaches_a_table_a_figure_a_headline_a_verdict_or_the_recomme
     assert {round(v, 2) for v in found.drawn} <= {1.12}  # peaks of points that are not timed
     verdicts = words(page(number, change), number).items()
     decided = {k: w for k, w in verdicts if w not in ("untested", "contradicts itself")}
-    assert decided == BY_ARITHMETIC.get(number, {})
+    untimed = {"two-cards": "not reproduced here"} if kinds[0] in ("too fast", "no time") else {}
+    assert decided == BY_ARITHMETIC.get(number, {}) | untimed
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -111,7 +112,8 @@ def test_superlinear_rows_are_suspect_and_reach_no_page():
     assert trust.judged([slow, row, honest])[2].status == "ok"
     assert trust.judged([replace(row, errors={}), swift])[1].status == "ok"
 
-    about = study_of([*made("000"), on_ranks(row, 2, row.median / FAST)], suite="optimization")
+    alone = [r for r in made("000") if r.point.world_size == 1]
+    about = study_of([*alone, on_ranks(row, 2, row.median / FAST)], suite="optimization")
     assert trust.status(about.results[-1]) == "suspect"
     failures = single.failures(about).markdown
     assert "superlinear" in failures and "2 ranks" in failures
@@ -179,7 +181,7 @@ def test_how_long_a_sequence_fits_is_what_longest_says():
 def test_passes_hold_forward_and_training_causal_and_not():
     lines = single.passes(page("000")).rows
     assert [(row[0], row[1]) for row in lines] == [
-        ("forward", "not causal"), ("forward", "causal"), ("training", "not causal"), ("training", "causal"),
+        ("forward", "not causal"), ("forward", "causal"), ("training", "not causal"),
     ]  # fmt: skip
     assert all(text(row[i]) not in ("not measured", tables.DASH) for row in lines for i in range(2, 7))
 
@@ -272,14 +274,14 @@ def test_what_the_same_work_differs_by_is_no_difference():
     """The second row of a call is 1.5 times slower: no factor below that is called faster or slower."""
     twin = max((r for r in made("000") if r.option("twin")), key=lambda r: r.median)
     calm, uneven = page("000"), page("000", lambda r: longer(r, 1.5) if r is twin else r)
-    assert calm.noise_floor < 1.05 and uneven.noise_floor == pytest.approx(1.5, rel=0.05) and len(uneven.twins) == 5
+    assert calm.noise_floor < 1.05 and uneven.noise_floor == pytest.approx(1.5, rel=0.05) and len(uneven.twins) == 4
     assert "differed by up to 1." in single.answer(uneven).markdown
     for one, tells in ((calm, True), (uneven, False)):
         copying, ours = (one.rows(system=s, pattern=suites.LADDER.to_dict())[0] for s in ("copying", "ringlab"))
         factor = one.ratio(copying, ours)
         assert factor.value == pytest.approx(1.1, rel=0.02) and factor.significantly_slower is tells
         assert ("within noise" in columns.times(factor).sub) is not tells
-    assert not {r.option("twin") for r in calm.rows()} - {None} and len(calm.results) == len(calm.rows()) + 5
+    assert not {r.option("twin") for r in calm.rows()} - {None} and len(calm.results) == len(calm.rows()) + 4
 
 
 def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
@@ -289,7 +291,9 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     said = "\n".join(lines)
     missing = len(made("000")) - len(results)
     assert "bf16: not measured." in lines and "no row passed" not in said
-    assert f"What {missing} of the {len(made('000'))} points" in said and "every row ran on one" in said
+    assert f"What {missing} of the {len(made('000'))} points" in said and "every row ran on one" not in said
+    alone = study_of([r for r in results if r.point.world_size == 1], suite="optimization")
+    assert "every row ran on one" in "".join(single.limits(alone).lines)
     assert "2 times are unstable" in said and "Naive (ours), fp16, 8,192 tokens, forward" in said
     assert "unstable" in single.implementations(about).markdown
     failed = single.failures(about)
@@ -496,15 +500,17 @@ def test_the_share_of_dense_is_by_density_and_pass():
 
 def test_every_row_that_a_verdict_rests_on_stands_in_the_data_of_the_figure():
     lines = [line for line in shown("002").table("Data: time over length").rows if line[1] == 8192]
-    assert [line[0].text for line in lines] == ["This library", "Row by row", "Batched"]
+    assert [line[0].text for line in lines] == ["This library", "Row by row", "Batched", "Dense SDPA"]
 
 
 def test_a_refused_kernel_says_why():
     why = "no C++ compiler"
-    found = shown("002", lambda r: replace(r, status="unsupported", reason=why) if system("flex")(r) else r)
-    flex = [line for line in found.table("tenth").rows if line[0].text == "FlexAttention"]
+    refused = lambda r: replace(r, status="unsupported", reason=why) if system("flex")(r) else r  # noqa: E731
+    about = page("002", refused, "h200")
+    flex = [line for line in session.efficiency(about).rows if line[0].text == "FlexAttention"]
     assert [line[5].text for line in flex] == ["unsupported"]
-    assert why in found.text and "FlexAttention, blocks of 128" in found.text
+    said = session.failures(about).markdown
+    assert why in said and "FlexAttention, blocks of 128" in said
 
 
 def test_operators_of_a_call_are_counted_and_those_built_once_are_not():

@@ -15,7 +15,7 @@ from ..measure import Ratio
 from .columns import peak_bytes, per_token, sent_bytes, timed
 from .published import BETWEEN, DOCUMENTS, published
 from .study import Study, best
-from .tables import Cell, number
+from .tables import Cell, interval, number
 
 # word: (class of its style, the word for several claims, meaning)
 WORDS = {
@@ -145,6 +145,8 @@ def _met(claim: dict, values: Mapping[str, Ratio | float]) -> tuple[bool | None,
         return False, f"{'not' if one_sided else 'outside'} {asked}{_at(outside, values)}"
     if unsure:
         floor = max(values[where].noise_floor for where in unsure)
+        if any(values[where].high == math.inf for where in unsure):
+            return None, f"too few samples for an interval{_at(unsure, values)}"
         by = f", widened by the noise floor of {number(floor)}×," if floor > 1 else ""
         edge = f"includes {low:g}" if one_sided else f"reaches over an edge of {asked}"
         return None, f"within noise: its interval{by} {edge}{_at(unsure, values)}"
@@ -190,7 +192,8 @@ def in_words(values: Mapping[str, Ratio | float], unit: str = "×", what: str = 
 def _value(x: Ratio | float, unit: str) -> str:
     view, tail = UNITS.get(unit, lambda x: x), unit if unit == "×" else f" {unit}" if unit else ""
     if isinstance(x, Ratio):
-        return f"{number(view(x.value))}{tail} ({number(view(x.low))} to {number(view(x.high))})"
+        low, high = x.ci if x.high == math.inf else map(view, x.ci)
+        return f"{number(view(x.value))}{tail} ({interval(low, high)})"
     return f"{number(view(x))}{tail}"
 
 

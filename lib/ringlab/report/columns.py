@@ -59,8 +59,11 @@ def timed(row) -> bool:
 
 
 def rows_of(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
-    """(tokens, ranks) -> row of a system, real processes before simulated ones; forward and not causal by default."""
-    wanted = {"passes": "fwd", "causal": False, **wanted}
+    """(tokens, ranks) -> row of a system, real processes before simulated ones.
+
+    By default forward, not causal, and of all eight heads: the longest rows have one.
+    """
+    wanted = {"passes": "fwd", "causal": False, "heads": 8, **wanted}
     found: dict[tuple[int, int], list] = {}
     for r in study.rows(system=system, **wanted):
         found.setdefault((r.point.seq_len, ranks(r)), []).append(r)
@@ -137,7 +140,7 @@ def times(ratio) -> Cell | None:
         return None
     doubts = [] if ratio.significantly_slower or ratio.significantly_faster else ["within noise"]
     doubts += ["unstable"] * ratio.unstable + ["unpaired"] * (not ratio.paired)
-    return Cell(f"{number(ratio.value)}×", "; ".join([f"{number(ratio.low)} to {number(ratio.high)}", *doubts]))
+    return Cell(f"{number(ratio.value)}×", "; ".join([interval(*ratio.ci), *doubts]))
 
 
 def ratio(study: Study, slow: str, fast: str, header: str) -> Column:

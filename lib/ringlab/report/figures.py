@@ -71,22 +71,27 @@ class Bar:
     color: str = BLUE
 
     @property
+    def end(self) -> float:
+        """Where the bar ends, its interval included."""
+        return max(self.high, self.value) if self.error else self.value
+
+    @property
     def error(self):
         """The interval as matplotlib wants it, None where there is none."""
-        if self.low is None or self.high is None:
+        if self.low is None or self.high is None or self.high == math.inf:
             return None
         return [[max(0.0, self.value - self.low)], [max(0.0, self.high - self.value)]]
 
 
 def bars(items: Sequence[Bar], *, xlabel: str, line: float | None = None, fmt: Callable = "{:.3g}".format):
     """Horizontal bars from zero, labelled with their values. ``line``: where a vertical line stands, 1 for ratios."""
-    longest = max([line or 0, *(b.high or b.value for b in items)])
+    longest = max([line or 0, *(b.end for b in items)])
     with drawing():
         fig, ax, at = _rows(items)
         for y, b in zip(at, items):
             ax.barh(y, b.value, 0.85, color=b.color)
             ax.errorbar(b.value, y, xerr=b.error, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
-            ax.annotate(fmt(b.value), (b.high or b.value, y), (7, 0), textcoords="offset points", va="center",
+            ax.annotate(fmt(b.value), (b.end, y), (7, 0), textcoords="offset points", va="center",
                         weight="bold")  # fmt: skip
         if line is not None:
             ax.axvline(line, color=INK, lw=1.2, ls=":")
@@ -146,12 +151,13 @@ def lines(
 def _draw(ax, series: dict, looks: Sequence[tuple[str, str]], dashed: Sequence[str]) -> None:
     ends = []
     for (name, points), (color, marker) in zip(series.items(), looks):
-        x, y, low, high = zip(*sorted(points))
+        x, y, *_ = zip(*sorted(points))
         style = {"ls": "--"} if name in dashed else {"marker": marker}
         ax.plot(x, y, color=color, lw=2, ms=5, **style)
-        if all(v is not None for v in low):
-            err = [[b - a for a, b in zip(low, y)], [b - a for a, b in zip(y, high)]]
-            ax.errorbar(x, y, yerr=err, fmt="none", ecolor=color, elinewidth=1.2, capsize=3.5)
+        for at, middle, low, high in points:
+            if low is not None and high < math.inf:
+                err = [[middle - low], [high - middle]]
+                ax.errorbar(at, middle, yerr=err, fmt="none", ecolor=color, elinewidth=1.2, capsize=3.5)
         ends.append((x[-1], y[-1], name, color))
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")

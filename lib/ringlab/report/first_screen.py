@@ -14,6 +14,7 @@ from statistics import quantiles
 from ..advise import Advice, advise, ladder
 from ..estimate import longest
 from ..hardware import Profile, Rates
+from ..measure import suites
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
@@ -23,8 +24,8 @@ from .documents.session import percent
 from .figures import Figure
 from .findings import trust_line
 from .rows import SHORT
-from .study import Study, best, pattern_of, together
-from .tables import Cell, Table, number, size
+from .study import Study, best, pattern_of
+from .tables import Cell, Table, interval, number, size
 from .trust import objection, threads
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
@@ -111,23 +112,13 @@ def _try(ask, n: int, **how) -> Advice | str:
 def series(study: Study) -> dict[str, list]:
     """By name, the quotable forward rows of each right system of the landscape, one a length, the shortest first.
 
-    Dense attention and the library stand in other suites too, at longer lengths; a row counts if shape, dtype and
-    threads are those of the landscape.
+    They took turns, so that their differences are of the systems.
     """
-    first = next((r for n in field.lengths(study) for _, _, r in field.standing(study, n)), None)
-    if first is None:
-        return {}
-    alike = {"passes": "fwd", "causal": False, "world_size": 1, "dtype": first.point.dtype, **SHAPE}
     found: dict[str, list] = {}
-    for entry in field.FIELD:
-        if field.verdict(study, entry).word == field.RIGHT:
-            rows = [r for r in study.rows(entry.rows(study), **alike) if not objection(r) and r.median]
-            rows = [r for r in rows if threads(r) == threads(first) and (entry.peer or not r.point.options)]
-            by_length = {n: [r for r in rows if r.point.seq_len == n] for n in {r.point.seq_len for r in rows}}
-            # Rows that took turns with those of the landscape come first.
-            found[entry.name] = [best([r for r in some if together(r, first)]) or best(some)
-                                 for _, some in sorted(by_length.items())]  # fmt: skip
-    return {name: rows for name, rows in found.items() if rows}
+    for n in field.lengths(study):
+        for _, entry, row in field.standing(study, n):
+            found.setdefault(entry.name, []).append(row)
+    return {e.name: found[e.name] for e in field.FIELD if e.name in found}
 
 
 def fastest(study: Study) -> str:
@@ -138,7 +129,7 @@ def fastest(study: Study) -> str:
     entry, row = first[0]
     dense = next((r for r in series(study).get("Dense SDPA", ()) if r.point.seq_len == n and r is not row), None)
     said = f"**{n:,} tokens, forward, measured: {entry.name} takes {number(row.median * 1e3)} ms**"
-    said += f" ({number(row.ci[0] * 1e3, 2)} to {number(row.ci[1] * 1e3, 2)})"
+    said += f" ({interval(*row.ci, 1e3, 2)})"
     if ratio := study.ratio(dense, row):
         turns = "" if ratio.paired else ", not timed in turns with it"
         less = f"**{number(ratio.value, 2)} times less than dense attention**"
@@ -146,7 +137,20 @@ def fastest(study: Study) -> str:
     tied = " and ".join(other.name for other, _ in first[1:])
     said += f". {tied} {'is' if len(first) == 2 else 'are'} within noise of it" if tied else ""
     pairs = percent(field.density(row.point), 2)
-    return f"{said}. It computes {pairs} of the query–key pairs. This ranks speed, not how well a model learns."
+    said += f". It computes {pairs} of the query–key pairs.{_training(study, entry)}"
+    return f"{said} This ranks speed, not how well a model learns."
+
+
+def _training(study: Study, entry) -> str:
+    """What a system takes in training, at the longest length that was timed."""
+    group = {"group": suites.LANDSCAPE_TRAINING}
+    row = next((r for r in reversed(entry.rows(study, **group)) if r.median and not objection(r)), None)
+    if row is None:
+        return ""
+    n = row.point.seq_len
+    ratio = study.ratio(next((r for r in field.DENSE.rows(study, **group) if r.point.seq_len == n), None), row)
+    less = f", {number(ratio.value, 2)} times less than dense attention" if ratio and entry is not field.DENSE else ""
+    return f" In training at {n:,} tokens it takes {number(row.median * 1e3)} ms{less}."
 
 
 def _measured_figure(study: Study, measured: dict[str, list]) -> Figure:

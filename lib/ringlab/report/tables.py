@@ -6,10 +6,13 @@ JupyterLab, in a stock nbconvert page and on a forge the same object is a Markdo
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+
+from ..measure.stats import FEWEST
 
 DASH = "–"
 PAGE_HTML = "application/vnd.ringlab.html"  # the template renders what stands under this type as it is
@@ -237,15 +240,17 @@ def about(n: float) -> str:
     return f"{float(f'{n:.2g}'):,.0f}"
 
 
-def interval(low: float | None, high: float | None, scale: float = 1.0) -> str:
-    """A 95 % interval as text, empty where there is none.
+def interval(low: float | None, high: float | None, scale: float = 1.0, digits: int = 3) -> str:
+    """A 95 % interval as text, empty where there is none; too few samples for one say so.
 
-    >>> interval(0.0409, 0.0418, 1e3)
-    '40.9 to 41.8'
+    >>> interval(0.0409, 0.0418, 1e3), interval(0.0, math.inf)
+    ('40.9 to 41.8', 'fewer than 5 samples')
     """
     if low is None or high is None:
         return ""
-    return f"{number(low * scale)} to {number(high * scale)}"
+    if high == math.inf:
+        return f"fewer than {FEWEST} samples"
+    return f"{number(low * scale, digits)} to {number(high * scale, digits)}"
 
 
 def size(nbytes: float | None) -> str:

@@ -155,11 +155,11 @@ def reproduced(kept: Sequence, before: Sequence, between: float) -> dict[tuple[s
 
     Both are widened by ``between``; where that is not known, two runs say nothing of each other.
     """
-    newest = {(r.group, r.point.id): r for r in widened(kept, between) if r.ci}
+    newest = {(r.group, r.point.id): r for r in widened(kept, between) if r.ci and r.ci[1] < math.inf}
     found: dict[tuple[str, str], bool] = {}
     for r in widened(before, between) if between else ():
         at = r.group, r.point.id
-        if r.ci and at in newest:
+        if r.ci and r.ci[1] < math.inf and at in newest:
             (low, high), (least, most) = r.ci, newest[at].ci
             found[at] = found.get(at, True) and low <= most and least <= high
     return found

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...measure import peers as packages
 from ...measure import suites as suite
 from .. import columns, figures, findings
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures, limits, provenance, reading
+from ..peers import peers
 from ..rows import SHORT
 from ..study import Study, best, cost_of, pattern_of
-from ..tables import Cell, Table, Text, number
+from ..tables import Cell, Table, Text, interval, number
 from ..theme import INK
 from ..trust import objection, reason, status
-from .session import one, percent, scaled
+from .session import percent, scaled
 
 __all__ = [
-    "answer", "failures", "limits", "peers", "provenance", "ranking", "reading", "time_figure", "unranked",
+    "answer", "failures", "limits", "peers", "provenance", "ranking", "reading", "time_figure",
+    "training", "unranked",
 ]  # fmt: skip
 RIGHT = "right"
-UNRANKED = WRONG, ABSENT, REFUSED, UNMEASURED = "wrong", "absent", "refused", "not measured"
+UNRANKED = WRONG, REFUSED, UNMEASURED = "wrong", "refused", "not measured"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -32,8 +33,7 @@ UNRANKED = WRONG, ABSENT, REFUSED, UNMEASURED = "wrong", "absent", "refused", "n
 class Entry:
     """One system: the name that readers see, the function that it states, and its points by system and pattern.
 
-    ``pattern`` is a function of the length. ``source`` says what its own code does where that explains a failed check;
-    it is shown with one alone.
+    ``pattern`` is a function of the length.
     """
 
     name: str
@@ -41,12 +41,6 @@ class Entry:
     system: str
     pattern: Callable[[int], object]
     color: str = INK
-    source: str = ""
-
-    @property
-    def peer(self) -> bool:
-        """Whether it is a package of others."""
-        return self.system in packages.PEERS
 
     def rows(self, study: Study, **wanted) -> list:
         """Its rows, the shortest first."""
@@ -63,10 +57,6 @@ class Entry:
         """The fastest of them at a length, None where there is none."""
         return best(self.timed(study, seq_len=seq_len))
 
-    def version(self, study: Study) -> str:
-        """The version of a package that was measured, else nothing."""
-        return next((r.option("version") for r in self.rows(study) if r.option("version")), "")
-
 
 def _always(pattern) -> Callable[[int], object]:
     return lambda seq_len: pattern
@@ -82,14 +72,6 @@ FIELD = (
           figures.PURPLE),
     Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
           _always(suite.LOCAL_GLOBAL), figures.RED),
-    *(Entry(name, states, system, suite.LANDSCAPE_PEERS[system], source=source) for name, states, system, source in (
-        ("dilated-attention-pytorch", "a dilation for each group of heads, over the number of groups",
-         "dilated_attention_pytorch", "divides each output by the sum of the outputs over positions, which may be near "
-         "zero or negative, and gives groups of unequal size the wrong heads"),
-        ("torchscale", "LongNet by its authors, offsets by block of heads", "torchscale_dilated",
-         "takes no gradient of the weights by which it mixes the branches"),
-        ("ring-attention-pytorch", "every key, in buckets; on one device", "ring_attention_pytorch", ""),
-    )),
 )  # fmt: skip
 DENSE = FIELD[0]
 COLORS = {e.name: e.color for e in FIELD}
@@ -113,15 +95,14 @@ def verdict(study: Study, entry: Entry) -> Verdict:
     wrong = sorted((r for r in rows if status(r) == "incorrect"), key=lambda r: r.point.passes)  # forward first
     if wrong:
         where = "output" if wrong[0].point.passes == "fwd" else "output right, gradients wrong"
-        source = f"; according to its source code it {entry.source}" if entry.source else ""
-        return Verdict(WRONG, f"{where}: {reason(wrong[0])}{source}")
+        return Verdict(WRONG, f"{where}: {reason(wrong[0])}")
     forward = entry.rows(study, group=suite.LANDSCAPE, passes="fwd")
     if any(not objection(r) for r in forward):
         return Verdict(RIGHT)
     if not rows:
         return Verdict(UNMEASURED, "no row of it is here")
     why = reason((forward or rows)[0])
-    return Verdict(ABSENT if why.startswith(packages.ABSENT) else REFUSED, why)
+    return Verdict(REFUSED, why)
 
 
 def lengths(study: Study) -> list[int]:
@@ -177,12 +158,11 @@ def _fastest_line(study: Study) -> str:
     if not first:
         return "**Fastest**: none, no system that passed its checks was timed."
     entry, row = first[0][1:]
-    low, high = (number(x * 1e3) for x in row.ci)
     share = density(row.point)
     other = "" if share == 1 else f" It computes {percent(share, 2)} of the pairs, another function than dense SDPA."
     equal = [e.name for rank, e, _ in first[1:] if rank == 1]
     tied = f", within noise of {', '.join(equal)}" if equal else ""
-    time = f"**{number(row.median * 1e3)} ms** ({low} to {high})"
+    time = f"**{number(row.median * 1e3)} ms** ({interval(*row.ci, 1e3)})"
     return f"**Fastest at {row.point.seq_len:,} tokens**: {entry.name}, {time}{tied}.{other}"
 
 
@@ -216,7 +196,7 @@ def ranking(study: Study) -> Table:
     dense = f" Dense SDPA takes {_pair_ns(beside[-1])} ns at {beside[-1].point.seq_len:,} tokens." if beside else ""
     return table(
         study, f"Ranked by time{shape}",
-        [Column("System", lambda x: Cell(x["entry"].name, "another package" if x["entry"].peer else "")),
+        [Column("System", lambda x: x["entry"].name),
          Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
          Column(">Of all pairs", lambda x: percent(density(x["row"].point))),
          Column(">Time per pair (ns)", lambda x: _pair_ns(x["row"])),
@@ -229,22 +209,38 @@ def ranking(study: Study) -> Table:
     )  # fmt: skip
 
 
+def training(study: Study) -> Table:
+    """Forward and backward of the right systems by length, the fastest first, beside dense attention."""
+    group = suite.LANDSCAPE_TRAINING
+    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT for r in e.rows(study, group=group)]
+    found = [(e, r) for e, r in found if columns.timed(r)]
+    dense = {r.point.seq_len: r for e, r in found if e is DENSE}
+    found.sort(key=lambda x: (x[1].point.seq_len, x[1].median))
+    return table(
+        study, "Training: forward and backward of one call",
+        [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
+         columns.ratio(study, "dense", "row", ">Faster than dense"), columns.PEAK.of("row")],
+        [{"entry": e, "row": r, "dense": None if e is DENSE else dense.get(r.point.seq_len)} for e, r in found],
+        note="With a random gradient of the output. Every gradient passed its check. Peak memory counts q, k, v, the "
+        "output and their gradients.",
+    )  # fmt: skip
+
+
 def _pair_ns(row) -> str | None:
     found = per_pair(row)
     return None if found is None else number(found * 1e9)
 
 
 def unranked(study: Study) -> Table | Text:
-    """The systems without a rank: wrong, absent, refused, with the reason of each."""
+    """The systems without a rank: wrong, refused, with the reason of each."""
     checked = "Checked against the float64 reference of its own function: the output at every length, gradients at the "
-    checked += "shortest, of packages causal too."
+    checked += "shortest."
     found = [(e, v) for e in FIELD if (v := verdict(study, e)).word != RIGHT]
     if not found:
         return study.text(f"Every system is here and right. {checked}")
     return study.table(
         "Without a rank", ["System", "Verdict", "Why"], [[e.name, v.cell, v.why] for e, v in found],
-        note=f"{checked} Wrong: one of these is off by more than is allowed. Absent: the package is not installed; the "
-        "line installs it, and the next `make report` measures it.",
+        note=f"{checked} Wrong: one of these is off by more than is allowed.",
     )  # fmt: skip
 
 
@@ -274,31 +270,3 @@ def time_figure(study: Study) -> None:
         caption = f"Up to {number(most.value, 2)} times as fast as dense attention: {where}. Both axes are logarithmic."
     said = "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in series.items())
     figures.show(fig, "landscape-time", caption, f"{caption} {said}.", data, stamp=study.stamp)
-
-
-def peers(study: Study) -> Table | Text:
-    """Packages of others that are installed, beside this library on their own function."""
-    found = []
-    for e in FIELD:
-        known = verdict(study, e)
-        if e.peer and known.word not in (ABSENT, UNMEASURED):
-            row = max(e.timed(study), key=lambda r: r.point.seq_len, default=None)
-            pattern = row.point.pattern if row else {}
-            system = "dense_sdpa" if pattern.get("kind") == "dense" else "ringlab"
-            alike = {"seq_len": row.point.seq_len, "passes": "fwd", "causal": False} if row else {}
-            ours = one(study, suite.LANDSCAPE, system, pattern=pattern, **alike) if row else None
-            found.append({"entry": e, "verdict": known, "row": row, "ours": ours})
-    if not found:
-        return study.text("No package of others is installed here.")
-    cpu = " On a CPU torch's kernel stands in for the one that a package calls, which needs a GPU." * (
-        study.device_type == "cpu")  # fmt: skip
-    return table(
-        study, "Packages of others, and this library on their function",
-        [Column("Package", lambda x: Cell(x["entry"].name, x["entry"].version(study))),
-         Column("Verdict", lambda x: x["verdict"].cell), TOKENS.of("row"), TIME.of("row"),
-         TIME.of("ours", ">Here, the same function (ms)"), columns.ratio(study, "row", "ours", ">Its time over ours"),
-         Column("A query sees", lambda x: x["entry"].states)],
-        found,
-        note="Here: ringlab.attention, for dense attention torch's SDPA. A package whose output is right and whose "
-        f"gradients are wrong shows its forward time, without a rank.{cpu}",
-    )  # fmt: skip

@@ -123,11 +123,14 @@ def _fits_line(study: Study, system: str) -> str:
     how |= {"profile": study.profile.name}
     fits = {n: _longest(pattern_of(p), study.memory_bytes, ranks=n, **how) for n in counts}
     said = ", ".join(f"{about(tokens)} tokens on {_on(n)}" for n, tokens in fits.items())
-    held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
+    longer = rows_of(study, system, heads=lambda heads: True)
+    held = {key: peak for key, row in longer.items() if (peak := peak_bytes(row))}
     last = max(held, key=lambda k: (k[0], -k[1]))
+    heads = ", with one head" if longer[last].point.heads == 1 else ""
     return (
         f"**How long a sequence fits**: with {size(study.memory_bytes)} a rank, {said}, by `ringlab.longest` for this "
-        f"attention alone, forward. The longest run here, {_at(*last)}, held {size(held[last])} a rank.{_failed(found)}"
+        f"attention alone, forward. The longest run here, {_at(*last)}{heads}, held "
+        f"{size(held[last])} a rank.{_failed(longer)}"
     )
 
 

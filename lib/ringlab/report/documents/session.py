@@ -17,7 +17,7 @@ from ..findings import failures, limits, provenance, reading
 from ..published import MB, published
 from ..rows import SHORT
 from ..study import Study, best, pattern_of
-from ..tables import Cell, Table, Text, number, size
+from ..tables import Cell, Table, Text, interval, number, size
 from .optimization import draw_lengths
 
 __all__ = [
@@ -169,7 +169,7 @@ def _window_line(study: Study) -> str:
     return (
         f"**A window that shows {percent(density(ours.point), 2)} of the pairs is {number(ratio.value, 2)} times as "
         f"fast as dense attention** at {n:,} tokens: {number(ours.median * 1e3)} ms against "
-        f"{number(dense.median * 1e3)} ms{paired} ({number(ratio.low, 2)} to {number(ratio.high, 2)})."
+        f"{number(dense.median * 1e3)} ms{paired} ({interval(*ratio.ci, digits=2)})."
     )
 
 
@@ -193,7 +193,7 @@ def _journey_line(study: Study) -> str:
     fewer = f", {counted[0]:,} operator calls become {counted[1]:,}" if all(counted) else ""
     return (
         f"**The optimization steps**, from one call for each block of queries to views, make it {number(ratio.value)}× "
-        f"as fast ({number(ratio.low)} to {number(ratio.high)}){fewer}. All steps compute one function."
+        f"as fast ({interval(*ratio.ci)}){fewer}. All steps compute one function."
     )
 
 
