@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from reporting import Shown, longer, made_up, slower, study_of
-from ringlab import cost, hardware, patterns
+from ringlab import cost, hardware, measure, patterns
+from ringlab.block_patterns import sliding_window
 from ringlab.measure import Group, Point, peers, suites
 from ringlab.measure.points import Result
 from ringlab.measure.systems import build
@@ -53,6 +54,17 @@ class DilatedAttention(torch.nn.Module):
         {detached}
         return self.out_proj(out.flatten(2)), None
 """
+LOCAL = """
+import ringlab
+from ringlab.block_patterns import sliding_window
+class LocalAttention:
+    def __init__(self, window_size, causal=False, use_rotary_pos_emb=True):
+        assert not use_rotary_pos_emb, "another function"
+        self.pattern, self.causal = sliding_window(1, block_size=window_size), causal
+    def __call__(self, q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return {wrong} * ringlab.attention(q, k, v, self.pattern, causal=self.causal).transpose(1, 2)
+"""
 RING = """
 import ringlab
 def ring_flash_attn(q, k, v, mask=None, causal=False, bucket_size=1024):
@@ -61,10 +73,10 @@ def ring_flash_attn(q, k, v, mask=None, causal=False, bucket_size=1024):
 FILES = {
     "dilated_attention_pytorch": ("dilated_attention_pytorch/dilated_attention.py", GROUPED),
     "torchscale_dilated": ("torchscale/component/dilated_attention.py", LONGNET),
+    "local_attention": ("local_attention/__init__.py", LOCAL),
     "ring_attention_pytorch": ("ring_attention_pytorch/ring_flash_attention.py", RING),
 }
 SHOWN = [name for name in document.__all__ if name not in ("open_study", "provenance")]
-ABSENT = "dilated-attention-pytorch", "torchscale", "ring-attention-pytorch"
 
 
 @pytest.fixture
@@ -81,22 +93,25 @@ def site(tmp_path, monkeypatch):
             (folder / "__init__.py").touch()
         path.write_text(source or template.format(wrong=wrong, detached=detached))
         (path.parent / "multihead_attention.py").write_text("flash_attn_func = None\n")
-        known = tmp_path / f"{peers.PEERS[system][0].replace('-', '_')}-{version}.dist-info"
+        known = tmp_path / f"{peers.PEERS[system].package.replace('-', '_')}-{version}.dist-info"
         known.mkdir()
-        (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {peers.PEERS[system][0]}\nVersion: {version}\n")
+        (known / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {peers.PEERS[system].package}\nVersion: {version}\n"
+        )
         if commit:
             (known / "direct_url.json").write_text(json.dumps({"vcs_info": {"commit_id": commit}}))
         importlib.invalidate_caches()
 
     yield install
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("dilated_attention_pytorch", "torchscale", "ring_attention_pytorch"):
+        if name.split(".")[0] in {path.split("/")[0] for path, _ in FILES.values()}:
             del sys.modules[name]
 
 
 def small(system: str):
     kept = {"torchscale_dilated": {"offsets": "block"}}.get(system, {"mixing": "head_groups", "offsets": "branch"})
-    return patterns.Dense() if system.startswith("ring") else patterns.Dilated([16, 64], [1, 4], **kept)
+    others = {"ring_attention_pytorch": patterns.Dense(), "local_attention": sliding_window(1, block_size=16)}
+    return others.get(system) or patterns.Dilated([16, 64], [1, 4], **kept)
 
 
 def prepared(system: str, **more) -> dict:
@@ -122,7 +137,7 @@ OFF, BROKEN = "out is off by 1.0e-03, allowed 5.0e-06", "import no_such_thing\n"
 
 
 @pytest.mark.parametrize("system, package, point, status, said", [
-    *((system, None, {}, "unsupported", f"not installed: {how}") for system, (_, how) in peers.PEERS.items()),
+    *((system, None, {}, "unsupported", f"not installed: {peer.how}") for system, peer in peers.PEERS.items()),
     ("torchscale_dilated", {"version": "0.3.0", "commit": "1a2b3c4d5e6f"}, {"options": {"version": "0.2.0"}},
      "unsupported", "torchscale 0.2.0 was asked for, 0.3.0+1a2b3c4 is installed"),
     ("dilated_attention_pytorch", {"source": BROKEN}, {}, "unsupported",
@@ -132,7 +147,12 @@ OFF, BROKEN = "out is off by 1.0e-03, allowed 5.0e-06", "import no_such_thing\n"
     ("torchscale_dilated", {}, {"kv_heads": 2}, "unsupported", "as many K/V heads as heads, got 2 and 4"),
     ("ring_attention_pytorch", {}, {"pattern": small("torchscale_dilated")}, "unsupported",
      "computes dense attention, not dilated"),
+    ("local_attention", {}, {"pattern": sliding_window(2, block_size=16)}, "unsupported",
+     "computes a window of one block either way, not"),
+    ("local_attention", {}, {"seq_len": 60}, "unsupported", "needs whole blocks of 16, got 60 positions"),
+    ("dilated_attention_pytorch", {}, {"seq_len": 96}, "unsupported", "needs whole segments of 64, got 96 positions"),
     ("dilated_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
+    ("local_attention", {"wrong": 1.001}, {}, "incorrect", OFF),
     ("ring_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
     ("torchscale_dilated", {"detached": "out = out + 0.1 * (q - q.detach())"}, {"passes": "fwd+bwd"}, "incorrect",
      "dq is off by"),
@@ -163,27 +183,45 @@ def test_a_gpu_runs_the_packages_own_kernel():
 
 
 @pytest.mark.parametrize("name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")])
+def the_suite(name="cpu", device="cpu", installed=(), **how) -> list[Group]:
+    """The suite as it is where these packages are installed, whatever is installed here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "installed", lambda system: "9.1" if system in installed else None)
+        return suites.SUITES[NAME](hardware.get_profile(name), device=device, **how)
+
+
+@pytest.mark.parametrize("name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")])
 def test_the_suite_holds_the_field_at_a_like_number_of_keys(name, device):
-    points = [p for g in suites.SUITES[NAME](hardware.get_profile(name), device=device) for p in g.points]
+    points = [p for g in the_suite(name, device) for p in g.points]
     assert {p.system for p in points} == {"dense_sdpa", "ringlab", "flex", *peers.PEERS}
     for p in points:
         assert p.system not in ("ringlab", "flex") or 270 <= field.density(p) * p.seq_len <= 460, p.label()
 
 
-def test_an_installed_package_is_measured_with_its_version_beside_this_library(site):
-    def points():
-        groups = suites.SUITES[NAME](hardware.get_profile("cpu"), device="cpu")
-        return [p for g in groups for p in g.points if p.system == "torchscale_dilated"], groups[0]
+@pytest.mark.parametrize("rehearsal", [False, True])
+def test_an_installed_package_is_measured_with_its_version_in_turns_with_this_library(rehearsal):
+    before, after = (the_suite(installed=names, rehearsal=rehearsal) for names in ((), ("torchscale_dilated",)))
+    changed = [g for g in after if g not in before]
+    assert [g.name for g in changed] == ["beside torchscale", "beside, causal"], "no other row is measured anew"
+    beside, causal = changed
+    theirs = [p for p in beside.points if p.system == "torchscale_dilated"]
+    assert [p.but(system="ringlab", options={}) for p in theirs] == [p for p in beside.points if p not in theirs]
+    assert {p.options for p in theirs} == {(("version", "9.1"),)} and beside.timed and beside.interleave
+    found = [(p.seq_len, p.passes) for p in theirs]
+    assert found == [(4096, "fwd"), *([] if rehearsal else [(16384, "fwd")]), (4096, "fwd+bwd")]
+    assert [(p.passes, p.causal) for p in causal.points] == [("fwd+bwd", True)] and not causal.timed
+    absent = [g for g in before if g.name == "beside torchscale"][0].points
+    assert len(absent) == 1 and absent[0].options == ()
 
-    if peers.installed("torchscale_dilated"):
-        pytest.skip("torchscale is installed here")
-    (absent,), before = points()
-    site("torchscale_dilated", version="0.3.0")
-    there, after = points()
-    assert absent.options == () and {p.options for p in there} == {(("version", "0.3.0"),)}
-    assert {(p.passes, p.causal) for p in there} == {("fwd", False), ("fwd+bwd", False), ("fwd+bwd", True)}
-    assert all(p.but(system="ringlab", options={}) in after.points for p in there if p.passes == "fwd")
-    assert before.id != after.id, "a group in which others take turns is measured anew"
+
+def test_a_wrong_package_is_not_timed(site, tmp_path):
+    for system, wrong in (("ring_attention_pytorch", 1.001), ("local_attention", 1.0)):
+        site(system, wrong=wrong)
+    how = {"seq_len": 64, "heads": 4, "head_dim": 8, "options": {"version": "9.1"}}
+    points = [Point(s, small(s), **how) for s in ("ring_attention_pytorch", "local_attention")]
+    off, right = measure.run([Group("beside", points)], tmp_path / "rows", profile="cpu")
+    assert off.status == "incorrect" and not off.seconds and off.median is None and OFF in off.reason
+    assert right.status == "ok" and right.median > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,8 +232,8 @@ def row_of(point: Point, group: Group) -> Result:
     """A made-up row; a package without a version is refused as the builder refuses it."""
     row = replace(made_up(point.but(system="ringlab", options={}), group, False), point=point)
     if point.system in peers.PEERS and not point.options:
-        return replace(row, status="unsupported", reason=f"not installed: {peers.PEERS[point.system][1]}", **LOST)
-    return longer(row, next((x for name, x in SPEEDS.items() if of(name)(row)), 1.0))
+        return replace(row, status="unsupported", reason=f"not installed: {peers.PEERS[point.system].how}", **LOST)
+    return longer(row, next((x for name, x in SPEEDS.items() if of(name)(row)), 1.5 if row.option("version") else 1.0))
 
 
 LOST = {"median": None, "ci": None, "seconds": (), "rounds": (), "errors": {}}
@@ -203,11 +241,7 @@ LOST = {"median": None, "ci": None, "seconds": (), "rounds": (), "errors": {}}
 
 @functools.cache
 def made(*names: str) -> tuple[Result, ...]:
-    """Rows of the suite as it is where these packages are installed, whatever is installed here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "installed", lambda system: "9.1" if system in names else None)
-        groups = suites.SUITES[NAME](hardware.get_profile("cpu"), device="cpu")
-    return tuple(row_of(p, g) for g in groups for p in g.points)
+    return tuple(row_of(p, g) for g in the_suite(installed=names) for p in g.points)
 
 
 @functools.cache
@@ -233,10 +267,14 @@ def as_fast():
     return slower(1.001 * window / other, of("Local and global"))
 
 
+def wrong_row(what: str) -> dict:
+    reason = f"{what} is off by 1.3e+00, allowed 5.0e-06"
+    return LOST | {"status": "incorrect", "reason": reason, "errors": {what: 1.3}}
+
+
 def wrong(name: str, passes: str = "fwd"):
     what, picked = "out" if passes == "fwd" else "dq", of(name)
-    lost = LOST | {"status": "incorrect", "reason": f"{what} is off by 1.3e+00, allowed 5.0e-06", "errors": {what: 1.3}}
-    return lambda r: replace(r, **lost) if picked(r) and r.point.passes == passes else r
+    return lambda r: replace(r, **wrong_row(what)) if picked(r) and r.point.passes == passes else r
 
 
 def order(change=None, *names: str, n: int = 8192) -> list[tuple[int, str]]:
@@ -278,16 +316,10 @@ def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
 
 
 def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
-    peer = "torchscale_dilated"
-    assert "torchscale" in dict(map(reversed, order(None, peer)))
-    change = wrong("torchscale", "fwd+bwd")
-    assert "torchscale" not in dict(map(reversed, order(change, peer)))
-    found = shown(change, peer)
-    why = next(r for r in found.table("Without a rank").rows if r[0] == "torchscale")[2]
+    change = wrong("BigBird", "fwd+bwd")
+    assert "BigBird" in dict(map(reversed, order())) and "BigBird" not in dict(map(reversed, order(change)))
+    why = next(r for r in shown(change).table("Without a rank").rows if r[0] == "BigBird")[2]
     assert why.startswith("output right, gradients wrong: dq is off by 1.3e+00")
-    assert "according to its source code it takes no gradient" in why
-    line = next(r for r in found.table("Packages").rows if r[0].text == "torchscale")
-    assert line[0].sub == "9.1" and line[2] == 8192 and line[3].text != "incorrect" and line[5] is not None
 
     def one_length(r):
         return wrong("BigBird")(r) if r.point.seq_len == 1024 else r
@@ -295,16 +327,37 @@ def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
     assert "BigBird" not in dict(map(reversed, order(one_length)))
 
 
-def test_absent_packages_are_listed_with_their_install_lines():
-    found = shown().table("Without a rank")
-    assert [(r[0], r[1].text) for r in found.rows] == [(name, "absent") for name in ABSENT]
-    assert [r[2] for r in found.rows] == [f"not installed: {how}" for _, how in peers.PEERS.values()]
-    assert f"absent: {', '.join(ABSENT)}" in document.answer(page()).lines[2]
-    there = page(None, "ring_attention_pytorch")
-    assert field.verdict(there, ENTRIES["ring-attention-pytorch"]).word == "right"
-    assert [name for _, name in order(None, "ring_attention_pytorch", n=4096)].count("ring-attention-pytorch") == 1
-    refused = page(lambda r: replace(r, reason="torch is too new") if of("torchscale")(r) else r)
-    assert field.verdict(refused, ENTRIES["torchscale"]) == field.Verdict("refused", "torch is too new")
+def beside(change=None, *names: str) -> list[tuple]:
+    """(package, tokens, pass, check, reason or error, time ratio) of the table of packages."""
+    rows = shown(change, *names).table("Beside the packages").rows
+    return [(r[0].text, r[2], r[3], r[4].text, r[4].sub, r[5] and r[5].text) for r in rows]
+
+
+def test_a_package_is_beside_this_library_on_its_own_function():
+    found = beside(None, "torchscale_dilated")
+    assert [x[:4] for x in found[1:5]] == [("torchscale", n, what, "correct") for n, what in (
+        (4096, "forward"), (16384, "forward"), (4096, "training"), (4096, "training, causal"))]  # fmt: skip
+    assert [x[5] for x in found[1:5]] == ["1.50×", "1.50×", "1.50×", None], "causal is checked alone"
+    absent = "absent", f"not installed: {peers.Peer('').how}", None
+    assert found[0] == ("dilated-attention-pytorch", 4096, "forward", *absent)
+    text = shown(None, "torchscale_dilated").text
+    assert "torch's own kernel stands in for flash-attn in torchscale, which" in text
+    assert "torchscale" not in [name for _, name in order(None, "torchscale_dilated", n=4096)], "no rank"
+
+
+def test_a_wrong_package_is_shown_with_its_error():
+    def wrong_gradients(r):
+        return replace(r, **wrong_row("dq")) if r.option("version") and r.point.passes == "fwd+bwd" else r
+
+    forward, _, training, causal = beside(wrong_gradients, "torchscale_dilated")[1:5]
+    assert forward[3] == "correct" and forward[5] == "1.50×"
+    assert {x[3:4] + x[5:] for x in (training, causal)} == {("incorrect", None)}
+    assert training[4].startswith("dq is off by 1.3e+00, allowed 5.0e-06; its code takes no gradient of the weights")
+
+
+def test_without_packages_one_line_says_how_to_get_them():
+    assert "No package of others is installed here: `make report PEERS=1` installs" in shown().text
+    assert not [t for t in shown().tables if "Beside" in t.caption]
 
 
 def test_density_and_cost_of_a_pair_are_counted():

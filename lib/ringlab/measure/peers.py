@@ -1,7 +1,8 @@
 """Attention of other packages, if they are installed; each is checked against the function that it documents.
 
-A package is imported when one of its points is built, and never required. The option ``version`` of a point makes each
-version another point. On a CPU a package's own kernel does not run: torch's replaces it inside their algorithm.
+A package is imported when one of its points is built, and never required: ``make report PEERS=1`` installs them. The
+option ``version`` of a point makes each version another point. A kernel that a package imports and that needs a GPU is
+replaced on a CPU by torch's, inside the package's own algorithm; ``PEERS`` says which.
 """
 
 from __future__ import annotations
@@ -11,24 +12,37 @@ import json
 from contextlib import nullcontext
 from importlib import metadata
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 
 from .. import patterns
+from ..block_patterns import sliding_window
 from .points import Point
 from .systems import Refused, System, only, pattern_of
 
 ABSENT = "not installed"
-PEERS = {  # system: (distribution, how to install it beside a current torch, as it pins an old one)
-    "dilated_attention_pytorch": (
-        "dilated-attention-pytorch", "pip install --no-deps dilated-attention-pytorch einops xformers",
+
+
+class Peer(NamedTuple):
+    """A package: its distribution, how to install it, and the GPU kernel that torch's stands in for on a CPU."""
+
+    package: str
+    how: str = "`make report PEERS=1` installs it"
+    kernel: str = ""
+
+
+PEERS = {
+    "dilated_attention_pytorch": Peer("dilated-attention-pytorch", kernel="xformers"),
+    "torchscale_dilated": Peer(
+        "torchscale",
+        "no release has its DilatedAttention; `make report PEERS=1` installs it from GitHub",
+        "flash-attn",
     ),
-    "torchscale_dilated": (
-        "torchscale", "pip install --no-deps git+https://github.com/microsoft/torchscale einops numpy",
-    ),
-    "ring_attention_pytorch": ("ring-attention-pytorch", "pip install ring-attention-pytorch"),
-}  # fmt: skip
+    "local_attention": Peer("local-attention"),
+    "ring_attention_pytorch": Peer("ring-attention-pytorch"),
+}
 
 
 def installed(system: str) -> str | None:
@@ -37,7 +51,7 @@ def installed(system: str) -> str | None:
     >>> version = installed("ring_attention_pytorch")  # as "0.5.20"
     """
     try:
-        found = metadata.distribution(PEERS[system][0])
+        found = metadata.distribution(PEERS[system].package)
     except metadata.PackageNotFoundError:
         return None
     commit = json.loads(found.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id", "")
@@ -46,7 +60,7 @@ def installed(system: str) -> str | None:
 
 def _module(point: Point, name: str):
     """A module of the point's package; NotImplementedError if it is absent or cannot be imported."""
-    (package, how), version = PEERS[point.system], installed(point.system)
+    (package, how, _), version = PEERS[point.system], installed(point.system)
     wanted = only(point, "version").get("version", version)
     if version is None:
         raise NotImplementedError(f"{ABSENT}: {how}")
@@ -55,7 +69,7 @@ def _module(point: Point, name: str):
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise NotImplementedError(f"{package} {version} cannot be imported: {error}; try {how}") from error
+        raise NotImplementedError(f"{package} {version} cannot be imported: {error}; {how}") from error
 
 
 def _dilated(point: Point, mixing: str, offsets: str) -> patterns.Dilated:
@@ -87,6 +101,8 @@ def dilated_attention_pytorch(point: Point, device) -> System:
     """
     module = _module(point, "dilated_attention_pytorch.dilated_attention")
     pattern = _dilated(point, "head_groups", "branch")
+    if rest := [w for w in pattern.segment_lengths if point.seq_len % w]:
+        raise Refused(f"{point.system} needs whole segments of {rest[0]}, got {point.seq_len} positions")
     attention = module.DilatedAttention(list(pattern.segment_lengths), list(pattern.dilation_rates))
 
     def kernel(query, key, value, op=None, attn_bias=None):
@@ -126,6 +142,21 @@ def torchscale_dilated(point: Point, device) -> System:
         with _replaced(kernels, "flash_attn_func", kernel, device):
             out, _ = attention(*(t.flatten(2) for t in (q, k, v)), is_causal=point.causal)  # (b, n, h * d)
         return out.unflatten(2, (point.heads, point.head_dim)), None
+
+    return System(point, device, forward)
+
+
+def local_attention(point: Point, device) -> System:
+    """LocalAttention of local-attention, without its rotary embedding: the block of a query and one either way."""
+    module = _module(point, "local_attention")
+    window = sliding_window(1).to_dict()
+    pattern = pattern_of(point, "a window of one block either way", kind=window["kind"], parts=window["parts"])
+    if point.seq_len % pattern.block_size:
+        raise Refused(f"{point.system} needs whole blocks of {pattern.block_size}, got {point.seq_len} positions")
+    attention = module.LocalAttention(pattern.block_size, causal=point.causal, use_rotary_pos_emb=False)
+
+    def forward(q, k, v):
+        return attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2), None  # (b, h, n, d) inside
 
     return System(point, device, forward)
 

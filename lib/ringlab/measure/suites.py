@@ -11,7 +11,7 @@ from itertools import product
 
 from .. import block_patterns, hardware, kernels
 from ..block_patterns import BlockSparse, bigbird, hierarchical, local_global, sliding_window
-from ..patterns import Dense, Dilated
+from ..patterns import Dense, Dilated, Pattern
 from . import peers
 from .points import Group, Point, sgemm
 
@@ -364,11 +364,32 @@ def landscape_ladder(seq_len: int, **how) -> Dilated:
     return Dilated([ROWS_KEPT * r for r in rates], rates, **how)
 
 
-LANDSCAPE_PEERS: dict[str, Callable[[int], Dilated | Dense]] = {  # the documented function, by sequence length
-    "dilated_attention_pytorch": lambda n: landscape_ladder(n, mixing="head_groups", offsets="branch"),
-    "torchscale_dilated": lambda n: landscape_ladder(n, offsets="block"),
-    "ring_attention_pytorch": lambda n: Dense(),
+BESIDE, BESIDE_CAUSAL = "beside", "beside, causal"
+BRANCHES = [512, 1024, 2048], [1, 2, 4]  # rates up to the number of heads: beyond it torchscale pads the heads
+LANDSCAPE_PEERS: dict[str, tuple[Pattern, int]] = {  # the documented function, and at how many lengths
+    "dilated_attention_pytorch": (Dilated(*BRANCHES, mixing="head_groups", offsets="branch"), 1),
+    "torchscale_dilated": (Dilated(*BRANCHES, offsets="block"), 2),
+    "local_attention": (sliding_window(1, block_size=128), 2),
+    "ring_attention_pytorch": (Dense(), 1),
 }
+
+
+def peer_groups(point: Point, ns: list[int]) -> list[Group]:
+    """Each other package in a group ``beside PACKAGE``, in turns with this library; the shortest with a backward too.
+
+    ``beside, causal``: gradients of causal attention, untimed. A package that is not installed has one point, which
+    says so.
+    """
+    groups, causal = [], []
+    for name, (pattern, count) in LANDSCAPE_PEERS.items():
+        points = [point.but(system=name, pattern=pattern, seq_len=n) for n in ns[:count]]
+        if version := peers.installed(name):
+            theirs = [p.but(options={"version": version}) for p in points]
+            theirs.append(theirs[0].but(passes="fwd+bwd"))
+            points = [q for p in theirs for q in (p, p.but(system="ringlab", options={}))]
+            causal.append(theirs[-1].but(causal=True))
+        groups.append(Group(f"{BESIDE} {peers.PEERS[name].package}", points if version else points[:1]))
+    return groups + ([Group(BESIDE_CAUSAL, causal, timed=False)] if causal else [])
 
 
 def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
@@ -376,8 +397,7 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
 
     ``landscape``: each system over three lengths, forward; dense attention unless it takes a second, FlexAttention at
     the longest only, because it compiles for ten seconds. ``landscape checks``: gradients at the shortest, untimed.
-    Other packages are in both with their version, each beside this library on the same function; a package that is not
-    installed has one point, listed as absent.
+    The other packages that are installed have groups of their own, by ``peer_groups``; they take about a minute.
     """
     ns = _lengths(rehearsal, *([1024, 4096, 8192] if device == "cpu" else [4096, 16384, 65536]))
     dense_to = by_size(profile, device, SHORTEST, ns[-2], ns[-1])
@@ -391,19 +411,10 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
         # Its mask is made from all pairs: 4 GiB at 65,536.
         n = by_size(profile, device, ns[-1], ns[-2], ns[-1])
         points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
-    for name, pattern in LANDSCAPE_PEERS.items():
-        theirs = [window.but(system=name, pattern=pattern(n), seq_len=n) for n in ns]
-        if version := peers.installed(name):
-            dilated = theirs[0].pattern["kind"] == "dilated"
-            theirs = [p.but(options={"version": version}) for p in theirs if dilated or p.seq_len <= dense_to]
-            points += theirs + ([p.but(system="ringlab", options={}) for p in theirs] if dilated else [])
-        else:
-            points.append(theirs[0])
     checked = [p for p in points if p.seq_len == ns[0] and p.system != "flex" and p == p.first]
-    checked = [p.but(passes="fwd+bwd") for p in checked if p.system not in LANDSCAPE_PEERS or p.options]
-    checked += [p.but(causal=True) for p in checked if p.system in LANDSCAPE_PEERS]
-    checks = Group(LANDSCAPE_CHECKS, dict.fromkeys(checked), timed=False)
-    return [Group(LANDSCAPE, dict.fromkeys(points)), checks]
+    checks = Group(LANDSCAPE_CHECKS, [p.but(passes="fwd+bwd") for p in checked], timed=False)
+    beside = _lengths(rehearsal, *([4096, 16384] if device == "cpu" else [16384, 65536])) or ns[:1]
+    return [Group(LANDSCAPE, dict.fromkeys(points)), checks, *peer_groups(window, beside)]
 
 
 _PAGES = (optimization, benchmark_summary, performance_comparison, hybrid_summary, session_summary, landscape)

@@ -549,6 +549,7 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "adaptive": adaptive,
     "dilated_attention_pytorch": "ringlab.measure.peers:dilated_attention_pytorch",
     "torchscale_dilated": "ringlab.measure.peers:torchscale_dilated",
+    "local_attention": "ringlab.measure.peers:local_attention",
     "ring_attention_pytorch": "ringlab.measure.peers:ring_attention_pytorch",
     **dict.fromkeys((*PUBLISHED, *BLOCK_SPARSE), published),
 }

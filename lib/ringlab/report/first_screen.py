@@ -114,7 +114,7 @@ def series(study: Study) -> dict[str, list]:
     for entry in field.FIELD:
         if field.verdict(study, entry).word == field.RIGHT:
             rows = [r for r in study.rows(entry.rows(study), **alike) if not objection(r) and r.median]
-            rows = [r for r in rows if threads(r) == threads(first) and (entry.peer or not r.point.options)]
+            rows = [r for r in rows if threads(r) == threads(first) and not r.point.options]
             by_length = {n: [r for r in rows if r.point.seq_len == n] for n in {r.point.seq_len for r in rows}}
             # Rows that took turns with those of the landscape come first.
             found[entry.name] = [best([r for r in some if together(r, first)]) or best(some)

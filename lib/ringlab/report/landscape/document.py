@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from ...measure import peers as packages
 from .. import columns, curves, figures, findings
 from .. import study as studies
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures
 from ..origins import provenance
+from ..peers import peers
 from ..reading import reading
 from ..rows import SHORT
 from ..session.rows import percent
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number
-from ..theme import INK
 from ..trust import objection, reason, status
 from . import field
 from .field import FIELD, RIGHT, UNRANKED, pair_cost, verdict
@@ -23,7 +22,7 @@ __all__ = [
     "unranked",
 ]  # fmt: skip
 COLORS = dict(zip((e.name for e in FIELD), (
-    figures.GREY, figures.BLUE, figures.ORANGE, figures.GREEN, figures.PURPLE, figures.RED, INK, INK, INK,
+    figures.GREY, figures.BLUE, figures.ORANGE, figures.GREEN, figures.PURPLE, figures.RED,
 )))  # fmt: skip
 
 
@@ -33,7 +32,7 @@ def open_study(profile: str = "auto", data: str = "") -> Study:
 
 
 def answer(study: Study) -> Text:
-    """At most five lines: the fastest, what a pair costs, what is wrong or absent, error, what was not measured."""
+    """At most five lines: the fastest, what a pair costs, what is wrong, error, what was not measured."""
     lines = [_fastest_line(study), _pair_line(study), _wrong_line(study), findings.trust_line(study),
              findings.gaps_line(study)]  # fmt: skip
     return study.text(*lines, kind="answer", bullets=True)
@@ -73,7 +72,7 @@ def _wrong_line(study: Study) -> str:
     said = "; ".join(f"{word}: {', '.join(names)}" for word, names in named.items() if names)
     right = sum(word == RIGHT for word in words.values())
     here = right + len(named["wrong"])
-    return f"**Right**: {right} of the {here} systems that are here{f'. Not ranked: {said}' if said else ''}."
+    return f"**Right**: {right} of the {here} systems that ran{f'. Not ranked: {said}' if said else ''}."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ def ranking(study: Study) -> Table:
     dense = f" Dense SDPA takes {_pair_ns(beside[-1])} ns at {beside[-1].point.seq_len:,} tokens." if beside else ""
     return table(
         study, f"Ranked by time{shape}",
-        [Column("System", lambda x: Cell(x["entry"].name, "another package" if x["entry"].peer else "")),
+        [Column("System", lambda x: x["entry"].name),
          Column(">Rank", lambda x: x["rank"]), TIME.of("row", ">Time (ms)"), ROOFLINE.of("row", ">Roofline (ms)"),
          Column(">Of all pairs", lambda x: percent(field.density(x["row"].point))),
          Column(">Time per pair (ns)", lambda x: _pair_ns(x["row"])),
@@ -108,14 +107,14 @@ def _pair_ns(row) -> str | None:
 
 
 def unranked(study: Study) -> Table | Text:
-    """The systems without a rank: wrong, absent, refused, with the reason of each."""
+    """The systems without a rank: wrong, refused, with the reason of each."""
     found = [(e, v) for e in FIELD if (v := verdict(study, e)).word != RIGHT]
     if not found:
         return study.text("Every system is here and right.")
     return study.table(
         "Without a rank", ["System", "Verdict", "Why"], [[e.name, v.cell, v.why] for e, v in found],
         note="Wrong: a result or a gradient differs from the reference of the system's own function by more than is "
-        "allowed. Absent: the package is not installed; the line installs it, and the next `make report` measures it.",
+        "allowed.",
     )  # fmt: skip
 
 
@@ -144,18 +143,17 @@ def time_figure(study: Study) -> None:
 
 
 def checks(study: Study) -> Table:
-    """Each system's verdict, and how far it is from the reference: forward, with gradients, causal where it ran."""
-    ways = {"Forward": ("fwd", False), "With gradients": ("fwd+bwd", False), "Causal": ("fwd+bwd", True)}
-    done = {(r.point.passes, r.point.causal) for r in study.results}
+    """Each system's verdict, and how far it is from the reference: forward, and with gradients."""
+    ways = {"Forward": "fwd", "With gradients": "fwd+bwd"}
 
-    def worst(way: tuple[str, bool]):
-        return lambda e: _worst([r for r in e.rows(study) if (r.point.passes, r.point.causal) == way])
+    def worst(passes: str):
+        return lambda e: _worst([r for r in e.rows(study) if r.point.passes == passes])
 
     return table(
         study, "Each system against the float64 reference of its own function",
-        [Column("System", lambda e: Cell(e.name, e.version(study))),
+        [Column("System", lambda e: e.name),
          Column("Verdict", lambda e: verdict(study, e).cell),
-         *(Column(f">{name}", worst(way)) for name, way in ways.items() if way in done)],
+         *(Column(f">{name}", worst(way)) for name, way in ways.items())],
         FIELD, folded=True,
         note="The error that is nearest to what is allowed, or the check that failed: over all lengths forward, at the "
         "shortest with gradients.",
@@ -173,40 +171,12 @@ def _worst(rows: list) -> Cell:
     return Cell(status(bad[0]) if bad else "not checked", kind="none")
 
 
-def peers(study: Study) -> Table | Text:
-    """Packages of others that are installed, beside this library on their own function."""
-
-    def line(entry) -> dict:
-        rows = [r for r in entry.rows(study) if columns.timed(r)]
-        row = rows[-1] if rows else None
-        ours = field.same_function(study, entry, row.point.seq_len) if row else None
-        return {"entry": entry, "verdict": verdict(study, entry), "row": row, "ours": ours}
-
-    found = [line(e) for e in FIELD if e.peer and verdict(study, e).word not in ("absent", "not measured")]
-    if not found:
-        return study.text("No package of others is installed here.")
-    cpu = " On a CPU torch's kernel stands in for the one that a package calls, which needs a GPU." * (
-        study.device_type == "cpu")  # fmt: skip
-    return table(
-        study, "Packages of others, and this library on their function",
-        [Column("Package", lambda x: Cell(x["entry"].name, x["entry"].version(study))),
-         Column("Verdict", lambda x: x["verdict"].cell), TOKENS.of("row", ">Tokens"), TIME.of("row", ">Time (ms)"),
-         TIME.of("ours", ">Here, the same function (ms)"), columns.ratio(study, "row", "ours", ">Its time over ours"),
-         Column("A query sees", lambda x: x["entry"].states)],
-        found,
-        note="Here: ringlab.attention, for dense attention torch's SDPA. A package whose output is right and whose "
-        f"gradients are wrong shows its forward time, without a rank.{cpu}",
-    )  # fmt: skip
-
-
 def limits(study: Study) -> Text:
     """What this page cannot tell."""
-    versions = [f"{packages.PEERS[e.system][0]} {e.version(study)}" for e in FIELD if e.peer and e.version(study)]
     return findings.limits(
         study,
         "Which pattern learns best: the same number of keys may be worth more or less to a model.",
         "The order at other densities, batches or head sizes: a query of the sparse ones sees 270 to 450 keys.",
-        "Times of causal attention and of training: gradients are checked here and not timed.",
+        "Times of causal attention, and of training but beside other packages: gradients are checked and not timed.",
         "How the packages run across ranks: each ran on one device.",
-        *([f"Other versions of the packages than these: {', '.join(versions)}."] if versions else []),
     )

@@ -5,35 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...measure import peers
 from ...measure import suites as suite
-from ..session.rows import one, scaled
+from ..session.rows import scaled
 from ..study import Study, best, cost_of
 from ..tables import Cell
 from ..trust import objection, reason, status
 
 RIGHT = "right"
-UNRANKED = WRONG, ABSENT, REFUSED, UNMEASURED = "wrong", "absent", "refused", "not measured"
+UNRANKED = WRONG, REFUSED, UNMEASURED = "wrong", "refused", "not measured"
 
 
 @dataclass(frozen=True)
 class Entry:
     """One system: the name that readers see, the function that it states, and its points by system and pattern.
 
-    ``pattern`` is one, or a function of the length. ``source`` says what its own code does where that explains a
-    failed check; it is shown with one alone.
+    ``pattern`` is a function of the length.
     """
 
     name: str
     states: str
     system: str
     pattern: Callable[[int], object]
-    source: str = ""
-
-    @property
-    def peer(self) -> bool:
-        """Whether it is a package of others."""
-        return self.system in peers.PEERS
 
     def rows(self, study: Study, group: str | None = None) -> list:
         """Its rows, the shortest first."""
@@ -45,10 +37,6 @@ class Entry:
         """Its timed forward row at a length, None where there is none."""
         return best([r for r in self.rows(study, suite.LANDSCAPE) if r.point.seq_len == seq_len])
 
-    def version(self, study: Study) -> str:
-        """The version of a package that was measured, else nothing."""
-        return next((r.option("version") for r in self.rows(study) if r.option("version")), "")
-
 
 def _always(pattern) -> Callable[[int], object]:
     return lambda seq_len: pattern
@@ -59,19 +47,9 @@ FIELD = (
     Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.LANDSCAPE_WINDOW)),
     Entry("BigBird", "neighbours, a global block and a random one", "ringlab", _always(suite.BIGBIRD)),
     Entry("Local and global", "neighbours and global blocks, as Longformer", "ringlab", _always(suite.LOCAL_GLOBAL)),
-    Entry("LongNet from 256", "dilated segments, one softmax over all", "ringlab",
-          suite.landscape_ladder),
+    Entry("LongNet from 256", "dilated segments, one softmax over all", "ringlab", suite.landscape_ladder),
     Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
           _always(suite.LOCAL_GLOBAL)),
-    Entry("dilated-attention-pytorch", "a dilation for each group of heads, over the number of groups",
-          "dilated_attention_pytorch", suite.LANDSCAPE_PEERS["dilated_attention_pytorch"],
-          "divides each output by the sum of the outputs over positions, which may be near zero or negative, and gives "
-          "groups of unequal size the wrong heads"),
-    Entry("torchscale", "LongNet by its authors, offsets by block of heads", "torchscale_dilated",
-          suite.LANDSCAPE_PEERS["torchscale_dilated"],
-          "takes no gradient of the weights by which it mixes the branches"),
-    Entry("ring-attention-pytorch", "every key, in buckets; on one device", "ring_attention_pytorch",
-          suite.LANDSCAPE_PEERS["ring_attention_pytorch"]),
 )  # fmt: skip
 
 
@@ -94,17 +72,13 @@ def verdict(study: Study, entry: Entry) -> Verdict:
     wrong = sorted((r for r in rows if status(r) == "incorrect"), key=lambda r: r.point.passes)  # forward first
     if wrong:
         where = "output" if wrong[0].point.passes == "fwd" else "output right, gradients wrong"
-        source = f"; according to its source code it {entry.source}" if entry.source else ""
-        return Verdict(WRONG, f"{where}: {reason(wrong[0])}{source}")
+        return Verdict(WRONG, f"{where}: {reason(wrong[0])}")
     timed = entry.rows(study, suite.LANDSCAPE)
     if any(not objection(r) for r in timed):
         return Verdict(RIGHT)
     if not rows:
         return Verdict(UNMEASURED, "no row of it is here")
-    why = reason((timed or rows)[0])
-    if why.startswith(peers.ABSENT):
-        return Verdict(ABSENT, why)
-    return Verdict(REFUSED, why)
+    return Verdict(REFUSED, reason((timed or rows)[0]))
 
 
 def lengths(study: Study) -> list[int]:
@@ -131,13 +105,6 @@ def standing(study: Study, seq_len: int) -> list[tuple[int, Entry, object]]:
 def dense(study: Study, seq_len: int):
     """The row of dense attention at a length."""
     return FIELD[0].at(study, seq_len)
-
-
-def same_function(study: Study, entry: Entry, seq_len: int):
-    """This library on a peer's function and length, None where it was not measured."""
-    pattern = entry.pattern(seq_len).to_dict()
-    system = "dense_sdpa" if pattern["kind"] == "dense" else "ringlab"
-    return one(study, suite.LANDSCAPE, system, seq_len=seq_len, pattern=pattern)
 
 
 def density(point) -> float:

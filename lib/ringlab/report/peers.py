@@ -1,0 +1,67 @@
+"""Packages of others beside this library: each is checked on the function that it documents, and timed where right."""
+
+from __future__ import annotations
+
+from ..measure import peers as packages
+from . import columns
+from .columns import TIME, TOKENS, Column, table
+from .study import Study, pattern_of, together
+from .tables import Cell, Table, Text
+from .trust import objection, reason, status
+
+INSTALL = "`make report PEERS=1` installs those that can be, and measures them beside this library."
+SOURCES = {  # what a package's own code does where that explains a failed check; shown with one alone
+    "dilated_attention_pytorch": "divides each output by the sum of the outputs over positions, which may be near zero "
+    "or negative, and gives groups of unequal size the wrong heads",
+    "torchscale_dilated": "takes no gradient of the weights by which it mixes the branches",
+}
+
+
+def peers(study: Study) -> Table | Text:
+    """Each package on its own function: correct or its error, and its time over this library's, which took turns."""
+    rows = study.rows(system=lambda name: name in packages.PEERS)
+    here = [r for r in rows if r.option("version")]
+    if not here:
+        return study.text(f"No package of others is installed here: {INSTALL}")
+    there, order = {r.point.system for r in here}, [*packages.PEERS]
+    rows = sorted(here + [r for r in rows if r.point.system not in there], key=lambda r: order.index(r.point.system))
+    kernels = [f"{p.kernel} in {p.package}" for s, p in packages.PEERS.items() if s in there and p.kernel]
+    cpu = f" On a CPU torch's own kernel stands in for {' and '.join(kernels)}, which need a GPU."
+    return table(
+        study, "Beside the packages of others, on the same function",
+        [Column("Package", lambda x: _package(x["row"])),
+         Column("Pattern", lambda x: str(pattern_of(x["row"].point))), TOKENS.of("row"), Column("Pass", _pass),
+         Column("Check", lambda x: _checked(x["row"])),
+         columns.ratio(study, "row", "ours", ">Its time over ours"), TIME.of("row"), TIME.of("ours", ">Ours (ms)")],
+        [{"row": r, "ours": _ours(study, r)} for r in rows],
+        note="Ours: `ringlab.attention` on the same tensors, in turns. Check: the largest error against the float64 "
+        "reference, of gradients too where a pass has them; what is wrong, or causal, is not timed."
+        f"{cpu if kernels and study.device_type == 'cpu' else ''}",
+    )  # fmt: skip
+
+
+def _ours(study: Study, row):
+    """This library on the same function, in turns with the row."""
+    mine = row.point.but(system="ringlab", options={})
+    return next(
+        (r for r in study.rows(system="ringlab", group=row.group) if r.point == mine and together(r, row)), None
+    )
+
+
+def _package(row) -> Cell:
+    return Cell(packages.PEERS[row.point.system].package, row.option("version", ""))
+
+
+def _pass(line: dict) -> str:
+    point = line["row"].point
+    return ("forward" if point.passes == "fwd" else "training") + ", causal" * point.causal
+
+
+def _checked(row) -> Cell:
+    """ "correct" with the error, or how a row fails its check, or why there is none."""
+    if not objection(row):
+        return Cell("correct", f"{max(row.errors.values()):.1e}", kind="good")
+    if status(row) != "incorrect":
+        return Cell("absent" if reason(row).startswith(packages.ABSENT) else status(row), reason(row), kind="none")
+    source = SOURCES.get(row.point.system)
+    return Cell("incorrect", reason(row) + (f"; its code {source}" if source else ""), kind="bad")
