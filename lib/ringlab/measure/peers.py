@@ -22,8 +22,6 @@ from ..block_patterns import sliding_window
 from .points import Point
 from .systems import Refused, System, only, pattern_of
 
-ABSENT = "not installed"
-
 
 class Peer(NamedTuple):
     """A package: its distribution, how to install it, and the GPU kernel that torch's stands in for on a CPU."""
@@ -63,7 +61,7 @@ def _module(point: Point, name: str):
     (package, how, _), version = PEERS[point.system], installed(point.system)
     wanted = only(point, "version").get("version", version)
     if version is None:
-        raise NotImplementedError(f"{ABSENT}: {how}")
+        raise NotImplementedError(f"{package} is not installed: {how}")
     if wanted != version:
         raise Refused(f"{package} {wanted} was asked for, {version} is installed")
     try:

@@ -377,18 +377,17 @@ LANDSCAPE_PEERS: dict[str, tuple[Pattern, int]] = {  # the documented function, 
 def peer_groups(point: Point, ns: list[int]) -> list[Group]:
     """Each other package in a group ``beside PACKAGE``, in turns with this library; the shortest with a backward too.
 
-    ``beside, causal``: gradients of causal attention, untimed. A package that is not installed has one point, which
-    says so.
+    ``beside, causal``: gradients of causal attention, untimed. A package that is not installed has no points.
     """
     groups, causal = [], []
     for name, (pattern, count) in LANDSCAPE_PEERS.items():
-        points = [point.but(system=name, pattern=pattern, seq_len=n) for n in ns[:count]]
         if version := peers.installed(name):
-            theirs = [p.but(options={"version": version}) for p in points]
+            first = point.but(system=name, pattern=pattern, options={"version": version})
+            theirs = [first.but(seq_len=n) for n in ns[:count]]
             theirs.append(theirs[0].but(passes="fwd+bwd"))
             points = [q for p in theirs for q in (p, p.but(system="ringlab", options={}))]
+            groups.append(Group(f"{BESIDE} {peers.PEERS[name].package}", points))
             causal.append(theirs[-1].but(causal=True))
-        groups.append(Group(f"{BESIDE} {peers.PEERS[name].package}", points if version else points[:1]))
     return groups + ([Group(BESIDE_CAUSAL, causal, timed=False)] if causal else [])
 
 

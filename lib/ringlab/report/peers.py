@@ -5,11 +5,10 @@ from __future__ import annotations
 from ..measure import peers as packages
 from . import columns
 from .columns import TIME, TOKENS, Column, table
-from .study import Study, pattern_of, together
+from .study import Study, best, pattern_of, together
 from .tables import Cell, Table, Text
 from .trust import objection, reason, status
 
-INSTALL = "`make report PEERS=1` installs those that can be, and measures them beside this library."
 SOURCES = {  # what a package's own code does where that explains a failed check; shown with one alone
     "dilated_attention_pytorch": "divides each output by the sum of the outputs over positions, which may be near zero "
     "or negative, and gives groups of unequal size the wrong heads",
@@ -19,14 +18,15 @@ SOURCES = {  # what a package's own code does where that explains a failed check
 
 def peers(study: Study) -> Table | Text:
     """Each package on its own function: correct or its error, and its time over this library's, which took turns."""
-    rows = study.rows(system=lambda name: name in packages.PEERS)
-    here = [r for r in rows if r.option("version")]
-    if not here:
-        return study.text(f"No package of others is installed here: {INSTALL}")
-    there, order = {r.point.system for r in here}, [*packages.PEERS]
-    rows = sorted(here + [r for r in rows if r.point.system not in there], key=lambda r: order.index(r.point.system))
-    kernels = [f"{p.kernel} in {p.package}" for s, p in packages.PEERS.items() if s in there and p.kernel]
-    cpu = f" On a CPU torch's own kernel stands in for {' and '.join(kernels)}, which need a GPU."
+    order = [*packages.PEERS]
+    rows = sorted(study.rows(system=lambda name: name in order), key=lambda r: order.index(r.point.system))
+    rows = [r for r in rows if r.option("version")]
+    if not rows:
+        names = ", ".join(p.package for p in packages.PEERS.values())
+        return study.text(f"No other package was measured: `make report PEERS=1` installs and measures {names}.")
+    here = {r.point.system: packages.PEERS[r.point.system] for r in rows}
+    kernels = [f"{p.kernel} in {p.package}" for p in here.values() if p.kernel and study.device_type == "cpu"]
+    absent = [f"{p.package} ({p.how})" for name, p in packages.PEERS.items() if name not in here]
     return table(
         study, "Beside the packages of others, on the same function",
         [Column("Package", lambda x: _package(x["row"])),
@@ -36,16 +36,16 @@ def peers(study: Study) -> Table | Text:
         [{"row": r, "ours": _ours(study, r)} for r in rows],
         note="Ours: `ringlab.attention` on the same tensors, in turns. Check: the largest error against the float64 "
         "reference, of gradients too where a pass has them; what is wrong, or causal, is not timed."
-        f"{cpu if kernels and study.device_type == 'cpu' else ''}",
+        + (f" On a CPU torch's own kernel stands in for {' and '.join(kernels)}." if kernels else "")
+        + (f" Absent: {'; '.join(absent)}." if absent else ""),
     )  # fmt: skip
 
 
 def _ours(study: Study, row):
     """This library on the same function, in turns with the row."""
     mine = row.point.but(system="ringlab", options={})
-    return next(
-        (r for r in study.rows(system="ringlab", group=row.group) if r.point == mine and together(r, row)), None
-    )
+    found = [r for r in study.rows(system="ringlab", group=row.group) if r.point == mine and together(r, row)]
+    return best(found)
 
 
 def _package(row) -> Cell:
@@ -58,10 +58,10 @@ def _pass(line: dict) -> str:
 
 
 def _checked(row) -> Cell:
-    """ "correct" with the error, or how a row fails its check, or why there is none."""
+    """The error if it is within its tolerance, how a row fails its check, or why there is none."""
     if not objection(row):
         return Cell("correct", f"{max(row.errors.values()):.1e}", kind="good")
     if status(row) != "incorrect":
-        return Cell("absent" if reason(row).startswith(packages.ABSENT) else status(row), reason(row), kind="none")
+        return Cell(status(row), reason(row), kind="none")
     source = SOURCES.get(row.point.system)
     return Cell("incorrect", reason(row) + (f"; its code {source}" if source else ""), kind="bad")
