@@ -366,24 +366,24 @@ def landscape_ladder(seq_len: int, **how) -> Dilated:
 
 BESIDE, BESIDE_CAUSAL = "beside", "beside, causal"
 BRANCHES = [512, 1024, 2048], [1, 2, 4]  # rates up to the number of heads: beyond it torchscale pads the heads
-LANDSCAPE_PEERS: dict[str, tuple[Pattern, int]] = {  # the documented function, and at how many lengths
-    "dilated_attention_pytorch": (Dilated(*BRANCHES, mixing="head_groups", offsets="branch"), 1),
-    "torchscale_dilated": (Dilated(*BRANCHES, offsets="block"), 2),
-    "local_attention": (sliding_window(1, block_size=128), 2),
-    "ring_attention_pytorch": (Dense(), 1),
+LANDSCAPE_PEERS: dict[str, tuple[Pattern, tuple[int, ...]]] = {  # the documented function, lengths over `half`
+    "dilated_attention_pytorch": (Dilated(*BRANCHES, mixing="head_groups", offsets="branch"), (2,)),
+    "torchscale_dilated": (Dilated(*BRANCHES, offsets="block"), (2, 8)),
+    "local_attention": (sliding_window(1, block_size=128), (2, 8)),
+    "ring_attention_pytorch": (Dense(), (1,)),  # it takes seconds at twice the length
 }
 
 
-def peer_groups(point: Point, ns: list[int]) -> list[Group]:
+def peer_groups(point: Point, half: int, longest: int) -> list[Group]:
     """Each other package in a group ``beside PACKAGE``, in turns with this library; the shortest with a backward too.
 
     ``beside, causal``: gradients of causal attention, untimed. A package that is not installed has no points.
     """
     groups, causal = [], []
-    for name, (pattern, count) in LANDSCAPE_PEERS.items():
+    for name, (pattern, times) in LANDSCAPE_PEERS.items():
         if version := peers.installed(name):
             first = point.but(system=name, pattern=pattern, options={"version": version})
-            theirs = [first.but(seq_len=n) for n in ns[:count]]
+            theirs = [first.but(seq_len=n) for n in (half * x for x in times) if n <= longest]
             theirs.append(theirs[0].but(passes="fwd+bwd"))
             points = [q for p in theirs for q in (p, p.but(system="ringlab", options={}))]
             groups.append(Group(f"{BESIDE} {peers.PEERS[name].package}", points))
@@ -412,8 +412,12 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
         points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
     checked = [p for p in points if p.seq_len == ns[0] and p.system != "flex" and p == p.first]
     checks = Group(LANDSCAPE_CHECKS, [p.but(passes="fwd+bwd") for p in checked], timed=False)
-    beside = _lengths(rehearsal, *([4096, 16384] if device == "cpu" else [16384, 65536])) or ns[:1]
-    return [Group(LANDSCAPE, dict.fromkeys(points)), checks, *peer_groups(window, beside)]
+    half = 2048 if device == "cpu" else 8192
+    return [
+        Group(LANDSCAPE, dict.fromkeys(points)),
+        checks,
+        *peer_groups(window, half, SHORTEST if rehearsal else 8 * half),
+    ]
 
 
 _PAGES = (optimization, benchmark_summary, performance_comparison, hybrid_summary, session_summary, landscape)
