@@ -9,7 +9,7 @@ from .study import Study, best, pattern_of, together
 from .tables import Cell, Table, Text
 from .trust import objection, reason, status
 
-SOURCES = {  # what a package's own code does where that explains a failed check; shown with one alone
+SOURCES = {  # what a package's own code does where that explains a failed check
     "dilated_attention_pytorch": "divides each output by the sum of the outputs over positions, which may be near zero "
     "or negative, and gives groups of unequal size the wrong heads",
     "torchscale_dilated": "takes no gradient of the weights by which it mixes the branches",
@@ -26,6 +26,8 @@ def peers(study: Study) -> Table | Text:
         return study.text(f"No other package was measured: `make report PEERS=1` installs and measures {names}.")
     here = {r.point.system: packages.PEERS[r.point.system] for r in rows}
     kernels = [f"{p.kernel} in {p.package}" for p in here.values() if p.kernel and study.device_type == "cpu"]
+    wrong = {r.point.system for r in rows if status(r) == "incorrect"}
+    why = [f"{here[name].package} {source}" for name, source in SOURCES.items() if name in wrong]
     absent = [f"{p.package} ({p.how})" for name, p in packages.PEERS.items() if name not in here]
     return table(
         study, "Beside the packages of others, on the same function",
@@ -36,6 +38,7 @@ def peers(study: Study) -> Table | Text:
         [{"row": r, "ours": _ours(study, r)} for r in rows],
         note="Ours: `ringlab.attention` on the same tensors, in turns. Check: the largest error against the float64 "
         "reference, of gradients too where a pass has them; what is wrong, or causal, is not timed."
+        + (f" By their source code, {'; '.join(why)}." if why else "")
         + (f" On a CPU torch's own kernel stands in for {' and '.join(kernels)}." if kernels else "")
         + (f" Absent: {'; '.join(absent)}." if absent else ""),
     )  # fmt: skip
@@ -63,5 +66,4 @@ def _checked(row) -> Cell:
         return Cell("correct", f"{max(row.errors.values()):.1e}", kind="good")
     if status(row) != "incorrect":
         return Cell(status(row), reason(row), kind="none")
-    source = SOURCES.get(row.point.system)
-    return Cell("incorrect", reason(row) + (f"; its code {source}" if source else ""), kind="bad")
+    return Cell("incorrect", reason(row), kind="bad")
