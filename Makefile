@@ -11,6 +11,9 @@ ARGS        ?=
 PYTHON      ?= python3
 NOENV       ?=
 TORCH_INDEX ?=
+PEERS       ?=
+
+WITH_PEERS := $(if $(filter-out 0,$(PEERS)),peers)
 
 # Which Python runs the targets:
 #   NOENV=1                                $(PYTHON) as it is, nothing installed
@@ -33,10 +36,8 @@ else
     SETTLED := $(shell .venv/bin/python -c pass 2>/dev/null && cat $(READY) 2>/dev/null && echo settled)
     ifeq ($(filter settled,$(SETTLED)),)
       .PHONY: $(READY)
-    else ifneq ($(TORCH_INDEX),)
-      ifeq ($(filter $(TORCH_INDEX),$(SETTLED)),)
-        .PHONY: $(READY)
-      endif
+    else ifneq ($(filter-out $(SETTLED),$(TORCH_INDEX) $(WITH_PEERS)),)
+      .PHONY: $(READY)
     endif
     # Byte code is cached on first import, or every measuring process would compile torch again.
     unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
@@ -63,12 +64,12 @@ endif
 .PHONY: help report compare check pdf test lab profiles env lint clean
 
 help:  ## list the targets
-	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [ARGS=...]"
+	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [PEERS=1] [ARGS=...]"
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 
 # Reports are no make targets: an unfinished one must neither be deleted nor look up to date, so the driver decides.
-report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: no rehearsal)
-	$(call needs,[report],torch)
+report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: no rehearsal; PEERS=1: other packages too)
+	$(call needs,[report$(WITH_PEERS:%=$(COMMA)%)],torch $(if $(WITH_PEERS),local_attention ring_attention_pytorch))
 	@$(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
 
 pdf: $(READY)  ## print the reports that are there to PDF, beside the HTML (needs Chromium; CHROMIUM=/path/to/chrome)
@@ -113,5 +114,5 @@ clean:  ## remove .venv and caches; measured data and reports stay
 
 ifneq ($(READY),)
 $(READY):
-	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh lib/setup.sh $@
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" PEERS="$(WITH_PEERS)" sh lib/setup.sh $@
 endif

@@ -1,11 +1,13 @@
 #!/bin/sh
 # Builds .venv at the top of the checkout from pyproject.toml and constraints.txt; the Makefile calls it: setup.sh STAMP.
-# Reads PYTHON (default python3) and TORCH_INDEX (default: PyPI's build, or cu126 where the GPU is older than Turing).
+# Reads PYTHON (default python3), TORCH_INDEX (default: PyPI's build, or cu126 where the GPU is older than Turing) and
+# PEERS (not empty: the other packages that the landscape is measured beside, too).
 set -eu
 cd "$(dirname "$0")/.."
 stamp=$1
 PYTHON=${PYTHON:-python3}
 TORCH_INDEX=${TORCH_INDEX:-}
+PEERS=${PEERS:-}
 log=.venv/setup.log
 
 die() { echo "ringlab: $*" >&2; exit 1; }
@@ -61,4 +63,11 @@ if [ -n "$TORCH_INDEX" ]; then
     case $TORCH_INDEX in cu*) pip install --no-deps --index-url "$url" xformers || echo "ringlab: no xformers on $url; PyPI's is used" >>"$log" ;; esac
 fi
 pip install -e './lib[report,lab,gpu,test]' || fail
-echo "$TORCH_INDEX" >"$stamp"
+if [ -n "$PEERS" ]; then
+    pip install -e './lib[peers]' || fail
+    # These require old versions of torch's companions. No release of torchscale has DilatedAttention: it comes from git.
+    pip install --no-deps dilated-attention-pytorch || fail
+    pip install --no-deps git+https://github.com/microsoft/torchscale@4d1e0e82e5adf86dd424f1463192635b73fc8efc ||
+        echo "ringlab: torchscale cannot be installed from GitHub (log in $log); the report lists it as absent"
+fi
+echo "$TORCH_INDEX${PEERS:+ $PEERS}" >"$stamp"

@@ -60,7 +60,7 @@ def test_environment_names_python_pip_and_the_library():
     constraints, library = section["pip"]
     assert constraints == "-c lib/constraints.txt"
     extras = re.fullmatch(r"-e \./lib\[([a-z,]+)\]", library)[1].split(",")
-    assert sorted(extras) == sorted(project()["optional-dependencies"]), "one environment for everything"
+    assert {*extras, "peers"} == {*project()["optional-dependencies"]}, "one environment for all but other packages"
     assert f"./lib[{','.join(extras)}]" in (LIB / "setup.sh").read_text(), "conda and make install the same"
 
 
@@ -70,7 +70,7 @@ def test_installed_versions_are_the_pinned_ones_where_set_up_made_the_environmen
         pytest.skip("not running in the .venv that make builds")
     # The path alone: the compiler's setuptools adds packages of its own to sys.path.
     have = {name_of(d.name): d.version.split("+")[0] for d in distributions(path=[sysconfig.get_path("purelib")])}
-    free = ("ringlab", "pip", "nvidia", "cuda")
+    free = ("ringlab", "pip", "nvidia", "cuda", "torchscale")  # torchscale's commit is in setup.sh
     wrong = {n: v for n, v in have.items() if pins().get(n) != v and not n.startswith(free)}
     assert not wrong, f"installed, but not as pinned: {wrong}"
 
@@ -94,12 +94,13 @@ case "$*" in
   *version_info*) exit {old} ;;
   *ensurepip*) exit {no_venv} ;;
   "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *torchscale*) exit 1 ;;
   "-m pip"*) echo "$*" >>calls; echo "WARNING: noise"; echo "ERROR: the disk is full"; exit {pip_fails} ;;
 esac
 """
 
 
-def set_up(folder: Path, capability=None, index="", version="3.12.1", old=0, no_venv=0, pip_fails=0):
+def set_up(folder: Path, capability=None, index="", version="3.12.1", old=0, no_venv=0, pip_fails=0, peers=""):
     (folder / "lib").mkdir(exist_ok=True)
     for name in ("setup.sh", "constraints.txt"):
         shutil.copy(LIB / name, folder / "lib" / name)
@@ -110,7 +111,7 @@ def set_up(folder: Path, capability=None, index="", version="3.12.1", old=0, no_
     smi.write_text(f"#!/bin/sh\necho {capability}\n" if capability else "#!/bin/sh\nexit 9\n")
     for tool in (python, smi):
         tool.chmod(0o755)
-    env = {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(python), "TORCH_INDEX": index}
+    env = {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(python), "TORCH_INDEX": index, "PEERS": peers}
     done = subprocess.run(["sh", "lib/setup.sh", ".venv/.ready-x"], cwd=folder, env=env, capture_output=True, text=True)
     calls = (folder / "calls").read_text() if (folder / "calls").exists() else ""
     return done, calls, (folder / ".venv" / ".ready-x").exists()
@@ -125,6 +126,16 @@ def test_old_gpus_get_the_torch_build_that_drives_them_and_a_chosen_index_wins(t
     assert "-e ./lib[report,lab,gpu,test]" in calls
     calls = set_up(tmp_path, capability, index="cpu")[1][len(calls) :]
     assert "torch==2.13.0+cpu" in calls and "cu126" not in calls
+
+
+def test_other_packages_are_installed_on_request_alone_and_one_that_cannot_be_is_named(tmp_path):
+    done, calls, ready = set_up(tmp_path)
+    assert ready and "peers" not in calls and "--no-deps" not in calls
+    done, calls, ready = set_up(tmp_path, peers="peers")
+    assert done.returncode == 0 and ready and "-e ./lib[peers]" in calls, done.stderr
+    assert "--no-deps dilated-attention-pytorch" in calls and "dilated-attention-pytorch" in pins()
+    assert "torchscale cannot be installed from GitHub" in done.stdout.splitlines()[-1]
+    assert (tmp_path / ".venv" / ".ready-x").read_text() == " peers\n"
 
 
 @pytest.mark.parametrize("trouble, said", [
@@ -154,14 +165,16 @@ def test_make_help_lists_every_target():
 
 
 @pytest.mark.parametrize("target, missing, extra", [
-    ("report", "torch", "[report]"), ("pdf", "torch", ""), ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
+    ("report", "torch", "[report]"),
+    ("report PEERS=1", "torch, local_attention, ring_attention_pytorch", "[report,peers]"),
+    ("pdf", "torch", ""), ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
     ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"), ("lint", "ruff", "[test]"),
 ])  # fmt: skip
 def test_an_interpreter_that_lacks_something_is_one_line(tmp_path, target, missing, extra):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')  # this interpreter without its packages
     bare.chmod(0o755)
-    done = make(target, "NOENV=1", f"PYTHON={bare}")
+    done = make(*target.split(), "NOENV=1", f"PYTHON={bare}")
     line, makes_own = done.stderr.splitlines()
     assert done.returncode == 2 and done.stdout == "" and makes_own.startswith("make: ***")
     assert line.startswith(f"ringlab: '{bare}' has no {missing}; run: {bare} -m pip install")
