@@ -208,7 +208,7 @@ EXTREME_TOKENS = (65536, 131072, 262144)
 BLOCK_WAYS = ("rows", "batched", "views")  # of execution, in the order of the document
 FRESH = {"results": False}
 ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window has
-LOOKED_UP = 2048  # the longest length whose patterns are looked up
+LOOKED_UP = 1024  # the longest length whose patterns are looked up
 CACHES_MB = (0, 0.25, 1, 64)  # 64 is the library's default; with 0 nothing is kept
 SCRATCH_MB, THREADS = (1, 4, 16, 64), (1, 2)
 KINDS: dict[str, BlockSparse] = {
@@ -418,7 +418,7 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     half = 2048 if device == "cpu" else 8192
     # Dense attention takes seconds, and is what all others are compared with.
     return [
-        Group(LANDSCAPE, dict.fromkeys(points), rounds=10), Group(LANDSCAPE_TRAINING, trained, rounds=10),
+        Group(LANDSCAPE, dict.fromkeys(points), rounds=8), Group(LANDSCAPE_TRAINING, trained, rounds=8),
         *peer_groups(window, half, SHORTEST if rehearsal else 8 * half),
     ]  # fmt: skip
 
