@@ -1,6 +1,7 @@
 """How `make test` shares out the tests among processes, which are no trouble to each other's measurements."""
 
 import functools
+import os
 import sys
 
 import pytest
@@ -16,6 +17,12 @@ MEASURED_ONCE = (
     "test_documents.py", "test_explore.py", "test_first_screen.py", "test_landscape.py", "test_predicted.py",
     "test_ranks.py", "test_report.py", "test_runs.py", "test_triton.py",
 )  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """One process more than there are cores, because some tests wait most of their time."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,17 +7,20 @@ from ringlab.measure import stats
 from ringlab.meta_run import MetaCall
 
 
-@pytest.fixture(autouse=True, scope="session")
+KNOWN = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
 def quick():
     """Intervals a little coarser, in a tenth of the time; a call at a length is run without data once."""
-    at, known = MetaCall.at, {}
+    at = MetaCall.at
 
     def once(call, n):
         about = [getattr(call, field.name) for field in fields(call) if field.name != "profile"]
         key = (*about, call.device_type, call.profile and call.profile.capability, n)
-        if key not in known:
-            known[key] = at(call, n)
-        return known[key]
+        if key not in KNOWN:
+            KNOWN[key] = at(call, n)
+        return KNOWN[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "RESAMPLES", 200)
