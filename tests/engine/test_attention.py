@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import errors
-from matrix import Case, differentiated, drawn, judged, paths
+from matrix import Case, differentiated, drawn, errors, judged, paths
 from ringlab import Dense, Dilated, Execution, Simulated, attention, blocks, memory, reference
 from ringlab.engine.execute import merge
+from ringlab.ring import SCHEMES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 LADDER = Dilated([150, 300], [1, 2])
@@ -136,12 +136,13 @@ def test_no_gradient_is_computed_where_none_is_asked_for():
     assert dv.shape == v.shape
 
 
-def test_autocast_does_not_lower_the_precision():
+@pytest.mark.parametrize("ranks", [{}, *({"group": Simulated(2), "scheme": scheme} for scheme in SCHEMES)])
+def test_autocast_does_not_lower_the_precision(ranks):
     q, k, v = (torch.randn(1, 300, 2, 16, requires_grad=True) for _ in range(3))
     for backend in ("cpu_flash", "eager"):
-        want = attention(q, k, v, LADDER, backend=backend)
+        want = attention(q, k, v, LADDER, backend=backend, **ranks)
         with torch.autocast("cpu", BF16):
-            out = attention(q, k, v, LADDER, backend=backend)
+            out = attention(q, k, v, LADDER, backend=backend, **ranks)
             (dq,) = torch.autograd.grad(out.sum(), q)
         assert torch.equal(out, want) and torch.equal(dq, torch.autograd.grad(want.sum(), q)[0])
 

@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 import ringlab
 import torch
-from helpers import STAINED
-from matrix import BF16, BLOCK, F16, F32, F64, TILED_WAYS, WAYS, Case, all_wrong, drawn, judged
+from matrix import BF16, BLOCK, F16, F32, F64, STAINED, TILED_WAYS, WAYS, Case, all_wrong, drawn, judged
 from matrix import BLOCK_SPARSE as PATTERNS
 from ring_cases import warnings_of_bsr
 from ringlab import Execution, attention, blocks, kernels, patterns, reference

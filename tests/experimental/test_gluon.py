@@ -11,9 +11,8 @@ import pytest
 import torch
 from compiled import fed, fits, resources
 from gluon_machine import SOURCE, Hazard, running
-from helpers import NAMES, errors
 from interpreted import DESCRIBED, printed, within_bounds
-from matrix import Case, judged
+from matrix import NAMES, Case, errors, judged
 from ringlab import Dense, Dilated, block_patterns
 from ringlab.kernels import experimental, tile_schedule, triton
 from ringlab.kernels.triton import TritonKernel

@@ -7,8 +7,7 @@ import os
 
 import pytest
 import torch
-from helpers import errors
-from matrix import Case, judged
+from matrix import Case, errors, judged
 from ring_cases import parity
 from ringlab import Dense, Dilated, Execution, Ladder, attention, block_patterns, kernels, reference
 from ringlab.kernels import experimental, triton, triton_config, triton_tune

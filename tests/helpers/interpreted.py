@@ -18,8 +18,7 @@ from unittest import mock
 
 import torch
 from gluon_machine import running
-from helpers import NAMES, errors, results
-from matrix import Case, judged
+from matrix import NAMES, Case, differentiated, errors, judged
 from ringlab import Dense, Dilated, Execution, attention, block_patterns, estimate, kernels, reference
 from ringlab import cache as caches
 from ringlab.engine.autograd import IN_GRAPHS
@@ -295,7 +294,7 @@ def compiled(pattern, n, heads, kv_heads, d):
         return attention(q, k, v, pattern, causal=True, scale=-0.3, backend="triton", return_lse=True)
 
     graph = torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")
-    a, b = (results(*f(q, k, v), q, k, v, torch.ones(()), torch.ones(1, heads, n)) for f in (step, graph))
+    a, b = (differentiated(*f(q, k, v), (q, k, v), torch.ones_like(q), torch.ones(1, heads, n)) for f in (step, graph))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     text = triton._text(pattern)
     checks = torch.library.opcheck(triton.triton_attention, (q, k, v, text, True, 0.25), test_utils=tests)

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 
 import ringlab
 import torch
-from helpers import NAMES, STAINED, errors
 from ringlab import Adaptive, BlockSparse, Dense, Dilated, Execution, Simulated, attention, kernels, reference
 from ringlab import blocks as presets
 from ringlab.blocks import Coarse, Global, Random, Segment, Strided, Window
+from ringlab.memory import MemoryPool
 from ringlab.patterns import MIXINGS, OFFSETS
 from ringlab.ring import SCHEMES, Layout, contiguous, hilbert, striped, uneven, zigzag
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 HALF = (BF16, F16)
+NAMES = ("out", "lse", "dq", "dk", "dv")
 MEMORY = ("contiguous", "heads first", "packed", "every other")  # how q, k, v and the cotangent of out are strided
 BLOCK = 8
 LADDER = Dilated([12, 36], [1, 2])
@@ -48,6 +49,22 @@ BLOCK_SPARSE = [
 PATTERNS = [Dense(), *DILATED, *BLOCK_SPARSE]
 TILED_WAYS = ("views", "batched", "rows")  # ways of running blocks that are calls of kernels
 WAYS = (*TILED_WAYS, "bsr")
+
+
+class Stained(MemoryPool):
+    """Results of any size in memory that holds NaN, as memory that was used before may."""
+
+    def __init__(self):
+        super().__init__(threshold_bytes=0)
+
+    def __repr__(self) -> str:
+        return "STAINED"
+
+    def lend(self, *args, **kwargs):
+        return super().lend(*args, **kwargs).fill_(torch.nan)
+
+
+STAINED = Stained()
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,12 @@ def differentiated(out, lse, inputs, dout, dlse) -> dict[str, torch.Tensor]:
         results, cotangents = [out, lse], [*cotangents, dlse.to(lse.dtype).masked_fill(lse == -torch.inf, torch.nan)]
     grads = torch.autograd.grad(results, inputs, cotangents)
     return dict(zip((*NAMES, "dz"), (t.detach() for t in (out, lse, *grads))))
+
+
+def errors(got: dict, want: dict, q, k, dout, scale=None) -> dict[str, float]:
+    """The error of each result that is there, as the design defines it."""
+    floor = reference.gradient_floor(q, k, dout, scale)
+    return {n: reference.error(got[n], want[n], 1.0 if n in ("out", "lse") else floor) for n in want}
 
 
 def drawn(case: Case):

@@ -156,12 +156,6 @@ def late_rank(channel, rank, *rest):
     launch._rank(channel, rank, *rest)
 
 
-def sleeps(folder):
-    """Leave the process id and never end."""
-    Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
-    time.sleep(1000)
-
-
 def two_meshes(pattern, layout, seed):
     """Data x sequence parallel on 2 x 2 ranks: two sequences, each over its own pair."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))

@@ -6,7 +6,6 @@ import pytest
 from ringlab.measure import stats
 from ringlab.meta_run import MetaCall
 
-
 KNOWN = {}
 
 

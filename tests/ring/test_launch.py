@@ -4,16 +4,15 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from ring_cases import fault, late_rank, sleeps
+from ring_cases import fault, late_rank
 from ringlab.patterns import Dilated
 from ringlab.ring import contiguous, launch
 from ringlab.ring.launch import RankFailed
-from started import alive, gone
+from started import gone
 
 PATTERN = Dilated([8, 24], [1, 2])
 FAULTS = {
@@ -52,10 +51,10 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
     assert shown.count("Traceback") == ("raised" in FAULTS[kind] or "differs" in FAULTS[kind]), "the culprit's alone"
 
 
-def test_ranks_that_all_hang_end_in_time(tmp_path):
+def test_ranks_that_all_hang_end_in_time():
     start = time.monotonic()
     with pytest.raises(RankFailed, match="hangs: after 2 s it has begun 0 exchanges, others 0"):
-        launch.launch(sleeps, 2, str(tmp_path), timeout_s=2.0)
+        launch.launch(time.sleep, 2, 1000.0, timeout_s=2.0)
     assert 2 <= time.monotonic() - start < 12
 
 
@@ -65,30 +64,6 @@ def test_a_rank_that_never_joins_is_named(monkeypatch):
     with pytest.raises(RankFailed) as failure:
         launch.launch(dist.get_rank, 3)
     assert str(failure.value) == "rank 1 has not joined within 4 s" and failure.value.rank == 1
-
-
-CALLER = """
-from ringlab.ring import launch
-from ring_cases import sleeps
-launch.launch(sleeps, 2, {folder!r})
-"""
-
-
-def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
-    script, files = tmp_path / "caller.py", [tmp_path / f"{rank}.pid" for rank in range(2)]
-    script.write_text(CALLER.format(folder=str(tmp_path)))
-    paths = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": paths},
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    deadline = time.monotonic() + 90
-    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ranks = [int(f.read_text()) for f in files]
-    server, other = (int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in ranks)
-    assert all(map(alive, [server, *ranks])) and server == other, "one process forked both"
-    process.kill()
-    assert gone([server, *ranks], 60.0)  # at once; a busy machine may take its time
-    assert process.wait(5) != 0
 
 
 def test_as_many_ranks_as_memory_and_open_files_allow(monkeypatch):

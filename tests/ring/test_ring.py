@@ -35,15 +35,6 @@ def test_half_precision_is_rounded_once(scheme):
     assert (out.double() - exact).norm() <= 1.3 * rounding
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_autocast_changes_nothing(scheme):
-    q, k, v, *_ = tensors(contiguous(40, 2), 2, 2, 8, torch.float32, 0)
-    how = {"group": Simulated(2), "scheme": scheme, "backend": "eager"}
-    want = attention(q, k, v, Dense(), **how)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention(q, k, v, Dense(), **how), want)
-
-
 def test_the_last_dimension_may_lie_anywhere():
     layout = contiguous(N, 3)
     given = tensors(layout, 2, 2, 8, torch.float64, 0)[:3]
