@@ -42,11 +42,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True, scope="session")
 def beside_other_tests():
-    """Rows that tests measure count as undisturbed, though other tests run beside them.
+    """Rows that tests measure count as undisturbed, though other tests run beside them, and have few samples.
 
     The code of the library, which no test changes, is hashed once: to read it takes a second for each report.
     """
-    from ringlab.measure import provenance, session
+    from ringlab.measure import provenance, session, timing
 
     code_hash = provenance.code_hash
     known = functools.cache(lambda paths: code_hash(paths, provenance.PACKAGE))
@@ -56,6 +56,8 @@ def beside_other_tests():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "CONTENTION", 99.0)
+        patch.setattr(session, "MORE_S", 0.0)
+        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
         patch.setattr(provenance, "code_hash", once)
         yield
 
