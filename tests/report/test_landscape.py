@@ -379,10 +379,9 @@ def test_density_and_cost_of_a_pair_are_counted():
     count = cost.count_pairs(suites.LANDSCAPE_WINDOW, 4096, 8)[1]
     assert document.density(row.point) == count / (8 * 4096**2)
     ratio = there.ratio(row, document.DENSE.at(there, 4096)).value * 8 * 4096**2 / count
-    assert document.pair_cost(there, row).value == pytest.approx(ratio)
-    assert document.per_pair(row) == row.median / count
+    assert document.over_dense(there, row).value == pytest.approx(ratio)
     lost = page(lambda r: replace(r, **LOST | {"status": "oom"}) if of("Dense SDPA")(r) else r)
-    assert document.pair_cost(lost, ENTRIES["Sliding window"].at(lost, 4096)) is None, "dense was not timed there"
+    assert document.over_dense(lost, ENTRIES["Sliding window"].at(lost, 4096)) is None, "dense was not timed there"
     ladder = suites.landscape_ladder(4096)
     assert (ladder.segment_lengths, ladder.dilation_rates) == ((256, 1024, 4096), (1, 4, 16))
 

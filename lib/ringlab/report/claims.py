@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from .. import hardware
 from ..measure import Ratio
 from .columns import peak_bytes, per_token, sent_bytes, timed
-from .published import BETWEEN, DOCUMENTS, published
+from .published import BETWEEN, DOCUMENTS, KB, MB, published
 from .study import Study, best
 from .tables import Cell, interval, number
 
@@ -202,31 +202,51 @@ def _value(x: Ratio | float, unit: str) -> str:
 
 
 def by_rows(study: Study, claim: dict) -> Finding:
-    """What the first kind of rows that a claim names comes to over the second, wherever both were measured."""
+    """What the rows that a claim names come to, wherever they were measured: one over another, or by themselves."""
     rows = claim["rows"]
-    quantity = rows.get("quantity", "time")
-    values = {where: x for where, pair in pairs(study, rows).items() if (x := over(study, *pair, quantity))}
-    systems = rows["first"].get("system")
+    quantity, printed = rows.get("quantity", "time"), rows.get("printed")
+    values, counts = {}, set()
+    for where, (a, b) in pairs(study, rows).items():
+        x = over(study, a, b, quantity) if "second" in rows else _amount(a, quantity, claim.get("unit"))
+        if printed and x:
+            x = x / printed[n] if (n := str(a.point.seq_len)) in printed else None
+        if x:
+            values[where] = x
+            counts.add(a.point.world_size)
+    systems = (rows | rows["first"]).get("system")
     absent = [s for s in systems if not any(_name(s) in w for w in values)] if isinstance(systems, list) else []
     missing = " and ".join(map(_name, absent)) if values else ""
-    return Finding(values, rows["what"], missing=missing, why=claim.get("why", ""), timed=quantity == "time")
+    if len(counts) < rows.get("counts", 0):
+        missing = "three numbers of ranks or more, which a law needs"
+    return Finding(
+        values, rows["what"], why=claim.get("why", ""), missing=missing, elsewhere=claim.get("elsewhere", ""),
+        timed=quantity in ("time", "tokens/s"),
+    )  # fmt: skip
 
 
 def pairs(study: Study, rows: dict) -> dict[str, tuple]:
     """Where -> (first, second): rows that agree in all of ``SAME`` that the claim does not set.
 
     ``rows["first"]`` and ``rows["second"]`` hold the fields that differ, ``rows`` itself those of both. A list means
-    any of its values. Options must be just those named. By default rows are forward and not causal.
+    any of its values. Options must be just those named. By default rows are forward and not causal. The first has
+    ``rows["longer"]`` times the tokens of the second, by default as many. Without a second it stands by itself.
     """
-    common = {k: v for k, v in rows.items() if k not in ("first", "second", "what", "quantity")}
-    first, second = (select(study, **common | rows[k]) for k in ("first", "second"))
-    same = [name for name in SAME if name not in rows["first"] | rows["second"]]
+    common = {k: v for k, v in rows.items() if k not in ABOUT_ROWS}
+    first, second = (select(study, **common | rows.get(k, {})) for k in ("first", "second"))
+    set_apart = rows["first"] | rows.get("second", {})
+    same = [name for name in SAME if name not in set_apart]
+    several = common | rows["first"]
     found: dict[str, list[tuple]] = {}
+
+    def key(row, longer: int = 1) -> list:
+        return [getattr(row.point, name) * (longer if name == "seq_len" else 1) for name in same]
+
     for a in sorted(first, key=lambda r: (r.point.seq_len, r.point.world_size)):
-        b = best([r for r in second if all(getattr(a.point, name) == getattr(r.point, name) for name in same)])
+        b = best([r for r in second if key(r, rows.get("longer", 1)) == key(a)]) if "second" in rows else a
         if b is not None:
-            name = f"for {_name(a.point.system)} " if isinstance(rows["first"].get("system"), list) else ""
-            ranks = f" on {a.point.world_size} ranks" if "world_size" in same and a.point.world_size > 1 else ""
+            name = f"for {_name(a.point.system)} " if isinstance(several.get("system"), list) else ""
+            counted = "world_size" in same or isinstance(several.get("world_size"), list)
+            ranks = f" on {a.point.world_size} ranks" if counted and a.point.world_size > 1 else ""
             found.setdefault(f"{name}at {a.point.seq_len:,} tokens{ranks}", []).append((a, b))
     return {where: next(x for x in each if x[0] is best([a for a, _ in each])) for where, each in found.items()}
 
@@ -243,8 +263,29 @@ def over(study: Study, first, second, quantity: str = "time") -> Ratio | float |
     """One row over another: a Ratio of times, or a number by bytes; None unless both are known."""
     if quantity == "time":
         return study.ratio(first, second) if timed(first) and timed(second) else None
-    a, b = map({"peak": peak_bytes, "per token": per_token, "sent": sent_bytes}[quantity], (first, second))
+    a, b = map(QUANTITIES[quantity], (first, second))
     return a / b if a and b else None
+
+
+def _amount(row, quantity: str, unit: str | None) -> float | None:
+    found = QUANTITIES[quantity](row)
+    return found and found / {"KB": KB, "MB": MB, "GB": 1e9}.get(unit, 1)
+
+
+def _of_all_ranks(row) -> int | None:
+    held = peak_bytes(row)
+    return held and held * row.point.world_size
+
+
+def _scores(row) -> float | None:
+    """The scores of all heads in fp32 over a row's peak."""
+    held, p = peak_bytes(row), row.point
+    return held and 4 * p.heads * p.seq_len**2 / held
+
+
+QUANTITIES = {"peak": peak_bytes, "per token": per_token, "sent": sent_bytes, "all ranks": _of_all_ranks,
+              "scores": _scores, "tokens/s": lambda r: r.tokens_per_s if timed(r) else None}  # fmt: skip
+ABOUT_ROWS = ("first", "second", "what", "quantity", "printed", "longer", "counts")  # no fields of a point
 
 
 def _name(system: str) -> str:

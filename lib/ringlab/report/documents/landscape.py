@@ -6,21 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...measure import suites as suite
-from .. import columns, figures, findings
+from .. import columns, figures
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures, limits, provenance, reading
 from ..peers import peers
 from ..rows import SHORT
-from ..study import Study, best, cost_of, pattern_of
+from ..study import Study, best, pattern_of
 from ..tables import Cell, Table, Text, interval, number
 from ..theme import INK
 from ..trust import objection, reason, status
-from .session import percent, scaled
+from .optimization import answer_of, fits_line
+from .session import density, pair_cost, percent
 
 __all__ = [
     "answer", "failures", "limits", "peers", "provenance", "ranking", "reading", "time_figure",
     "training", "unranked",
 ]  # fmt: skip
+COMPUTED = 131072  # tokens of the call that is computed where the device is absent
 RIGHT = "right"
 UNRANKED = WRONG, REFUSED, UNMEASURED = "wrong", "refused", "not measured"
 
@@ -126,31 +128,23 @@ def standing(study: Study, seq_len: int) -> list[tuple[int, Entry, object]]:
     return ranked
 
 
-def density(point) -> float:
-    """Visible (query, key) pairs over all pairs, over batch and heads."""
-    return cost_of(point).distinct_pairs / (point.batch * point.heads * point.seq_len**2)
-
-
-def per_pair(row) -> float | None:
-    """Seconds for each visible pair of a query and a key."""
-    return row.median / cost_of(row.point).distinct_pairs if columns.timed(row) else None
-
-
-def pair_cost(study: Study, row):
-    """Time for a visible pair over that in dense attention of the same length, a Ratio or None."""
-    whole = DENSE.at(study, row.point.seq_len)
-    pairs = cost_of(whole.point).distinct_pairs / cost_of(row.point).distinct_pairs if whole else 1
-    return scaled(study.ratio(row, whole), pairs)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the page
 
 
 def answer(study: Study) -> Text:
-    """At most five lines: the fastest, what a pair costs, what is wrong or absent, error, what was not measured."""
-    lines = (_fastest_line, _pair_line, _wrong_line, findings.trust_line, findings.gaps_line)
-    return study.text(*(line(study) for line in lines), kind="answer", bullets=True)
+    """The fastest, what a pair costs, what is wrong or absent; trust, and what was not measured."""
+    computed = fits_line(study, suite.landscape_ladder(COMPUTED), COMPUTED) if study.rehearsal else ""
+    return answer_of(study, computed, _fastest_line(study), _pair_line(study), _wrong_line(study))
+
+
+def _cost(ratio) -> str | None:
+    return ratio and f"{number(ratio.value)}×"
+
+
+def over_dense(study: Study, row):
+    """What a visible pair costs over dense attention of the same length."""
+    return pair_cost(study, row, DENSE.at(study, row.point.seq_len))
 
 
 def _fastest_line(study: Study) -> str:
@@ -169,7 +163,7 @@ def _fastest_line(study: Study) -> str:
 def _pair_line(study: Study) -> str:
     """At the longest length at which dense attention was timed too."""
     for n in reversed(lengths(study)):
-        if found := [(x, e) for _, e, r in standing(study, n) if e is not DENSE and (x := pair_cost(study, r))]:
+        if found := [(x, e) for _, e, r in standing(study, n) if e is not DENSE and (x := over_dense(study, r))]:
             (low, cheap), (high, dear) = (f(found, key=lambda x: x[0].value) for f in (min, max))
             said = f"**{number(low.value)}×** ({cheap.name})"
             if dear is not cheap:
@@ -192,20 +186,18 @@ def ranking(study: Study) -> Table:
     found = standing(study, ns[-1]) if ns else []
     p = found[0][2].point if found else None
     shape = f", {p.seq_len:,} tokens, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, forward" if p else ""
-    beside = DENSE.timed(study)
-    dense = f" Dense SDPA takes {_pair_ns(beside[-1])} ns at {beside[-1].point.seq_len:,} tokens." if beside else ""
     return table(
         study, f"Ranked by time{shape}",
         [Column("System", lambda x: x["entry"].name),
          Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
          Column(">Of all pairs", lambda x: percent(density(x["row"].point))),
-         Column(">Time per pair (ns)", lambda x: _pair_ns(x["row"])),
+         Column(">Cost of a pair, dense = 1", lambda x: _cost(over_dense(study, x["row"]))),
          Column("A query sees", lambda x: Cell(x["entry"].states, str(pattern_of(x["row"].point))))],
         [{"rank": rank, "entry": e, "row": r} for rank, e, r in found],
         marked=[i for i, (rank, *_) in enumerate(found) if rank == 1],
-        note="Each variant is correct for what it claims to compute. They compute different things: the ranking is by "
-        "speed, they are not interchangeable. Rows share a rank where their difference is within noise. Each visible "
-        f"pair is counted once; LongNet's branches compute some twice, which its time per pair includes.{dense}",
+        note="The ranking is by speed: the variants compute different things and are not interchangeable. Rows share a "
+        "rank where their difference is within noise. Each visible pair is counted once; LongNet's branches compute "
+        "some twice, which its cost of a pair includes.",
     )  # fmt: skip
 
 
@@ -224,11 +216,6 @@ def training(study: Study) -> Table:
         note="With a random gradient of the output. Every gradient passed its check. Peak memory counts q, k, v, the "
         "output and their gradients.",
     )  # fmt: skip
-
-
-def _pair_ns(row) -> str | None:
-    found = per_pair(row)
-    return None if found is None else number(found * 1e9)
 
 
 def unranked(study: Study) -> Table | Text:
@@ -259,7 +246,7 @@ def time_figure(study: Study) -> None:
         study, "Data: time over length",
         [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "dense", "row", ">Faster than dense"),
-         Column(">Cost of a pair, dense = 1", lambda x: times(pair_cost(study, x["row"])) if x["dense"] else None)],
+         Column(">Cost of a pair, dense = 1", lambda x: times(over_dense(study, x["row"])) if x["dense"] else None)],
         lines,
     )  # fmt: skip
     over = [(x, line) for line in lines if (x := study.ratio(line["dense"], line["row"]))]

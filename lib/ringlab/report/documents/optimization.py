@@ -11,7 +11,7 @@ from ... import Execution, attention, cost, hardware, kernels, memory, patterns
 from ...estimate import longest
 from ...kernels.base import DeviceSpec
 from .. import columns, figures, findings, rows
-from ..columns import MASK, PASS, PEAK, ROOFLINE, SHARD, TIME, TOKENS, Column, shown, table, times
+from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, shown, table, times
 from ..findings import failures, provenance, reading
 from ..rows import (
     DEFAULTS,
@@ -32,7 +32,7 @@ from ..trust import reason
 
 __all__ = [
     "answer", "efficiency", "failures", "implementations", "kernels_table", "length_figure",
-    "limits", "memory_exceptions", "passes", "provenance", "reading", "recommended", "reuse",
+    "limits", "passes", "provenance", "reading", "recommended", "reuse",
 ]  # fmt: skip
 _longest = cache(longest)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -42,16 +42,25 @@ SWITCHES = {  # name: (what it does, off, on)
     "cache": ("Pattern cache on", False, True),
     "pool": ("Memory pool on", False, True),
 }
-EXCEPTION = 1.3  # times q, k, v and out, from which a peak is worth a line
 FUNCTION = {k: v for k, v in shape().items() if k in ("batch", "heads", "head_dim", "world_size")}
 Lent = namedtuple("Lent", "served asked")  # buffers that a call gets from a pool, and all that it asks for
 
 
 def answer(study: Study) -> Text:
-    """What optimizing pays, what fits (computed, so first in a rehearsal), dense attention, trust, what is missing."""
-    first = (_fits_line, _pays_line) if study.rehearsal else (_pays_line, _fits_line)
-    lines = (*first, _dense_line, findings.trust_line, findings.gaps_line)
-    return study.text(*(line(study) for line in lines), kind="answer", bullets=True)
+    """What optimizing pays, what fits, dense attention, trust, what is missing."""
+    fits = fits_line(study, pattern(), shape()["seq_len"])
+    return answer_of(study, fits, _pays_line(study), fits, _dense_line(study))
+
+
+def answer_of(study: Study, computed: str, *lines: str) -> Text:
+    """The answer of a page in five lines at most: its ``lines``, then trust and what was not measured.
+
+    In a rehearsal what is ``computed`` for the absent device comes first, and one line holds what another one took.
+    """
+    if study.rehearsal:
+        here = " ".join(line for line in lines if line != computed).replace("**", "")
+        lines = computed, f"**Measured on {study.device}, not on that GPU**: {here}"
+    return study.text(*lines, findings.trust_line(study), findings.gaps_line(study), kind="answer", bullets=True)
 
 
 def _pays_line(study: Study) -> str:
@@ -67,12 +76,6 @@ def _pays_line(study: Study) -> str:
     for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
         if names := [f"{name} ({number(x.value)}×)" for name, x in effects if _beyond(x) == sign]:
             said.append(f"{words}: {', '.join(names)}")
-    if named := [
-        (label(r), _beyond(study.ratio(r, line["row"]))) for line in lines for r in line["others"] if shown(r)
-    ]:
-        apart = ", ".join(dict.fromkeys(name for name, effect in named if effect))
-        same = f"not as fast: {apart}" if apart else "within noise"
-        said.append(f"{' and '.join(dict(named))}: the same engine under other names, {same}")
     return f"{'. '.join(said)}."
 
 
@@ -81,19 +84,26 @@ def _beyond(ratio) -> int:
     return 0 if ratio is None else ratio.significantly_slower - ratio.significantly_faster
 
 
-def _fits_line(study: Study) -> str:
-    """How long a sequence fits, by ``longest``; in a rehearsal the roofline of the device too."""
+def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
+    """How long a sequence fits on so many ranks, by ``longest``; in a rehearsal the roofline of the device too."""
     gpu, dtype, bound = study.profile, rows.hardware_dtype(study), ""
-    ours, dense = (_bound(gpu, p, dtype) for p in (pattern(), patterns.Dense()))
+    ours, dense = (_bound(gpu, p, dtype, seq_len) for p in (pattern, patterns.Dense()))
     if study.rehearsal and ours and dense:
-        bound = f"computed for {gpu.title} in {SHORT[dtype]}, the call takes at least {ours} ms, dense {dense} ms; "
+        bound = f"computed for {gpu.title} in {SHORT[dtype]}, the call takes at least {ours} ms over {seq_len:,} "
+        bound += f"tokens on one device, dense attention {dense} ms; "
     if not study.memory_bytes:
         return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
     how = {"dtype": getattr(torch, dtype), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
-    most, train = (about(_longest(pattern(), study.memory_bytes, passes=p, **how)) for p in ("fwd", "fwd+bwd"))
+    said = []
+    for n in ranks:
+        on = "" if ranks == (1,) else f" on {n} rank{'s' * (n > 1)}"
+        said.append(f"{about(_longest(pattern, study.memory_bytes, ranks=n, **how))} tokens{on}")
+    training = ""
+    if ranks == (1,):
+        training = f", {about(_longest(pattern, study.memory_bytes, passes='fwd+bwd', **how))} in training"
     return (
-        f"**How long a sequence fits**: {bound}{size(study.memory_bytes)} hold {most} tokens in a forward call, "
-        f"{train} in training. This is attention alone, of one layer, as `ringlab.longest` says."
+        f"**How long a sequence fits**: {bound}{size(study.memory_bytes)}{' a rank' * (ranks != (1,))} hold "
+        f"{' or '.join(said)} in a forward call{training}, by `ringlab.longest` for attention alone."
     )
 
 
@@ -184,7 +194,8 @@ def implementations(study: Study) -> Table:
     tests = {"original": is_plain, "optimised": is_optimised, "flash": lambda r: r.point.system.endswith("V2Flash")}
 
     def name(x: dict) -> Cell:
-        also = (f"also {label(r)}" for r in x["others"])
+        slower = {label(r): _beyond(study.ratio(r, x["row"])) for r in x["others"]}
+        also = (f"also {name}{', not as fast' if apart else ''}" for name, apart in slower.items())
         return Cell(label(x["row"]), "; ".join([SHORT[x["row"].point.dtype], *also]))
 
     def paper(x: dict) -> Cell | None:
@@ -199,12 +210,15 @@ def implementations(study: Study) -> Table:
         return cell.plain if (cell := times(study.ratio(one, two))) else "not measured"
 
     s, d, gpu = shape(), rows.published(), gpu_of(study)
-    least = (_bound(gpu, p, str(gpu.default_dtype()).removeprefix("torch.")) for p in (pattern(), patterns.Dense()))
+    least = (
+        _bound(gpu, p, str(gpu.default_dtype()).removeprefix("torch."), s["seq_len"])
+        for p in (pattern(), patterns.Dense())
+    )
     return table(
         study, f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
         [Column("Implementation", name), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "naive", "row", ">Faster than naive"),
-         columns.ratio(study, "dense", "row", ">Faster than dense"),
+         columns.ratio(study, "dense", "row", ">Faster than dense"), PEAK.of("row"),
          *([] if study.rehearsal else [Column(">Published (ms)", paper)])],
         entries(study),
         note="Naive is this library's gathered, eager path: the original does not run here. fp32 instead of fp16 alone "
@@ -295,29 +309,6 @@ def passes(study: Study) -> Table:
          ROOFLINE.of("dense", ">Roofline, dense (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
         [{"ours": best(some), "dense": dense_beside(study, best(some))} for some in ways.values() if some],
         note="Training: forward and backward together, with a random gradient of the output.",
-    )  # fmt: skip
-
-
-def memory_exceptions(study: Study) -> Table | Text:
-    """The calls whose peak is far above the tensors that the caller holds; those of equal peaks share a line."""
-
-    def multiple(row) -> float:
-        return round(columns.peak_bytes(row) / columns.floor_bytes(row), 2)
-
-    known = [r for r in study.rows(world_size=1) if columns.floor_bytes(r) and r.point.system != "sgemm"]
-    by_peak = {(segments(p.pattern), p.dtype, rows.pass_of(p), multiple(r)): r for r in known[::-1] if (p := r.point)}
-    above = sorted((r for r in by_peak.values() if multiple(r) > EXCEPTION), key=multiple, reverse=True)
-    rest = max((m for r in known if (m := multiple(r)) <= EXCEPTION), default=None)
-    said = f"All {'others' if above else 'calls'} hold at most {rest:.2f} × q, k, v and out." if rest else "Not known."
-    if not above:
-        return study.text(said)
-    return table(
-        study, f"Peak memory above {EXCEPTION} × q, k, v and out",
-        [columns.SYSTEM, Column("Segments / rates", lambda r: segments(r.point.pattern)),
-         Column("Pass", lambda r: rows.pass_of(r.point)),
-         Column(">Tokens", lambda r: f"{r.point.batch} × {r.point.seq_len:,}"), SHARD, PEAK],
-        above,
-        note=f"{said} A peak counts live tensors, q, k, v and out included; in training their gradients too.",
     )  # fmt: skip
 
 
@@ -429,9 +420,9 @@ def gpu_of(study: Study):
     return study.profile if own else hardware.get_profile(rows.published()["profile"])
 
 
-def _bound(profile, pattern, dtype: str) -> str | None:
-    """The roofline of a pattern at the document's shape on a profile, in ms."""
-    fields = {k: shape()[k] for k in ("batch", "seq_len", "heads", "head_dim", "causal", "passes")}
+def _bound(profile, pattern, dtype: str, seq_len: int) -> str | None:
+    """The roofline of a pattern in the document's heads on a profile, in ms."""
+    fields = {"seq_len": seq_len} | {k: shape()[k] for k in ("batch", "heads", "head_dim", "causal", "passes")}
     rate, bandwidth = profile.peak(getattr(torch, dtype)), profile.bandwidth_bytes_per_s
     work = cost.count(pattern, dtype=getattr(torch, dtype), **fields)
     return number(work.seconds(rate, bandwidth) * 1e3) if rate and bandwidth else None

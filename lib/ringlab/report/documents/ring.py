@@ -6,30 +6,23 @@ send. The rows of a study are those of one page; its suite says which.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
-
-from ...estimate import longest
 from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECTIVE
 from ...ring.volume import ladder_rows
-from .. import columns, figures, findings
+from .. import columns, figures
 from ..columns import PEAK, ROOFLINE, TIME, Column, peak_bytes, ratio, rows_of, sent_bytes, table, timed, times
 from ..findings import failures, limits, provenance, reading
 from ..predicted import accuracy
-from ..published import DOCUMENTS, MB, published
+from ..published import DOCUMENTS, published
 from ..rows import SHORT
 from ..study import Study, pattern_of
-from ..tables import Cell, Table, Text, about, number, size
+from ..tables import Cell, Table, Text, number, size
 from ..trust import objection, status, threads
+from .optimization import answer_of, fits_line
 
 __all__ = [
-    "accuracy", "answer", "bytes_figure", "failures", "lengths", "limits", "memory_figure", "names", "provenance",
-    "reading", "schemes", "speed_figure", "volumes",
+    "accuracy", "answer", "bytes_figure", "failures", "lengths", "limits", "names", "provenance", "reading",
+    "schemes", "speed_figure", "volumes",
 ]  # fmt: skip
-
-
-_longest = cache(longest)
 
 
 def _rows(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
@@ -39,13 +32,17 @@ def _rows(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
 
 
 def answer(study: Study) -> Text:
-    """At most five lines, the finding first; then trust, and what was not measured."""
-    if study.suite == "performance_comparison":
-        lines = _schemes_lines(study)
-    else:
-        system, more = (HYBRID, [_scores_line(study)]) if study.suite == "hybrid_summary" else (SDPA, [])
-        lines = [_shards_line(study, system), _fits_line(study, system), *more]
-    return study.text(*lines, findings.trust_line(study), findings.gaps_line(study), kind="answer", bullets=True)
+    """The finding first, how long a sequence fits, trust, and what was not measured."""
+    schemes = study.suite == "performance_comparison"
+    system = "ringlab" if schemes else HYBRID if study.suite == "hybrid_summary" else SDPA
+    found, fits = _rows(study, system), "**How long a sequence fits**: not known, without a row."
+    counts = tuple(sorted({1, *(p for (_, p), row in found.items() if timed(row))}))
+    if found and (study.rehearsal or not schemes):
+        fits = fits_line(study, pattern_of(next(iter(found.values())).point), max(n for n, _ in found), counts)
+    if schemes:
+        return answer_of(study, fits, *_schemes_lines(study)[: 2 if study.rehearsal else 3])
+    run = _longest_run(rows_of(study, system, heads=lambda heads: True))
+    return answer_of(study, fits, _shards_line(study, system), fits if study.rehearsal else f"{fits} {run}")
 
 
 def _work(found: dict) -> str:
@@ -112,31 +109,16 @@ def _shards_line(study: Study, system: str) -> str:
     return said
 
 
-def _fits_line(study: Study, system: str) -> str:
-    """The longest sequences by ``ringlab.longest``, the longest measured, and what failed."""
-    found = _rows(study, system)
-    counts = sorted({p for (_, p), row in found.items() if timed(row)})
-    if not counts or not study.memory_bytes:
-        return f"**How long a sequence fits**: not known, without a timed row and the size of a memory.{_failed(found)}"
-    p = next(iter(found.values())).point
-    how = {k: getattr(p, k) for k in ("batch", "heads", "head_dim")} | {"dtype": getattr(torch, p.dtype)}
-    how |= {"profile": study.profile.name}
-    fits = {n: _longest(pattern_of(p), study.memory_bytes, ranks=n, **how) for n in counts}
-    said = ", ".join(f"{about(tokens)} tokens on {_on(n)}" for n, tokens in fits.items())
-    longer = rows_of(study, system, heads=lambda heads: True)
-    held = {key: peak for key, row in longer.items() if (peak := peak_bytes(row))}
-    last = max(held, key=lambda k: (k[0], -k[1]))
-    heads = ", with one head" if longer[last].point.heads == 1 else ""
-    return (
-        f"**How long a sequence fits**: with {size(study.memory_bytes)} a rank, {said}, by `ringlab.longest` for this "
-        f"attention alone, forward. The longest run here, {_at(*last)}{heads}, held "
-        f"{size(held[last])} a rank.{_failed(longer)}"
-    )
-
-
-def _failed(found: dict) -> str:
+def _longest_run(found: dict) -> str:
+    """The longest sequence that was measured, and what failed."""
+    held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
     failed = ", ".join(f"{_at(*key)} ({status(row)})" for key, row in found.items() if objection(row))
-    return f" Not shown: {failed}." if failed else ""
+    said = []
+    if held:
+        last = max(held, key=lambda k: (k[0], -k[1]))
+        heads = ", with one head" if found[last].point.heads == 1 else ""
+        said.append(f"The longest run here, {_at(*last)}{heads}, held {size(held[last])} a rank.")
+    return " ".join([*said, *([f"Not shown: {failed}."] if failed else [])])
 
 
 def _beside(found: dict, number: str, ranks: int | None = None) -> list[dict]:
@@ -181,8 +163,8 @@ PRINTED = {
 
 
 def speed_figure(study: Study) -> None:
-    """001: how many times as fast several ranks are as one."""
-    faster = _speed_ups(study, _rows(study, SDPA))
+    """001 and 004: how many times as fast several ranks are as one."""
+    faster = _speed_ups(study, _rows(study, HYBRID if study.suite == "hybrid_summary" else SDPA))
     if not faster:
         return
     items = [figures.Bar(_at(*key), x.value, x.low, x.high) for key, x in faster.items()]
@@ -191,7 +173,7 @@ def speed_figure(study: Study) -> None:
     caption = f"{counts} ranks are {number(low)} to {number(high)} times as fast as one; {counts} would be perfect."
     said = "; ".join(f"{b.label} {number(b.value)}×" for b in items)
     fig = figures.bars(items, xlabel="Times as fast as one rank", line=1, fmt="{:.2f}×".format)
-    figures.show(fig, "scaling-speed", caption, f"{caption} {said}.", stamp=study.stamp)
+    figures.show(fig, f"{study.suite}-speed", caption, f"{caption} {said}.", stamp=study.stamp)
 
 
 KINDS = {SDPA: "the ring on torch's SDPA kernel", CORRECT: "the ring on the eager kernel",
@@ -214,46 +196,6 @@ def names(study: Study) -> Table:
         note="Over the first: times as long as the ring on torch's kernel on as many ranks. The two rings compute one "
         "function.",
     )
-
-
-def _scores_line(study: Study) -> str:
-    known = {key: row for key, row in _rows(study, HYBRID).items() if peak_bytes(row)}
-    if not known:
-        return "**Standard attention**: no row to set beside it."
-    row = known[max(known)]
-    return (
-        f"**Standard attention that forms its scores** would hold {size(_scores(row.point))} of them at "
-        f"{row.point.seq_len:,} tokens; neither torch's own kernel nor this library forms any."
-    )
-
-
-def _scores(point) -> int:
-    """Bytes of the (b, h, n, n) scores in a point's dtype."""
-    return point.batch * point.heads * point.seq_len**2 * getattr(torch, point.dtype).itemsize
-
-
-def memory_figure(study: Study) -> None:
-    """004: peak of a rank over length, with what the document prints and what scores would take."""
-    lines = _beside(_rows(study, HYBRID), "004", ranks=2)
-    known = [x for x in lines if peak_bytes(x["row"])]
-    if not known:
-        return
-    series = {_on(p): [(x["tokens"], peak_bytes(x["row"]) / 2**20, None, None) for x in known if x["ranks"] == p]
-              for p in sorted({x["ranks"] for x in known})[:3]}  # fmt: skip
-    printed_at = {x["tokens"]: x["paper"]["mb"] * MB for x in lines if x["paper"]}
-    scores_at = {x["tokens"]: _scores(x["row"].point) for x in known}
-    for name, at in (("published, 2 GPUs", printed_at), ("fp32 scores", scores_at)):
-        series[name] = [(n, held / 2**20, None, None) for n, held in at.items()]
-    last = max(known, key=lambda x: (x["tokens"], -x["ranks"]))
-    caption = (
-        f"At {_at(last['tokens'], last['ranks'])} a rank holds {size(peak_bytes(last['row']))}; the scores of standard "
-        f"attention would take {size(_scores(last['row'].point))}."
-    )
-    said = "; ".join(f"{name} {number(xs[-1][1])} MiB at {xs[-1][0]:,} tokens" for name, xs in series.items())
-    colors = [figures.BLUE, figures.ORANGE, figures.GREEN][: len(series) - 2] + [figures.RED, figures.GREY]
-    how = {"xlabel": "Tokens", "ylabel": "Peak memory of a rank (MiB)", "dashed": ["fp32 scores"]}
-    fig = figures.lines(series, colors=colors, **how)
-    figures.show(fig, "hybrid-memory", caption, f"{caption} {said}.", stamp=study.stamp)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,7 +238,7 @@ def _schemes_lines(study: Study) -> list[str]:
         pairs = [(x.get(name), x.get(PLAN)) for x in lines if x["ranks"] > 1 for name in (RING, GATHER)]
         told = [r.significantly_slower or r.significantly_faster for a, b in pairs if (r := study.ratio(a, b))]
         found = [
-            f"**A rank sends {sent}**, at {_at(last['tokens'], last['ranks'])}. All compute one function; the plan "
+            f"**A rank sends {sent}**, at {_at(last['tokens'], last['ranks'])}: the plan "
             "sends only the rows that a query of another rank sees.",
             f"**A rank holds {held}** there; its q, k, v and out alone are {size(columns.floor_bytes(last[PLAN]))}. In "
             f"time, {sum(told)} of {len(told)} differences from the plan are beyond noise.",
@@ -311,8 +253,7 @@ def _schemes_lines(study: Study) -> list[str]:
     return [
         *found,
         f"**On one device ring and all-gather are one call under two names**: {cell.text} the time "
-        f"({cell.sub.replace(';', ',')}) and {memory:.2f}× the memory at {x['tokens']:,} tokens. The published factors "
-        "compare two functions.",
+        f"({cell.sub.replace(';', ',')}) and {memory:.2f}× the memory at {x['tokens']:,} tokens.",
     ]
 
 
@@ -329,8 +270,7 @@ def schemes(study: Study) -> Table:
         "Several ranks: time of the plan, times of the others over its, and peak memory of a rank",
         [MASKED, AT[1], TIME.of(PLAN, ">Plan (ms)"), *over, ROOFLINE.of(PLAN), *peaks],
         lines,
-        note=f"{_work({i: x[PLAN] for i, x in enumerate(lines) if PLAN in x})} Not causal but where marked. Ranks "
-        "communicate through gloo on one machine, so that times say nothing of a network.",
+        note=f"{_work({i: x[PLAN] for i, x in enumerate(lines) if PLAN in x})} Not causal but where marked.",
     )
 
 

@@ -11,23 +11,22 @@ from ... import patterns as functions
 from ...adaptive import Adaptive
 from ...measure import cache_systems
 from ...measure import suites as suite
-from .. import columns, figures, findings
+from .. import columns, figures
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, floor_bytes, peak_bytes, shown, table, timed, times
 from ..findings import failures, limits, provenance, reading
 from ..published import MB, published
 from ..rows import SHORT
-from ..study import Study, best, pattern_of
+from ..study import Study, best, cost_of, pattern_of
 from ..tables import Cell, Table, Text, interval, number, size
-from .optimization import draw_lengths
+from .optimization import answer_of, draw_lengths, fits_line
 
 __all__ = [
     "answer", "block_sparse", "efficiency", "extreme", "failures", "length_figure", "limits", "patterns", "provenance",
-    "reading", "reuse", "ring",
+    "reading", "reuse",
 ]  # fmt: skip
 OURS = "ringlab"
 SYSTEMS = {OURS: "This library", suite.ORIGINAL: "Row by row", suite.OPTIMIZED: "Batched",
            suite.TORCH_SPARSE: "torch.sparse", "dense_sdpa": "Dense SDPA", "flex": "FlexAttention"}  # fmt: skip
-BACKWARD = 3.5  # dense forward and backward over dense forward where it is not timed: 14 FLOPs a pair for 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,13 +96,15 @@ def density(point) -> float:
     """Visible pairs over all pairs."""
     if point.system == "adaptive":
         return Adaptive(**dict(point.options)).pairs(point.seq_len, point.causal) / point.seq_len**2
-    pattern = pattern_of(point)
-    return 1.0 if isinstance(pattern, functions.Dense) else pattern.density(point.seq_len, point.causal)
+    return cost_of(point).distinct_pairs / (point.batch * point.heads * point.seq_len**2)
 
 
-def scaled(ratio, factor: float):
-    """A ratio times an exact number."""
-    return ratio and replace(ratio, **{k: getattr(ratio, k) * factor for k in ("value", "low", "high")})
+def pair_cost(study: Study, row, dense):
+    """Time for a visible pair over that of a row of dense attention of the same length and pass, a Ratio or None."""
+    if (ratio := study.ratio(row, dense)) is None:
+        return None
+    factor = density(dense.point) / density(row.point)
+    return replace(ratio, **{k: getattr(ratio, k) * factor for k in ("value", "low", "high")})
 
 
 def heads(point) -> str:
@@ -155,9 +156,9 @@ def held(row) -> str | None:
 
 
 def answer(study: Study) -> Text:
-    """At most five lines: a window beside dense, the impossible factor, the steps, error, what was not measured."""
-    lines = (_window_line, _extreme_line, _journey_line, findings.trust_line, findings.gaps_line)
-    return study.text(*(line(study) for line in lines), kind="answer", bullets=True)
+    """A window beside dense, the impossible factor, the steps; trust, and what was not measured."""
+    computed = fits_line(study, suite.FAR, document()["ring_shape"]["seq_len"]) if study.rehearsal else ""
+    return answer_of(study, computed, _window_line(study), _extreme_line(study), _journey_line(study))
 
 
 def _window_line(study: Study) -> str:
@@ -284,14 +285,6 @@ def reuse(study: Study) -> Text:
 # beside dense attention
 
 
-def over_share(study: Study, row):
-    """A row's time over (dense time, not causal, times the row's share of the pairs), a Ratio or None."""
-    dense, factor = one(study, suite.EFFICIENCY, "dense_sdpa", passes=row.point.passes), 1.0
-    if dense is None:
-        dense, factor = one(study, suite.EFFICIENCY, "dense_sdpa", passes="fwd"), BACKWARD
-    return scaled(study.ratio(row, dense), 1 / (factor * density(row.point)))
-
-
 def efficiency(study: Study) -> Table:
     """Time over dense time times the share of the pairs, of ours and of torch's compiled kernel."""
     found = study.rows(group=suite.EFFICIENCY)
@@ -302,15 +295,18 @@ def efficiency(study: Study) -> Table:
         return Cell(SYSTEMS[row.point.system], "results in fresh memory" if fresh else "")
 
     p = dense[0].point if dense else None
-    untimed = all(r.point.passes == "fwd" for r in dense)
-    backward = f"A dense backward is not timed; forward and backward are taken as {BACKWARD} × the forward. "
+
+    def over(row):
+        alike = [r for r in dense if r.point.passes == row.point.passes]
+        return None if row in dense else times(pair_cost(study, row, best(alike)))
+
     return table(
         study, "What a tenth of the pairs costs" + (f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""),
         [Column("System", system), Column("Mask", lambda r: str(pattern_of(r.point))), DENSITY,
          replace(MASK, header="Causal"), PASS, TIME, ROOFLINE,
-         Column(">Cost of a pair, dense = 1", lambda r: None if r in dense else times(over_share(study, r)))],
+         Column(">Cost of a pair, dense = 1", over)],
         sorted(found, key=lambda r: [*SYSTEMS].index(r.point.system)),
-        note=f"{backward if untimed else ''}FlexAttention is torch's compiled kernel. In fresh memory "
+        note="FlexAttention is torch's compiled kernel. In fresh memory "
         "(`Execution(results=False)`) a large result costs page faults; else it takes the memory of a freed one.",
     )  # fmt: skip
 
@@ -349,33 +345,6 @@ def patterns(study: Study) -> Table:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # extreme lengths
-
-
-def ring(study: Study) -> Table:
-    """The document's table of ring attention at 131,072 tokens: what its code computes, and what the work needs."""
-    least, d = least_ms(work()), document()
-    others = {"a window of 640": suite.FAR, "dense attention": functions.Dense()}
-    said = ", ".join(f"{name} {number(least_ms(work(p)))} ms" for name, p in others.items())
-    source, every = d["source"], d["shape"]["heads"]
-
-    def paper(header: str, key: str, unit: str = "") -> Column:
-        return Column(header, lambda x: f"{x[key]:g}{unit}" if key in x else None)
-
-    def too_fast(x: dict) -> str | None:
-        return f"{number(least / x['ms'])}×" if "ms" in x and x["ms"] < least else None
-
-    return table(
-        study, f"Ring attention, {d['ring_shape']['seq_len']:,} tokens, as published on an {card().title}",
-        [Column("Implementation", lambda x: x["name"]), paper(">Time (ms)", "ms"), paper(">Memory (MB)", "mb"),
-         paper(">Factor", "speedup", "×"), Column(">Too fast by", too_fast),
-         Column("What is computed, according to its source code", lambda x: x.get("computes") or x.get("recorded"))],
-        d["ring"],
-        note=f"The stated work takes at least {number(least)} ms on that card by its peak rate in "
-        f"{d['shape']['dtype']}; {said}. q, k, v and out alone are {size(work().floor_bytes)}, more than the published "
-        f"memory. The factor 23.5 was measured at {source['ring_seq_len']:,} tokens, where {source['ring_zero_heads']} "
-        f"of {every} heads are zero: that explains {every / (every - source['ring_zero_heads']):g}×. At 8,192 tokens, "
-        f"where the segments fit, the same pair gives {source['ring_longer_factor']}×.",
-    )  # fmt: skip
 
 
 def extreme(study: Study) -> Table:
