@@ -383,9 +383,9 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 def _advise(given) -> None:
     from ringlab.report.evidence import stored
 
-    profile = hardware.resolve(given.profile).on(hardware.detect())
+    profile, rows = stored(hardware.resolve(given.profile).on(hardware.detect()))
     asked = ("ranks", "batch", "heads", "kv_heads", "head_dim", "layers", "causal", "passes", "pattern", "seconds")
-    advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=stored(profile),
+    advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=rows,
                     **{name: getattr(given, name) for name in asked})  # fmt: skip
     print(getattr(advice, given.show)() if given.show else f"{advice.text()}\n\n{advice.code()}")
 

@@ -8,6 +8,7 @@ from .. import cost, hardware, measure
 from ..advise import Evidence
 from ..engine import Execution
 from ..patterns import Dense
+from .first_screen import with_rates
 from .places import REHEARSAL, reports_folder
 from .rows import SHORT
 from .study import Study, pattern_of, read_study, together
@@ -33,13 +34,18 @@ def evidence(study: Study, here: str | None = None) -> tuple[Evidence, ...]:
     return tuple(found)
 
 
-def stored(profile: hardware.Profile) -> tuple[Evidence, ...]:
-    """The evidence of the rows of a profile, or else of its rehearsal; none where there are neither."""
+def stored(profile: hardware.Profile) -> tuple[hardware.Profile, tuple[Evidence, ...]]:
+    """A profile and the evidence of its rows, or else of its rehearsal; none where there are neither.
+
+    This machine's CPU has the rates of its rows: a probe beside other work would find lower ones.
+    """
     for folder in (profile.name, f"{profile.name}-{REHEARSAL}"):
         study = read_study(profile, reports_folder() / folder / "data")
         if study.results:
-            return evidence(study, here=measure.machine_id())
-    return ()
+            here = measure.machine_id()
+            mine = all(r.provenance.get("machine") == here for r in study.good)
+            return with_rates(study) if mine else profile, evidence(study, here)
+    return profile, ()
 
 
 def settings(result) -> dict[str, str]:

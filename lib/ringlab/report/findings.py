@@ -51,12 +51,14 @@ def trust_line(study: Study) -> str:
     """The line of an answer about checks, noise and repetition."""
     shares = [e / r.tolerance[k] for r in study.good for k, e in r.errors.items() if r.tolerance[k]]
     timed, (again, agreed), good = [r for r in study.good if r.median], study.repeats, len(study.good)
-    twice = f"{agreed} of {again} times agree with an earlier run" if again else "the run was not repeated"
+    ran = [r for r in study.results if status(r) != "unsupported"]
+    twice = f"{agreed} of {again} times agree with an earlier run" if again else "no second run to compare with"
     floor = f"The same work, measured twice in a run, differed by up to {number(study.noise_floor)}×"
     return (
-        f"**Trust**: {good} of {len(study.results)} measurements passed their check against the float64 reference "
+        f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
-        f"{'' if good == len(study.results) else '; the others are rejected'}. "
+        f"{'' if good == len(ran) else '; the others are rejected'}"
+        f"{f'; {absent} could not run on this device' if (absent := len(study.results) - len(ran)) else ''}. "
         f"{floor if study.twins else 'No call was measured twice in a run'}. "
         f"{sum(r.unstable for r in timed)} of {len(timed)} times are unstable; {twice}."
     )

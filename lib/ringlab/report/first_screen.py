@@ -34,7 +34,7 @@ WORDS = {"fwd": "forward", "fwd+bwd": "in training"}  # passes, as readers call 
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
 RANKS = 2  # for what moves between devices
 LINES = {"dense": ("Dense", figures.GREY), "advised": ("LongNet from 2,048", figures.PURPLE),
-         "local": ("Window of 2,048", figures.BLUE)}  # fmt: skip
+         "local": ("Window and global block", figures.BLUE)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FirstScreen:
 
 def first_screen(study: Study) -> FirstScreen:
     """The first screen of a profile. It takes several seconds, to estimate memory."""
-    ask = partial(advise, _with_rates(study), memory_bytes=study.memory_bytes, **SHAPE)
+    ask = partial(advise, with_rates(study), memory_bytes=study.memory_bytes, **SHAPE)
     advised = {(n, passes): _try(ask, n, passes=passes) for n in LENGTHS for passes in WORDS}
     known = next(a for a in advised.values() if isinstance(a, Advice))
     most = _longest(study, known)
@@ -69,7 +69,7 @@ def first_screen(study: Study) -> FirstScreen:
     there = replace(study.profile, memory_bytes=study.memory_bytes)
     found = [_measured_figure(study, measured)] if measured else []
     return FirstScreen(
-        f"{study.profile.title}, computed" if study.rehearsal else f"{study.device}, measured",
+        f"{study.profile.title}, computed" if study.rehearsal else _device(study),
         lines,
         _decisions(study, advised),
         [*found, rooflines(there, of_forward, most["fwd"][0] if most else None)],
@@ -77,7 +77,12 @@ def first_screen(study: Study) -> FirstScreen:
     )
 
 
-def _with_rates(study: Study) -> Profile:
+def _device(study: Study) -> str:
+    found = {threads(r) for r in study.good if r.point.world_size == 1} - {None}
+    return f"{study.device}, {max(found)} threads" if found and study.device_type == "cpu" else study.device
+
+
+def with_rates(study: Study) -> Profile:
     """The profile; that of a CPU with the rates that bound the rows of its most threads."""
     timed = [r for r in study.good if r.bound_seconds and r.point.world_size == 1]
     if study.profile.kind != "cpu":
@@ -132,7 +137,7 @@ def fastest(study: Study) -> str:
     said += f" ({interval(*row.ci, 1e3, 2)})"
     if ratio := study.ratio(dense, row):
         turns = "" if ratio.paired else ", not timed in turns with it"
-        less = f"**{number(ratio.value, 2)} times less than dense attention**"
+        less = f"**{number(ratio.value, 2)} times as fast as dense attention**"
         said += f", {less} ({number(dense.median * 1e3)} ms{turns})"
     tied = " and ".join(other.name for other, _ in first[1:])
     said += f". {tied} {'is' if len(first) == 2 else 'are'} within noise of it" if tied else ""
@@ -149,7 +154,7 @@ def _training(study: Study, entry) -> str:
         return ""
     n = row.point.seq_len
     ratio = study.ratio(next((r for r in field.DENSE.rows(study, **group) if r.point.seq_len == n), None), row)
-    less = f", {number(ratio.value, 2)} times less than dense attention" if ratio and entry is not field.DENSE else ""
+    less = f", {number(ratio.value, 2)} times as fast as dense attention" if ratio and entry is not field.DENSE else ""
     return f" In training at {n:,} tokens it takes {number(row.median * 1e3)} ms{less}."
 
 
@@ -212,7 +217,7 @@ def _trust(study: Study) -> str:
     over = ""
     if len(above) > 3:
         low, middle, high = (number(x, 2) for x in quantiles(above, n=4))
-        over = f"Times measured on {study.device} are {middle} times their roofline in the median ({low} to {high})"
+        over = f"Half of the times on {study.device} are {low} to {high} times their roofline, {middle} in the median"
     if study.rehearsal:
         return f"**Trust**: computed times are lower bounds. {over}; this device was not tried."
     return f"{trust_line(study)} {over}."
@@ -234,9 +239,15 @@ def _seconds(seconds: float) -> str:
     return next(f"{number(seconds / unit)} {name}" for below, unit, name in units if seconds < below)
 
 
-def _bound(advice: Advice, name: str) -> str | None:
-    found = next((p.bound_s for p in advice.proposals if p.name == name), None)
-    return f"≥ {_seconds(found)}" if found else None
+def _bound(advice: Advice, name: str) -> Cell | None:
+    """The roofline of another pattern, unless it needs more memory than there is: at least q, k, v and out."""
+    found, c = next((p for p in advice.proposals if p.name == name), None), advice.call
+    if found is None:
+        return None
+    least = found.peak_bytes or 2 * c.batch * advice.seq_len * (c.heads + c.kv_heads) * c.head_dim * c.dtype.itemsize
+    if advice.budget_bytes is not None and least > advice.budget_bytes:
+        return Cell("does not fit", kind="bad")
+    return Cell(f"≥ {_seconds(found.bound_s)}") if found.bound_s else None
 
 
 def _overview(study: Study, n: int, advised: dict) -> str:
@@ -249,29 +260,35 @@ def _overview(study: Study, n: int, advised: dict) -> str:
 
 
 def _decisions(study: Study, advised: dict) -> Table:
-    """For each length what to use, its time and memory, what the alternatives take, and what two devices send."""
-    lines = []
+    """For each length what to use, its time and memory, and what the alternatives take."""
+    lines, sent = [], set()
     for n in LENGTHS:
         both = [advised[n, passes] for passes in WORDS]
         known = next((a for a in both if isinstance(a, Advice)), None)
         if known is None:
-            lines.append([n, Cell("does not fit", both[0]), *[None] * 6])
+            lines.append([n, Cell("does not fit", both[0]), *[None] * 5])
             continue
         lines.append([
             n, _name(known["pattern"]), percent(known.proposals[0].share, 2), *(_time(study, n, a) for a in both),
-            _bound(known, "local"), _bound(known, "dense"), size(_sent(known)),
+            _bound(known, "local"), _bound(known, "dense"),
         ])  # fmt: skip
+        sent.add(_sent(known))
     return Table(
         "What to use, by length",
-        [">Tokens", "Use", ">Query–key pairs", ">Forward", ">Training", ">Window of 2,048, forward",
-         ">Dense, forward", f">{RANKS} devices send"],
+        [">Tokens", "Use", ">Query–key pairs", ">Forward", ">Training", ">Window, forward",
+         ">Dense, forward"],
         lines,
         note="Use: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the sequence, "
-        "so that every query reaches all of it; a window is about as fast and sees its neighbours alone. ≥ marks a "
-        "computed lower bound, other times are measured. Below a time stands the peak of memory, computed. Sent: by "
-        f"both devices together in a training call. `python -m ringlab advise --profile {study.profile.name} --seq-len "
-        "N` answers for other lengths and shapes.",
+        "so that every query reaches all of it. Window: about 2,048 neighbours and one global block. ≥ marks a "
+        "computed lower bound, other times are measured. Below a time stands the peak of memory, computed."
+        f"{_said_of(sent)} `python -m ringlab advise --profile {study.profile.name} --seq-len N` answers for other "
+        "lengths and shapes.",
     )  # fmt: skip
+
+
+def _said_of(sent: set[int]) -> str:
+    ends = " to ".join(map(size, sorted({min(sent), max(sent)}))) if sent else ""
+    return f" {RANKS} devices together send {ends} in a training call." if sent else ""
 
 
 def _sent(advice: Advice) -> int:

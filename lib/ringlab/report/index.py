@@ -23,8 +23,9 @@ SAID = {
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
-    "overview_note": "What to use, by policy: LongNet's pattern with segments from 2,048 tokens on. Its forward time "
-    "(≥ marks a computed lower bound), and whether it fits in memory, forward and in training.",
+    "overview_note": "Use LongNet's pattern with segments from 2,048 tokens on: the rule of its paper. Which pattern "
+    "learns best was not measured. Shown: its forward time (≥ marks a computed lower bound; real calls take longer, "
+    "see Trust), and whether it fits in memory, forward and in training.",
     "columns": ("Report", "Answer", "Files"),
 }
 
@@ -95,7 +96,8 @@ def _overview(found: list[dict]) -> dict | None:
     rows = [[screen["title"], *screen["overview"]] for screen in screens]
     if not rows:
         return None
-    return {"columns": ["Device", *(f"{n:,} tokens" for n in OVERVIEW)], "rows": rows, "note": SAID["overview_note"]}
+    lengths = (f"{n >> 20}M tokens" if n >= 1 << 20 else f"{n >> 10}K tokens" for n in OVERVIEW)
+    return {"columns": ["Device", *lengths], "rows": rows, "note": SAID["overview_note"]}
 
 
 def _section(folder: Path) -> dict:
