@@ -173,7 +173,7 @@ def test_how_long_a_sequence_fits_is_what_longest_says():
         said = next(line for line in single.answer(about).lines if "How long" in line)
         for passes in ("fwd", "fwd+bwd"):
             most = longest(rows.pattern(), about.memory_bytes, dtype=dtype, profile=name, passes=passes)
-            assert f"{tables.about(most)} tokens" in said or f", {tables.about(most)} in training" in said
+            assert f"{most:,} tokens" in said or f", {most:,} in training" in said
     assert said is single.answer(about).lines[0] or said == single.answer(about).lines[0], "computed figures come first"
     assert "computed for NVIDIA GeForce GTX 1080 in fp32, the call takes at least 2.90 ms" in said
 
@@ -377,7 +377,7 @@ def test_lengths_are_those_of_longest_and_one_that_failed_is_named():
     found = ring.answer(page("001")).lines[1]
     budget, pattern = page("001").memory_bytes, suites.RING_DOCUMENT
     for ranks in (1, 2):
-        assert f"{tables.about(longest(pattern, budget, ranks=ranks))} tokens on {ranks} rank" in found
+        assert f"{longest(pattern, budget, ranks=ranks):,} tokens on {ranks} rank" in found
     assert "Not shown" not in found
     last = page("001", lambda r: replace(r, status="oom", reason="no") if r.point.seq_len == 16384 else r)
     assert "16,384 tokens on 2 ranks (oom)" in ring.answer(last).lines[1]

@@ -53,7 +53,9 @@ def trust_line(study: Study) -> str:
     timed, (again, agreed), good = [r for r in study.good if r.median], study.repeats, len(study.good)
     ran = [r for r in study.results if status(r) != "unsupported"]
     twice = f"{agreed} of {again} times agree with an earlier run" if again else "no second run to compare with"
-    floor = f"The same work, measured twice in a run, differed by up to {number(study.noise_floor)}×"
+    floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
+    if study.pace:
+        floor += f", in different parts of the run by about {number(100 * study.pace, 1)} %"
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"

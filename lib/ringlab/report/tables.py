@@ -229,17 +229,6 @@ def number(x: float, digits: int = 3) -> str:
     return f"{x:,.{max(0, digits - len(str(int(rounded))))}f}" if rounded >= 1 else f"{x:.{digits}g}"
 
 
-def about(n: float) -> str:
-    """A large count as people say it, two digits.
-
-    >>> about(2_325_109), about(18_400), about(950)
-    ('2.3 million', '18,000', '950')
-    """
-    if n >= 1e6:
-        return f"{n / 1e6:.2g} million" if n < 1e8 else f"{n / 1e6:,.0f} million"
-    return f"{float(f'{n:.2g}'):,.0f}"
-
-
 def interval(low: float | None, high: float | None, scale: float = 1.0, digits: int = 3) -> str:
     """A 95 % interval as text, empty where there is none; too few samples for one say so.
 

@@ -27,7 +27,7 @@ from ..rows import (
     switches,
 )
 from ..study import Study, best, pattern_of
-from ..tables import Cell, Code, Table, Text, about, number, size
+from ..tables import Cell, Code, Table, Text, number, size
 from ..trust import reason
 
 __all__ = [
@@ -97,10 +97,10 @@ def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
     said = []
     for n in ranks:
         on = "" if ranks == (1,) else f" on {n} rank{'s' * (n > 1)}"
-        said.append(f"{about(_longest(pattern, study.memory_bytes, ranks=n, **how))} tokens{on}")
+        said.append(f"{_longest(pattern, study.memory_bytes, ranks=n, **how):,} tokens{on}")
     training = ""
     if ranks == (1,):
-        training = f", {about(_longest(pattern, study.memory_bytes, passes='fwd+bwd', **how))} in training"
+        training = f", {_longest(pattern, study.memory_bytes, passes='fwd+bwd', **how):,} in training"
     return (
         f"**How long a sequence fits**: {bound}{size(study.memory_bytes)}{' a rank' * (ranks != (1,))} hold "
         f"{' or '.join(said)} in a forward call{training}, by `ringlab.longest` for attention alone."
