@@ -42,11 +42,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True, scope="session")
 def beside_other_tests():
-    """Rows that tests measure count as undisturbed, though other tests run beside them, and have few samples.
+    """Rows that tests measure count as undisturbed, though other tests run beside them, and get no more rounds.
 
     The code of the library, which no test changes, is hashed once: to read it takes a second for each report.
     """
-    from ringlab.measure import provenance, session, timing
+    from ringlab.measure import provenance, session
 
     code_hash = provenance.code_hash
     known = functools.cache(lambda paths: code_hash(paths, provenance.PACKAGE))
@@ -57,7 +57,6 @@ def beside_other_tests():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "CONTENTION", 99.0)
         patch.setattr(session, "MORE_S", 0.0)
-        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
         patch.setattr(provenance, "code_hash", once)
         yield
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from ringlab import hardware
-from ringlab.measure import provenance, session
+from ringlab.measure import provenance, session, timing
 from ringlab.measure.session import Session
 from ringlab.measure.workers import Workers
 
@@ -92,6 +92,7 @@ def misbehaving(folder, threads: int):
     (folder / "broken.py").write_text(BROKEN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "threads", lambda: threads)
+        patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
         patch.setattr(session, "available_bytes", lambda ram_bytes: 1 << 30)
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))

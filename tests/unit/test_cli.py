@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ringlab import cli, hardware, measure
 from ringlab.hardware.profiles import load
-from ringlab.measure import Group, Point, provenance, suites
+from ringlab.measure import Group, Point, provenance, suites, timing
 from ringlab.patterns import Dense
 
 LIB = Path(cli.__file__).resolve().parents[1]
@@ -125,5 +125,6 @@ def test_measure_writes_rows(capsys, monkeypatch, tmp_path):
 
     monkeypatch.setitem(suites.SUITES, "small", small)
     monkeypatch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
+    monkeypatch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
     code, out, _ = said(capsys, "measure", "--profile", "cpu", "--suite", "small", "--data", str(tmp_path / "data"))
     assert code == 0 and measure.load(tmp_path / "data")[0].status == "ok"
