@@ -178,6 +178,15 @@ def test_how_long_a_sequence_fits_is_what_longest_says():
     assert "computed for NVIDIA GeForce GTX 1080 in fp32, the call takes at least 2.90 ms" in said
 
 
+@pytest.mark.parametrize("number", PAGES)
+def test_a_rehearsal_opens_with_what_is_computed_and_holds_the_times_of_a_cpu_in_one_line(number):
+    first, second, *others = PAGES[number].answer(page(number, None, "gtx1080", True)).lines
+    assert "computed for NVIDIA GeForce GTX 1080 in fp32, the call takes at least" in first and "8 GiB" in first
+    assert second.startswith("**Measured on a CPU, not on that GPU**: ") and second.count("**") == 2
+    assert [line.split("**")[1] for line in others] == ["Trust", "Not measured"]
+    assert "Measured on" not in PAGES[number].answer(page(number)).markdown
+
+
 def test_passes_hold_forward_and_training_causal_and_not():
     lines = single.passes(page("000")).rows
     assert [(row[0], row[1]) for row in lines] == [
