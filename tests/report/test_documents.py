@@ -178,6 +178,15 @@ def test_how_long_a_sequence_fits_is_what_longest_says():
     assert "computed for NVIDIA GeForce GTX 1080 in fp32, the call takes at least 2.90 ms" in said
 
 
+@pytest.mark.parametrize("number", PAGES)
+def test_a_rehearsal_opens_with_what_is_computed_and_holds_the_times_of_a_cpu_in_one_line(number):
+    first, second, *others = PAGES[number].answer(page(number, None, "gtx1080", True)).lines
+    assert "computed for NVIDIA GeForce GTX 1080 in fp32, the call takes at least" in first and "8 GiB" in first
+    assert second.startswith("**Measured on a CPU, not on that GPU**: ") and second.count("**") == 2
+    assert [line.split("**")[1] for line in others] == ["Trust", "Not measured"]
+    assert "Measured on" not in PAGES[number].answer(page(number)).markdown
+
+
 def test_passes_hold_forward_and_training_causal_and_not():
     lines = single.passes(page("000")).rows
     assert [(row[0], row[1]) for row in lines] == [
@@ -212,24 +221,14 @@ def test_a_kernel_has_a_time_or_a_reason_and_what_its_rules_say():
     )
 
 
-def test_what_a_pool_is_asked_for_is_counted():
-    point = Point("ringlab", patterns.Dilated([8, 32], [1, 2]), batch=16, seq_len=32, heads=1, dtype="bfloat16")
-    assert single.lent(point, 0.0) == single.Lent(served=1, asked=1)
-    assert single.lent(point, 1.0) == single.Lent(served=0, asked=1)
-    assert single.lent(point.but(dtype="float32"), 0.0) == single.Lent(served=0, asked=0)
-
-
 def test_cache_and_pool_are_said_from_the_rows():
     about = page("000")
     assert len(single.built(about)) == 4
-    lends = {(rows.switches(on.point)["gather"], on.point.batch, on.point.seq_len, single.threshold(on.point)):
-             single.lent(on.point, single.threshold(on.point)) for _, on, _ in single.pool_rows(about)}  # fmt: skip
-    assert lends[False, 16, 4096, 4.0] == lends[False, 16, 4096, 16.0] == (1, 1)
-    assert lends[False, 16, 4096, 64.0] == (0, 1) and lends[False, 1, 8192, 16.0] == (0, 0)
-    assert lends[True, 1, 8192, 16.0] == (2, 4)
     lines = single.reuse(about).lines
     assert "building a plan takes at most" in lines[0]
-    assert "of 4 calls in which it lends a buffer 0 are faster" in lines[1]
+    assert len(single.pool_rows(about)) == 6 and "of 6 calls 0 are faster with it, 0 slower, 6 within noise" in lines[1]
+    slow = single.reuse(page("000", slower(2, lambda r: r.option("pool_threshold_mb") == 4.0))).lines[1]
+    assert "0 are faster with it, 2 slower" in slow
 
 
 def block(about) -> str:

@@ -389,5 +389,6 @@ def test_density_and_cost_of_a_pair_are_counted():
 def test_a_rehearsal_is_stamped_and_a_page_without_rows_stands():
     rehearsed = study_of([replace(r, rehearsal=True) for r in made()], "gtx1080", True, NAME)
     assert {*Shown(document, rehearsed, SHOWN).stamps} == {"rehearsal"}
+    assert "computed for NVIDIA GeForce GTX 1080 in fp32" in document.answer(rehearsed).lines[0]
     found = Shown(document, study_of([], suite=NAME), SHOWN)
     assert "none, no system that passed its checks was timed" in found.text and not found.labels

@@ -121,14 +121,14 @@ def best_threshold(study: Study, claim: dict, document: str) -> Finding:
 
 
 def pool_by_length(study: Study, claim: dict, document: str) -> Finding:
-    """A pool that lends a buffer against none, at two lengths."""
+    """The pool with the lowest threshold, which lends most, against none, at two lengths."""
     found: dict[int, Ratio] = {}
     for _, on, ratio in single.pool_rows(study):
-        if on.point.batch > 1 and single.lent(on.point, single.threshold(on.point)).served:
+        if on.point.batch > 1:
             found.setdefault(on.point.seq_len, ratio)
     ours = in_words({f"at {n:,} tokens": found[n] for n in sorted(found)}, what="gain by the pool")
     if len(found) < 2:
-        return Finding(ours=ours, missing="a pool that lends something, at two lengths")
+        return Finding(ours=ours, missing="calls with a pool, at two lengths")
     return Finding({"": quotient(found[max(found)], found[min(found)])}, ours=ours, timed=True)
 
 

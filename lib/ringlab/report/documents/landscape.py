@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ __all__ = [
 COMPUTED = 131072  # tokens of the call that is computed where the device is absent
 RIGHT = "right"
 UNRANKED = WRONG, REFUSED, UNMEASURED = "wrong", "refused", "not measured"
+Verdict = namedtuple("Verdict", "word why", defaults=("",))  # the reason is what a reader is given
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,18 +79,6 @@ FIELD = (
 )  # fmt: skip
 DENSE = FIELD[0]
 COLORS = {e.name: e.color for e in FIELD}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """``word``, and the reason that a reader is given."""
-
-    word: str
-    why: str = ""
-
-    @property
-    def cell(self) -> Cell:
-        return Cell(self.word, kind={RIGHT: "good", WRONG: "bad"}.get(self.word, "none"))
 
 
 def verdict(study: Study, entry: Entry) -> Verdict:
@@ -226,7 +216,8 @@ def unranked(study: Study) -> Table | Text:
     if not found:
         return study.text(f"Every system is here and right. {checked}")
     return study.table(
-        "Without a rank", ["System", "Verdict", "Why"], [[e.name, v.cell, v.why] for e, v in found],
+        "Without a rank", ["System", "Verdict", "Why"],
+        [[e.name, Cell(v.word, kind="bad" if v.word == WRONG else "none"), v.why] for e, v in found],
         note=f"{checked} Wrong: one of these is off by more than is allowed.",
     )  # fmt: skip
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from functools import cache
 
 import torch
 
-from ... import Execution, attention, cost, hardware, kernels, memory, patterns
+from ... import cost, hardware, kernels, patterns
 from ...estimate import longest
 from ...kernels.base import DeviceSpec
 from .. import columns, figures, findings, rows
@@ -26,7 +25,7 @@ from ..rows import (
     shape,
     switches,
 )
-from ..study import Study, best, pattern_of
+from ..study import Study, best
 from ..tables import Cell, Code, Table, Text, number, size
 from ..trust import reason
 
@@ -43,7 +42,6 @@ SWITCHES = {  # name: (what it does, off, on)
     "pool": ("Memory pool on", False, True),
 }
 FUNCTION = {k: v for k, v in shape().items() if k in ("batch", "heads", "head_dim", "world_size")}
-Lent = namedtuple("Lent", "served asked")  # buffers that a call gets from a pool, and all that it asks for
 
 
 def answer(study: Study) -> Text:
@@ -326,18 +324,6 @@ def built(study: Study) -> list[tuple]:
     return sorted(found, key=lambda x: -x[2])
 
 
-@cache
-def lent(point, threshold_mb: float) -> Lent:
-    """What one forward call of a point borrows, counted by making it once on the CPU; a GPU borrows the same."""
-    pool = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
-    execution = Execution(gather=switches(point)["gather"], blocks=switches(point).get("blocks", "auto"), pool=pool)
-    shape = point.batch, point.seq_len, point.heads, point.head_dim
-    q, k, v = torch.zeros(3, *shape, dtype=getattr(torch, point.dtype))
-    attention(q, k, v, pattern_of(point), causal=point.causal, execution=execution)
-    stats = pool.stats()
-    return Lent(stats.borrows - stats.bypassed, stats.borrows)
-
-
 def threshold(point) -> float | None:
     """The threshold of a point's pool in MiB, by default the document's and the library's 16; None without a pool."""
     s = switches(point)
@@ -355,18 +341,18 @@ def pool_rows(study: Study) -> list[tuple]:
 
 def reuse(study: Study) -> Text:
     """What the cache and the pool come to, each in a line."""
-    cache_line, pool_line = "not measured.", "not measured where it lends anything."
+    cache_line = pool_line = "not measured."
     if found := built(study):
         cold, call, share = found[0]
         cache_line = (
             f"building a plan takes at most {number(100 * share, 2)} % of a call ({cold.point.seq_len:,} tokens, "
             f"{number(cold.median * 1e6)} µs of {number(call.median * 1e3)} ms), so no cache can save more."
         )
-    if used := [x for _, on, x in pool_rows(study) if lent(on.point, threshold(on.point)).served]:
+    if used := [x for *_, x in pool_rows(study)]:
         won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))
         ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
         pool_line = (
-            f"of {len(used)} calls in which it lends a buffer {won} are faster with it, {lost} slower, "
+            f"of {len(used)} calls {won} are faster with it, {lost} slower, "
             f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast). Strided views write results "
             "in place and borrow nothing but an fp32 accumulator; gathered copies borrow their buffers."
         )

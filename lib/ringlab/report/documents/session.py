@@ -15,7 +15,7 @@ from .. import columns, figures
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, Column, floor_bytes, peak_bytes, shown, table, timed, times
 from ..findings import failures, limits, provenance, reading
 from ..published import MB, published
-from ..rows import SHORT
+from ..rows import SHORT, dense_beside
 from ..study import Study, best, cost_of, pattern_of
 from ..tables import Cell, Table, Text, interval, number, size
 from .optimization import answer_of, draw_lengths, fits_line
@@ -78,14 +78,9 @@ def extreme_rows(study: Study) -> dict[int, object]:
 
 def over_dense(study: Study) -> list[tuple]:
     """(n, Ratio or None, dense row or None, our row) by n; dense attention from any group of the suite."""
-    found = []
-    ours = study.rows(group=suite.WINDOW_LENGTHS, system=OURS)
-    for row in sorted(ours, key=lambda r: r.point.seq_len):
-        n, alike = row.point.seq_len, {k: getattr(row.point, k) for k in ("passes", "causal", "dtype", "heads")}
-        dense = one(study, suite.WINDOW_LENGTHS, "dense_sdpa", seq_len=n)
-        dense = dense or one(study, suite.EFFICIENCY, "dense_sdpa", seq_len=n, **alike)
-        found.append((n, study.ratio(dense, row), dense, row))
-    return found
+    ours = sorted(study.rows(group=suite.WINDOW_LENGTHS, system=OURS), key=lambda r: r.point.seq_len)
+    lines = [(dense_beside(study, row), row) for row in ours]
+    return [(row.point.seq_len, study.ratio(dense, row), dense, row) for dense, row in lines]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
