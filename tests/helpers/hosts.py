@@ -93,7 +93,6 @@ def misbehaving(folder, threads: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "threads", lambda: threads)
         patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
-        patch.setattr(session, "MORE_S", 0.0)
         patch.setattr(session, "available_bytes", lambda ram_bytes: 1 << 30)
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))

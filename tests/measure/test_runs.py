@@ -285,10 +285,7 @@ def test_a_probe_that_fails_leaves_rows_without_a_bound(tmp_path, capsys):
     def reply(command):
         return {"status": "crashed", "reason": "a bad day"} if command == "probe" else {}
 
-    group, plain = Group("g", [TINY], rounds=23), Group("plain", [TINY])
-    result, other = measure([group, plain], tmp_path, workers=MadeUp(reply))
-    assert len(result.seconds) == 23 > len(other.seconds), "as many rounds as the group asks for"
-    assert group.composition(TINY) != plain.composition(TINY)
+    (result,) = measure([Group("g", [TINY])], tmp_path, workers=MadeUp(reply))
     assert result.status == "ok" and result.median and result.bound_seconds is None
     assert "could not be measured, so these rows have no lower bound: a bad day" in capsys.readouterr().err
 
@@ -352,6 +349,7 @@ def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path
 
 def test_rounds_that_a_group_asks_for_are_taken_as_far_as_the_time_limit_allows(tmp_path):
     group = Group("g", [TINY], rounds=40)
+    assert group.composition(TINY) != Group("g", [TINY]).composition(TINY)
     for timeout_s, count in ((120.0, 40), (10.0, 10), (4.0, 6)):  # samples of half a second
         (row,) = measure([group], tmp_path / f"{timeout_s}", workers=MadeUp(), timeout_s=timeout_s)
         assert len(row.seconds) == count
