@@ -21,7 +21,6 @@ from pathlib import Path
 import nbformat
 import papermill
 from jupyter_client import AsyncKernelManager
-from jupyter_core.utils import run_sync
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbconvert import HTMLExporter, MarkdownExporter
 from traitlets.config import Config
@@ -79,35 +78,26 @@ class Kernel:
     """
 
     def __init__(self, cwd: Path):
-        self.cwd, self._held, self._manager, self._client = cwd, ExitStack(), None, None
+        self.cwd, self._held, self._manager = cwd, ExitStack(), None
 
     def __enter__(self) -> Kernel:
         return self
 
     def __exit__(self, *_) -> None:
+        self._manager = None
         self._held.close()
-        self._manager = self._client = None
 
-    def running(self) -> dict:
-        """The manager and client of a kernel that runs, as arguments of ``execute_notebook``.
-
-        Raises RuntimeError for a kernel that does not come up.
-        """
-        if self._manager is not None:
-            return {"km": self._manager, "kc": self._client}
-        folder = self._held.enter_context(own_jupyter())
-        # A socket's path has 107 bytes; beyond, the default TCP.
-        sockets = {"transport": "ipc", "ip": str(folder / "kernel")} if len(str(folder)) < 60 else {}
-        manager = AsyncKernelManager(kernel_name=KERNEL, **sockets)
-        self._held.callback(lambda: asyncio.new_event_loop().run_until_complete(_kill(manager)))
-        run_sync(manager.start_kernel)(cwd=str(self.cwd))
-        client = manager.client()
-        self._held.callback(client.stop_channels)
-        client.start_channels()
-        run_sync(client.wait_for_ready)(timeout=60)
-        client.allow_stdin = False
-        self._manager, self._client = manager, client
-        return {"km": manager, "kc": client}
+    @property
+    def manager(self) -> AsyncKernelManager:
+        """What starts the kernel, or holds the one that runs."""
+        if self._manager is None:
+            folder = self._held.enter_context(own_jupyter())
+            # A socket's path has 107 bytes; beyond, the default TCP.
+            sockets = {"transport": "ipc", "ip": str(folder / "kernel")} if len(str(folder)) < 60 else {}
+            manager = self._manager = AsyncKernelManager(kernel_name=KERNEL, **sockets)
+            # In a new event loop: tasks of a notebook that was stopped would go on in its own.
+            self._held.callback(lambda: asyncio.new_event_loop().run_until_complete(_kill(manager)))
+        return self._manager
 
 
 async def _kill(manager: AsyncKernelManager) -> None:
@@ -130,7 +120,7 @@ def execute(source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: i
                 notebook, partial, parameters, kernel_name=KERNEL, language="python", cwd=kernel.cwd,
                 execution_timeout=cell_timeout_s,
                 progress_bar={"desc": source.stem, "leave": False, "disable": not sys.stderr.isatty()},
-                **kernel.running(),
+                km=kernel.manager,
             )  # fmt: skip
             failed.pop_all()
             return done
