@@ -20,7 +20,7 @@ def reports(tmp_path_factory):
     write_rows(folder / "gtx1080-rehearsal" / "data", whole_suite("gtx1080", True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "run", lambda *a, **k: [])
-        patch.setattr(render, "execute", lambda source, given, **_: run_in_this_process(source, None, given))
+        patch.setattr(render, "execute", lambda source, given, *_, **__: run_in_this_process(source, None, given))
         patch.chdir(folder)
         driver.run("gtx1080", reports=folder, notebooks=[NOTEBOOK], machine=CPU)
         driver.run("cpu", reports=folder, machine=CPU)

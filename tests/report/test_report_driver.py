@@ -20,7 +20,7 @@ from ringlab.report import driver, index, places, render
 from started import gone
 
 
-def in_process(source, parameters, **_):
+def in_process(source, parameters, *_, **__):
     return run_in_this_process(source, None, parameters)
 
 
@@ -178,6 +178,20 @@ def test_failures_are_told_apart(tmp_path, monkeypatch, capfd, cell, said):
     listed = (tmp_path / "index.md").read_text()
     assert said in listed and "[earlier HTML](cpu/bad.html)" in listed and "unfinished" in listed
     assert capfd.readouterr().err == ""
+
+
+def test_notebooks_share_a_kernel_but_no_names_and_a_failed_one_ends_it(tmp_path):
+    ids = f"import os\nprint(os.getpid(), 'kept' in dir(), file=open('{tmp_path}/ran', 'a'))\nkept = 1"
+    good, bad = notebook(tmp_path / "good.ipynb", ids), notebook(tmp_path / "bad.ipynb", "1 / 0")
+    with render.Kernel(tmp_path) as kernel:
+        render.execute(good, {}, kernel)
+        render.execute(good, {}, kernel)
+        with pytest.raises(render.NotebookFailed, match="division by zero"):
+            render.execute(bad, {}, kernel)
+        render.execute(good, {}, kernel)
+    ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
+    assert ran[0] == ran[1] and ran[2][0] != ran[0][0] and {known for _, known in ran} == {"False"}
+    assert gone({int(pid) for pid, _ in ran}, 10)
 
 
 def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_run(place, tmp_path, monkeypatch):

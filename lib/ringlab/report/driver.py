@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import sys
 import time
@@ -21,16 +20,16 @@ from .first_screen import first_screen
 from .places import Plan, ReportError, home, locked, note, plan
 from .study import Study, read_study
 
-# Each notebook, with the module of this package that fills its tables and the suite of points that it needs; a report
-# without a suite of its own is about the rows of all others, so it comes last.
+# Each notebook, with the suite of points that it needs; a report without a suite of its own is about the rows of all
+# others, so it comes last.
 REPORTS = {
-    "optimization_results": ("documents.optimization", "optimization"),
-    "benchmark_summary": ("documents.ring", "benchmark_summary"),
-    "session_summary": ("documents.session", "session_summary"),
-    "performance_comparison": ("documents.ring", "performance_comparison"),
-    "hybrid_summary": ("documents.ring", "hybrid_summary"),
-    "landscape": ("documents.landscape", "landscape"),
-    "claims": ("documents.claims", ""),
+    "optimization_results": "optimization",
+    "benchmark_summary": "benchmark_summary",
+    "session_summary": "session_summary",
+    "performance_comparison": "performance_comparison",
+    "hybrid_summary": "hybrid_summary",
+    "landscape": "landscape",
+    "claims": "",
 }
 # Suites whose rows a report shows in an appendix.
 BESIDE = {"optimization_results": ("kernels",)}
@@ -88,17 +87,9 @@ def _suite(notebooks: Sequence[Path]) -> Callable:
     from ringlab.measure import suites
 
     names = [n.stem for n in notebooks]
-    names = names if all(REPORTS[name][1] for name in names) else [*REPORTS]
-    wanted = dict.fromkeys(s for name in names for s in (REPORTS[name][1], *BESIDE.get(name, ())) if s)
+    names = names if all(REPORTS[name] for name in names) else [*REPORTS]
+    wanted = dict.fromkeys(s for name in names for s in (REPORTS[name], *BESIDE.get(name, ())) if s)
     return lambda profile, **how: [g for suite in wanted for g in suites.SUITES[suite](profile, **how)]
-
-
-def headline(name: str, study: Study) -> str:
-    """The first line of a report's answer, for the index; computed from the rows, not from a kernel's memory."""
-    if name not in REPORTS:
-        return ""
-    document = importlib.import_module(f".{REPORTS[name][0]}", __package__)
-    return document.answer(study).lines[0].replace("**", "").replace("`", "")
 
 
 @dataclass(frozen=True)
@@ -145,15 +136,16 @@ class Pages:
         known = {r["name"]: r for r in before.get("reports", ())}
         entries, files, failures = [], [], []
         manifest = _about(study) | {k: before[k] for k in ("reports", "first_screen") if k in before}
-        for source in self.notebooks:
-            try:
-                entry, written = self._report(source, study, manifest)
-                files += written
-            except render.NotebookFailed as failure:
-                failures.append(str(failure))
-                named = {"name": source.stem, "title": render.title_of(render.read(source))}
-                entry = known.get(source.stem, {}) | named | {"failed": str(failure)}
-            entries.append(entry)
+        with render.Kernel(self.folder.parent) as kernel:
+            for source in self.notebooks:
+                try:
+                    entry, written = self._report(source, study, manifest, kernel)
+                    files += written
+                except render.NotebookFailed as failure:
+                    failures.append(str(failure))
+                    named = {"name": source.stem, "title": render.title_of(render.read(source))}
+                    entry = known.get(source.stem, {}) | named | {"failed": str(failure)}
+                entries.append(entry)
         if self.first_screen:
             screen = first_screen(study)
             images = ((f"{f.name}.{x}", data) for f in screen.figures for x, data in (("svg", f.svg), ("png", f.png)))
@@ -167,17 +159,13 @@ class Pages:
             figure.unlink()
         index.write_manifest(self.folder, manifest | {"digest": f"{made_from} {self._made()}"}, complete=True)
 
-    def _report(self, source: Path, study: Study, about: dict) -> tuple[dict, list[Path]]:
+    def _report(self, source: Path, study: Study, about: dict, kernel: render.Kernel) -> tuple[dict, list[Path]]:
         """(entry for the manifest, files) of one notebook, run and rendered."""
         subtitle = " · ".join([study.profile.name, *index.facts(about)])
         page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, _made_by(about))
-        notebook = render.execute(source, self.given, cwd=self.folder.parent, cell_timeout_s=self.cell_timeout_s)
-        written = render.render(notebook, page, self.folder)
-        _, suite = REPORTS.get(source.stem, ("", ""))
-        rows = study.of(suite) if suite else study  # that the report is about
-        return {
-            "name": source.stem, "title": render.title_of(notebook), "headline": headline(source.stem, rows)
-        }, written  # fmt: skip
+        notebook = render.execute(source, self.given, kernel, cell_timeout_s=self.cell_timeout_s)
+        title, headline = render.title_of(notebook), render.headline_of(notebook)
+        return {"name": source.stem, "title": title, "headline": headline}, render.render(notebook, page, self.folder)
 
     def _made_from(self, study: Study) -> str:
         """Digest of all that the pages are made from: rows, notebooks, templates, code without its comments, versions.

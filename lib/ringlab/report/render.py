@@ -5,13 +5,14 @@ The stock templates fetch scripts from the network and know no alt text; the two
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import re
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from html import unescape
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import nbformat
 import papermill
+from jupyter_client import AsyncKernelManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbconvert import HTMLExporter, MarkdownExporter
 from traitlets.config import Config
@@ -32,7 +34,9 @@ KERNEL = "ringlab-own"  # a name nobody else installs, so that no other kernel c
 # What leads Jupyter to another's settings, and a kernel to another's figures.
 FOREIGN = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLBACKEND")
 TEMPLATES = Path(__file__).parent / "templates"
-ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
+ANSWER = '<div class="answer">'  # how the HTML of a page's answer begins
+RESET = "reset"  # the last cell, which forgets all names
+ADDED_TAGS = {RESET, "injected-parameters", "papermill-error-cell-tag"}  # the others by papermill
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
 for _logger in ("papermill", "asyncio"):  # of a kernel that died with its driver asyncio reports a task nobody awaits
     logging.getLogger(_logger).disabled = True  # the driver says what happened, in one line
@@ -66,22 +70,60 @@ def read(source: Path) -> nbformat.NotebookNode:
         raise ReportError(f"{source.name} is not a notebook: {_line(error)}") from error
 
 
-def execute(source: Path, parameters: dict, *, cwd: Path, cell_timeout_s: int = 300) -> nbformat.NotebookNode:
-    """Run ``source`` with ``parameters`` in the folder ``cwd``, by this interpreter.
+class Kernel:
+    """One kernel of this interpreter for several notebooks, in the folder ``cwd``; each ends by forgetting its names.
+
+    It starts with the first notebook, and anew after one that failed. Leaving the context kills it at once, so that
+    nothing is left running when the caller is stopped.
+    """
+
+    def __init__(self, cwd: Path):
+        self.cwd, self._held, self._manager = cwd, ExitStack(), None
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._manager = None
+        self._held.close()
+
+    @property
+    def manager(self) -> AsyncKernelManager:
+        """What starts the kernel, or holds the one that runs."""
+        if self._manager is None:
+            folder = self._held.enter_context(own_jupyter())
+            # A socket's path has 107 bytes; beyond, the default TCP.
+            sockets = {"transport": "ipc", "ip": str(folder / "kernel")} if len(str(folder)) < 60 else {}
+            manager = self._manager = AsyncKernelManager(kernel_name=KERNEL, **sockets)
+            # In a new event loop: tasks of a notebook that was stopped would go on in its own.
+            self._held.callback(lambda: asyncio.new_event_loop().run_until_complete(_kill(manager)))
+        return self._manager
+
+
+async def _kill(manager: AsyncKernelManager) -> None:
+    if manager.has_kernel:
+        await manager.shutdown_kernel(now=True)
+
+
+def execute(source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: int = 300) -> nbformat.NotebookNode:
+    """Run ``source`` with ``parameters`` in ``kernel``.
 
     Raises NotebookFailed for a cell that raises, one that exceeds ``cell_timeout_s`` seconds, or a kernel that dies.
     """
     notebook = read(source)
-    with own_jupyter() as folder:
-        config, partial = Config(), folder / "notebook.ipynb"  # what a notebook that fails got to
-        if len(str(folder)) < 60:  # a socket's path has 107 bytes; beyond, the default TCP
-            config.KernelManager.transport = "ipc"
+    notebook.cells.append(nbformat.v4.new_code_cell("%reset -f", metadata={"tags": [RESET]}))
+    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder, ExitStack() as failed:
+        failed.callback(kernel.__exit__)
+        partial = Path(folder, "notebook.ipynb")  # what a notebook that fails got to
         try:
-            return papermill.execute_notebook(
-                notebook, partial, parameters, kernel_name=KERNEL, language="python", config=config, cwd=cwd,
+            done = papermill.execute_notebook(
+                notebook, partial, parameters, kernel_name=KERNEL, language="python", cwd=kernel.cwd,
                 execution_timeout=cell_timeout_s,
                 progress_bar={"desc": source.stem, "leave": False, "disable": not sys.stderr.isatty()},
+                km=kernel.manager,
             )  # fmt: skip
+            failed.pop_all()
+            return done
         except papermill.PapermillExecutionError as error:
             failure = f"raised {error.ename}: {_line(error.evalue)}"
         except CellTimeoutError:
@@ -191,6 +233,13 @@ def css() -> str:
 def title_of(notebook: nbformat.NotebookNode) -> str:
     """The first heading."""
     return next((text for cell in notebook.cells for _, text in _headings(cell)), "Report")
+
+
+def headline_of(notebook: nbformat.NotebookNode) -> str:
+    """The first line of a page's answer as plain text, for the index; empty for a page without one."""
+    found = (output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ()))
+    answer = next((data["text/markdown"] for data in found if data.get(PAGE_HTML, "").startswith(ANSWER)), "")
+    return re.sub(r"\*\*|`", "", answer.partition("\n")[0]).removeprefix("- ")
 
 
 def _headings(cell) -> list[tuple[int, str]]:
