@@ -287,7 +287,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     assert f"What {missing} of the {len(made('000'))} points" in said and "every row ran on one" not in said
     alone = study_of([r for r in results if r.point.world_size == 1], suite="optimization")
     assert "every row ran on one" in "".join(single.limits(alone).lines)
-    assert "2 times are unstable" in said and "Naive (ours), fp16, 8,192 tokens, forward" in said
+    assert "Unstable times: 2, as" in said and "Naive (ours), fp16, 8,192 tokens, forward" in said
     assert "unstable" in single.implementations(about).markdown
     failed = single.failures(about)
     (refused,) = failed.rows  # they agree in shape and reason
@@ -359,8 +359,8 @@ def test_the_finding_says_what_falls_what_it_gains_and_whether_ranks_exchange_an
         return r if short or "bytes_sent" not in r.ranks else replace(r, ranks=r.ranks | {"bytes_sent": [0, 0]})
 
     quiet = ring.answer(page("001", silent)).lines[0]
-    assert "exchange nothing" in quiet and "1,024 tokens at most" in quiet
-    assert re.search(r"The exception is 2,048 tokens on 4 ranks: a rank sends .* and its memory falls 2\.\d+×\.", quiet)
+    assert "exchange nothing as long as a segment" in quiet and "1,024 tokens at most" in quiet
+    assert re.search(r"It does not at 2,048 tokens on 4 ranks: a rank sends .* and its memory falls 2\.\d+×\.", quiet)
     none = ring.answer(page("001", lambda r: replace(r, status="oom"))).lines
     assert none[0].endswith("not measured.") and not any("exchange" in line for line in none)
 

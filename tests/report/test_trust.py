@@ -120,7 +120,7 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert [r.point.seq_len for r in side.study.results if r.unstable] == marked
     shown = "\n".join([findings.trust_line(found), *findings.limits(found).lines])
     assert f"{count - len(marked)} of {count} times agree with an earlier run" in shown
-    assert f"{len(marked)} of {count} times are unstable" in shown and f"{len(marked)} times are unstable, as" in shown
+    assert f"Unstable times: {len(marked)} of {count};" in shown and f"Unstable times: {len(marked)}, as" in shown
 
 
 def test_a_ratio_is_of_the_rows_that_are_asked_for(tmp_path):

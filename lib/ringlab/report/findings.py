@@ -62,7 +62,7 @@ def trust_line(study: Study) -> str:
         f"{'' if good == len(ran) else '; the others are rejected'}"
         f"{f'; {absent} could not run on this device' if (absent := len(study.results) - len(ran)) else ''}. "
         f"{floor if study.twins else 'No call was measured twice in a run'}. "
-        f"{sum(r.unstable for r in timed)} of {len(timed)} times are unstable; {twice}."
+        f"Unstable times: {sum(r.unstable for r in timed)} of {len(timed)}; {twice}."
     )
 
 
@@ -100,7 +100,7 @@ def limits(study: Study, *more: str) -> Text:
         )
     unstable = [point_name(r) for r in study.good if r.unstable]
     if unstable:
-        lines.append(f"{len(unstable)} times are unstable, as {_some(unstable)}.")
+        lines.append(f"Unstable times: {len(unstable)}, as {_some(unstable)}.")
     return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
 
 

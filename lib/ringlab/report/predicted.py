@@ -130,7 +130,7 @@ def accuracy(study: Study) -> Text:
     return study.text(
         f"`ringlab.estimate` predicts {len(known) - len(off)} of {len(known)} peaks of memory to 1 %, without running "
         f"the calls{f'; not of {exceptions}' if off else ''}."
-        + (f" {left} rows of many operators were not tried." if left else "")
+        + (f" Rows of many operators were not tried: {left}." if left else "")
     )
 
 

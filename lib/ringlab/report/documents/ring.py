@@ -100,12 +100,12 @@ def _shards_line(study: Study, system: str) -> str:
         return f"**At {n:,} tokens {' and '.join(said)}.**"
     segment = max(pattern_of(found[n, 1].point).segment_lengths)
     said = (
-        f"**At {n:,} tokens {', '.join(said)}, and they exchange nothing**: every segment, of {segment:,} tokens at "
+        f"**At {n:,} tokens {', '.join(said)}**. Ranks exchange nothing as long as a segment, of {segment:,} tokens at "
         "most, fits in a shard."
     )
     for key, sent_there in some.items():
         fall = f", and its memory falls {number(less[key])}×" if key in less else ""
-        said += f" The exception is {_at(*key)}: a rank sends {size(sent_there)}{fall}."
+        said += f" It does not at {_at(*key)}: a rank sends {size(sent_there)}{fall}."
     return said
 
 
@@ -241,7 +241,7 @@ def _schemes_lines(study: Study) -> list[str]:
             f"**A rank sends {sent}**, at {_at(last['tokens'], last['ranks'])}: the plan "
             "sends only the rows that a query of another rank sees.",
             f"**A rank holds {held}** there; its q, k, v and out alone are {size(columns.floor_bytes(last[PLAN]))}. In "
-            f"time, {sum(told)} of {len(told)} differences from the plan are beyond noise.",
+            f"time, {len(told) - sum(told)} of {len(told)} differences from the plan are within noise.",
         ]
     else:
         found = ["**Several ranks**: not measured."]

@@ -161,7 +161,7 @@ def _window_line(study: Study) -> str:
     if not known:
         return "**Block-sparse attention**: not measured beside dense attention."
     n, ratio, dense, ours = known[-1]
-    paired = "" if ratio.paired else ", in another group of calls"
+    paired = "" if ratio.paired else ", not timed in turns with it"
     return (
         f"**A window that shows {percent(density(ours.point), 2)} of the pairs is {number(ratio.value, 2)} times as "
         f"fast as dense attention** at {n:,} tokens: {number(ours.median * 1e3)} ms against "
