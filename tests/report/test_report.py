@@ -100,7 +100,7 @@ def test_report_answers_first_and_judges_every_claim(reports):
     verdicts = [re.match(r"\| (.+?)(?: \([\d.]+× apart\))? \|", x)[1] for x in lines]
     assert len(verdicts) == len(rows.published()["claims"]) and set(verdicts) <= set(claims.WORDS)
     assert "contradicts itself" in verdicts and "136.52" in text and "rehearsal" not in opening
-    for section in ("Recommended configuration", "Implementations", "Memory", "What this run cannot tell"):
+    for section in ("Recommended configuration", "Implementations", "What this run cannot tell"):
         assert f"## {section}" in text
     assert "Kernels on this GPU" not in text, "there are no rows of a GPU"
     implementations = text.split("## Implementations")[1].split("## ")[0]

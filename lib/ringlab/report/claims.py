@@ -101,10 +101,11 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
         return Verdict("contradicts itself", ours, _sentence(finding.contradiction, finding.why), finding.apart)
     if why := _elsewhere(study, claim, finding):
         return Verdict("not reproduced here" if ours else "untested", ours, _sentence(why, finding.why))
-    if finding.missing or not values and finding.holds is None:
+    met, why = (finding.holds, "") if finding.holds is not None else _met(claim, values) if values else (None, "")
+    counterexample = values and met is False  # one is enough, whatever is missing beside it
+    if finding.missing and not counterexample or not values and met is None:
         missing = finding.missing or ("" if finding.why else NO_PAIR)
         return Verdict("untested", ours, _sentence(missing and f"not measured: {missing}", finding.why))
-    met, why = (finding.holds, "") if finding.holds is not None else _met(claim, values)
     if met is None:
         word = "untested"
     elif met:
