@@ -101,11 +101,10 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
         return Verdict("contradicts itself", ours, _sentence(finding.contradiction, finding.why), finding.apart)
     if why := _elsewhere(study, claim, finding):
         return Verdict("not reproduced here" if ours else "untested", ours, _sentence(why, finding.why))
-    met, why = (finding.holds, "") if finding.holds is not None else _met(claim, values) if values else (None, "")
-    counterexample = values and met is False  # one is enough, whatever is missing beside it
-    if finding.missing and not counterexample or not values and met is None:
+    if finding.missing or not values and finding.holds is None:
         missing = finding.missing or ("" if finding.why else NO_PAIR)
         return Verdict("untested", ours, _sentence(missing and f"not measured: {missing}", finding.why))
+    met, why = (finding.holds, "") if finding.holds is not None else _met(claim, values)
     if met is None:
         word = "untested"
     elif met:
@@ -216,7 +215,8 @@ def by_rows(study: Study, claim: dict) -> Finding:
             counts.add(a.point.world_size)
     systems = (rows | rows["first"]).get("system")
     absent = [s for s in systems if not any(_name(s) in w for w in values)] if isinstance(systems, list) else []
-    missing = " and ".join(map(_name, absent)) if values else ""
+    one_fails = values and _met(claim, values)[0] is False  # then the others decide nothing
+    missing = " and ".join(map(_name, absent)) if values and not one_fails else ""
     if len(counts) < rows.get("counts", 0):
         missing = "three numbers of ranks or more, which a law needs"
     return Finding(
