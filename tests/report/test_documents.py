@@ -267,7 +267,7 @@ def test_what_the_same_work_differs_by_is_no_difference():
     """The second row of a call is 1.5 times slower: no factor below that is called faster or slower."""
     twin = max((r for r in made("000") if r.option("twin")), key=lambda r: r.median)
     calm, uneven = page("000"), page("000", lambda r: longer(r, 1.5) if r is twin else r)
-    assert calm.noise_floor < 1.05 and uneven.noise_floor == pytest.approx(1.5, rel=0.05) and len(uneven.twins) == 4
+    assert calm.noise_floor < 1.05 and uneven.noise_floor == pytest.approx(1.5, rel=0.05) and len(uneven.controls) == 4
     assert "differed by up to 1." in single.answer(uneven).markdown
     for one, tells in ((calm, True), (uneven, False)):
         copying, ours = (one.rows(system=s, pattern=suites.LADDER.to_dict())[0] for s in ("copying", "ringlab"))

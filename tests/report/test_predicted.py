@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from ringlab import cli, measure
 from ringlab.hardware import Rates
-from ringlab.report import first_screen, predicted
-from ringlab.report.study import Study
+from ringlab.report import predicted
+from ringlab.report.study import Study, rates_of
 
 DATA = Path(__file__).parent / "recorded"  # rows of reports/cpu/data, one of each kind
 OPERATORS, BLOCKS = 1000, 256  # a few rows of more calls, or longer plans, take seconds each
@@ -39,7 +39,7 @@ def test_rates_come_from_the_rows_own_bounds_and_no_time_is_below_theirs(known):
     bounded = [x for x in known if x.row.bound_seconds]
     for dtype in (dtypes := {x.row.point.dtype for x in bounded}):
         mine = [x for x in bounded if x.row.point.dtype == dtype]
-        rates = first_screen.rates_of([x.row for x in mine])
+        rates = rates_of([x.row for x in mine])
         for x in mine:
             share = [rate and rate / x.estimate.ranks for rate in (rates.flops_per_s, rates.bytes_per_s)]
             bound, label = x.estimate.bounded(Rates(*share)).bound_s, x.row.point.label()
@@ -47,8 +47,8 @@ def test_rates_come_from_the_rows_own_bounds_and_no_time_is_below_theirs(known):
             assert not x.row.median or bound <= x.row.median, label
     assert len(bounded) > 10 and "float32" in dtypes
     binding = [x.row for x in known if x.row.bound_seconds and x.row.point.dtype == "float32"]
-    slower = first_screen.rates_of([replace(r, bound_seconds=2 * r.bound_seconds) for r in binding])
-    assert slower.flops_per_s == pytest.approx(first_screen.rates_of(binding).flops_per_s / 2)
+    slower = rates_of([replace(r, bound_seconds=2 * r.bound_seconds) for r in binding])
+    assert slower.flops_per_s == pytest.approx(rates_of(binding).flops_per_s / 2)
 
 
 def test_the_sentence_of_a_report(known):

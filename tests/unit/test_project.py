@@ -272,6 +272,7 @@ from ringlab.measure import suites
 measure.run = lambda groups, data, **k: print(len(groups), "groups for", k["profile"].name)
 assert cli.main(["measure", "--profile", "cpu", "--data", {str(tmp_path)!r}]) == 0
 assert cli.main(["profiles"]) == 0
+assert cli.main(["advise", "--profile", "gtx1080", "--seq-len", "4096", "--passes", "fwd"]) == 0
 assert cli.main(["report", "--profile", "cpu"]) == 2
 assert cli.main(["compare", "nowhere", "cpu"]) == 2
 assert cli.main(["pdf", "--profile", "h100", "--reports", {str(tmp_path)!r}]) == 2

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .rows import SHORT, label
 from .study import Study, best
 from .tables import Cell, Table, interval, number, size
 from .trust import objection, status, threads
@@ -156,6 +155,3 @@ TIME = Column(">Time (ms)", time)
 RATE = Column(">Tokens/s", lambda r: number(r.tokens_per_s) if timed(r) else None)
 ROOFLINE = Column(">Roofline (ms)", roofline)
 PEAK = Column(">Peak memory", peak)
-PER_TOKEN = Column(">KiB per token", lambda r: f"{per_token(r) / 1024:.2f}" if per_token(r) else None)
-SHARD = Column(">q, k, v and out", lambda r: size(floor_bytes(r)))
-SYSTEM = Column("System", lambda r: Cell(label(r), SHORT[r.point.dtype]))

@@ -8,10 +8,9 @@ from .. import cost, hardware, measure
 from ..advise import Evidence
 from ..engine import Execution
 from ..patterns import Dense
-from .first_screen import with_rates
 from .places import REHEARSAL, reports_folder
 from .rows import SHORT
-from .study import Study, pattern_of, read_study, together
+from .study import Study, pattern_of, read_study, together, with_rates
 
 DENSE = Dense()
 SWITCHES = ("gather", "cache", "pool", "blocks")

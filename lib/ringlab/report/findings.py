@@ -61,7 +61,7 @@ def trust_line(study: Study) -> str:
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
         f"{'' if good == len(ran) else '; the others are rejected'}"
         f"{f'; {absent} could not run on this device' if (absent := len(study.results) - len(ran)) else ''}. "
-        f"{floor if study.twins else 'No call was measured twice in a run'}. "
+        f"{floor if study.controls else 'No call was measured twice in a run'}. "
         f"Unstable times: {sum(r.unstable for r in timed)} of {len(timed)}; {twice}."
     )
 
@@ -138,7 +138,7 @@ def missing_points(study: Study) -> list:
 
 
 def failures(study: Study) -> Table | None:
-    """Every point that is not quoted; those that agree in shape and reason share a line. None where all are quoted."""
+    """Every point that is not quoted; points of one shape and reason share a line. None where all are quoted."""
     found: dict[tuple, list[str]] = {}
     for r, _ in study.failed():
         found.setdefault((_shape(r.point), status(r), reason(r)), []).append(label(r))

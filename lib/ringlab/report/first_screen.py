@@ -6,14 +6,13 @@ Times are those of rows that may be quoted. What to use, what fits, rooflines an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import quantiles
 
 from ..advise import Advice, advise, ladder
 from ..estimate import longest
-from ..hardware import Profile, Rates
+from ..hardware import Profile
 from ..measure import suites
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
@@ -24,7 +23,7 @@ from .documents.session import percent
 from .figures import Figure
 from .findings import trust_line
 from .rows import SHORT
-from .study import Study, best, pattern_of
+from .study import Study, best, pattern_of, with_rates
 from .tables import Cell, Table, interval, number, size
 from .trust import objection, threads
 
@@ -80,26 +79,6 @@ def first_screen(study: Study) -> FirstScreen:
 def _device(study: Study) -> str:
     found = {threads(r) for r in study.good if r.point.world_size == 1} - {None}
     return f"{study.device}, {max(found)} threads" if found and study.device_type == "cpu" else study.device
-
-
-def with_rates(study: Study) -> Profile:
-    """The profile; that of a CPU with the rates that bound the rows of its most threads."""
-    timed = [r for r in study.good if r.bound_seconds and r.point.world_size == 1]
-    if study.profile.kind != "cpu":
-        return study.profile
-    most = max((threads(r) or 1 for r in timed), default=1)
-    rates = rates_of(r for r in timed if (threads(r) or 1) == most and r.point.dtype == "float32")
-    if rates.flops_per_s is None:
-        return study.profile
-    return replace(study.profile, flops={"float32": rates.flops_per_s}, bandwidth_bytes_per_s=rates.bytes_per_s)
-
-
-def rates_of(results: Iterable) -> Rates:
-    """FLOP/s and bytes/s that the bounds of these rows were made with: a bound is the larger of work over rate, so the
-    largest quotient is the rate, or less where that resource never binds, which gives no bound above the row's own."""
-    known = [(r.cost, r.bound_seconds) for r in results if r.bound_seconds and r.cost]
-    return Rates(*(max((cost[name] / s for cost, s in known if cost.get(name)), default=None)
-                   for name in ("folded_flops", "floor_bytes")))  # fmt: skip
 
 
 def _try(ask, n: int, **how) -> Advice | str:

@@ -164,7 +164,7 @@ def own_jupyter():
 
 def _where(notebook: nbformat.NotebookNode) -> str:
     """The last cell that ran, as a reader would name it: its number among the code cells, the nearest heading above."""
-    # papermill calls every cell completed, but only those that were started have a time.
+    # papermill calls every cell completed, but only a started cell has a time.
     started = [i for i, c in enumerate(notebook.cells) if c.metadata.get("papermill", {}).get("start_time")]
     cells = [c for c in notebook.cells[: max(started, default=0) + 1] if not ADDED_TAGS & {*c.metadata.get("tags", ())}]
     number = sum(c.cell_type == "code" for c in cells)

@@ -13,7 +13,7 @@ from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
 from .places import REHEARSAL, data_folder
 from .tables import Table, Text
-from .trust import apart, earlier, judged, objection, reproduced, spread, turns, widened
+from .trust import apart, earlier, judged, objection, reproduced, spread, threads, turns, widened
 
 NOT_MEASURED = "not measured"
 
@@ -148,7 +148,7 @@ class Study:
     def rows(self, results: Iterable | None = None, **wanted) -> list:
         """Results whose point has the ``wanted`` fields; ``options`` are matched one by one, a callable is a test.
 
-        Without ``results`` those of this study, but for the second rows of ``twins``.
+        Without ``results`` those of this study, but for the A/A controls.
         """
         results = (r for r in self.results if not r.option("twin")) if results is None else results
         return [r for r in results if _matches(r, wanted)]
@@ -164,8 +164,8 @@ class Study:
         return self._ratios[key][2]
 
     @cached_property
-    def twins(self) -> list:
-        """The Ratio of each pair of rows that did the same work, taking turns."""
+    def controls(self) -> list:
+        """The Ratio of each A/A control to the row that it repeats, which took turns."""
         found = []
         for second in filter(lambda r: r.option("twin"), self.good):
             firsts = [r for r in self.results if r.point == second.point.first and together(r, second)]
@@ -175,7 +175,7 @@ class Study:
     @cached_property
     def noise_floor(self) -> float:
         """The largest factor by which the same work differed from itself: no smaller one is called a difference."""
-        return max((max(x.value, 1 / x.value) for x in self.twins), default=1.0)
+        return max((max(x.value, 1 / x.value) for x in self.controls), default=1.0)
 
     @property
     def repeats(self) -> tuple[int, int]:
@@ -203,6 +203,29 @@ class Study:
 
     def text(self, *lines: str, **more) -> Text:
         return Text(lines, **more)
+
+
+def with_rates(study: Study) -> hardware.Profile:
+    """The profile of a study; that of a CPU with the rates that bound the rows of its most threads."""
+    if study.profile.kind != "cpu":
+        return study.profile
+    timed = [r for r in study.good if r.bound_seconds and r.point.world_size == 1]
+    most = max((threads(r) or 1 for r in timed), default=1)
+    rates = rates_of(r for r in timed if (threads(r) or 1) == most and r.point.dtype == "float32")
+    if rates.flops_per_s is None:
+        return study.profile
+    return replace(study.profile, flops={"float32": rates.flops_per_s}, bandwidth_bytes_per_s=rates.bytes_per_s)
+
+
+def rates_of(results: Iterable) -> hardware.Rates:
+    """FLOP/s and bytes/s from which the rooflines of these rows were computed.
+
+    A roofline is the larger of work over rate, so the largest quotient of work and roofline is the rate. Where a
+    resource never binds it is less, which gives no roofline above those of the rows.
+    """
+    known = [(r.cost, r.bound_seconds) for r in results if r.bound_seconds and r.cost]
+    return hardware.Rates(*(max((cost[name] / s for cost, s in known if cost.get(name)), default=None)
+                            for name in ("folded_flops", "floor_bytes")))  # fmt: skip
 
 
 def together(a, b) -> bool:

@@ -104,9 +104,9 @@ def status(result) -> str:
 def spread(results: Iterable) -> float:
     """Standard deviation, between groups, of the logarithm of a call's median time; 0.0 where too few calls repeat.
 
-    From the pairs of quotable, undisturbed rows of one call in two groups or runs, with the same threads: half the
-    variance of their log ratios is that of one, and their median size tells it, so that a few calls that went wrong do
-    not speak for the machine. A twin is its first, and counts with it.
+    It comes from pairs of quotable, undisturbed rows of one call in two groups or runs, with the same threads. Half the
+    variance of their log ratios is that of one row. It is estimated from the median size of the log ratios, so that a
+    few calls that went wrong have no weight. An A/A control counts as the call that it repeats.
     """
     found: dict[tuple, dict[tuple, list[float]]] = {}
     for r in results:

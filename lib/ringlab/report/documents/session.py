@@ -66,7 +66,7 @@ def shares(study: Study) -> dict[str, float]:
 
 
 def operators(row, views: bool = True) -> int | None:
-    """Aten operators of one call, ``views`` or only those that compute, copy or allocate; None where not counted."""
+    """Aten operators of one call, with views or without; None where they were not counted."""
     count = row.memory.get("operator_calls") if shown(row) else None
     return None if count is None else count if views else count - row.memory.get("view_calls", 0)
 
