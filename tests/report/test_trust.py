@@ -9,7 +9,7 @@ from reporting import made_up, sampled, write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
-from ringlab.report import compare, findings, study, trust
+from ringlab.report import columns, compare, findings, study, trust
 
 CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [Point("dense_sdpa", Dense())]
 
@@ -130,3 +130,14 @@ def test_a_ratio_is_of_the_rows_that_are_asked_for(tmp_path):
     for factor in range(1, 40):
         found = shown.ratio(row(slow.point, slow.group, 0.1 * factor), fast)
         assert found.value == pytest.approx(factor / 2)
+
+
+def test_rows_with_few_rounds_in_common_are_compared_by_all_their_samples(tmp_path):
+    slow, fast = (replace(r, run="one", composition="c") for r in rows_at([1.0])[:2])
+    shown = study.Study(hardware.get_profile("cpu"), [slow, fast], tmp_path)
+    assert shown.ratio(fast, slow).paired and shown.ratio(fast, slow).rounds == 10
+    apart = replace(fast, rounds=tuple(range(7, 17)))  # three rounds with the other
+    found = shown.ratio(apart, slow)
+    assert not found.paired and found.significantly_slower and found.value == pytest.approx(2)
+    few = shown.ratio(sampled(apart, apart.seconds[:3]), slow)
+    assert (few.low, few.high) == (0.0, math.inf) and columns.times(few).sub == "fewer than 5 samples; unpaired"

@@ -181,6 +181,8 @@ def test_stored_rows_become_evidence_and_bad_ones_do_not():
     rehearsed = evidence(study(whole_suite("gtx1080", True)))
     assert rehearsed and not any(e.counts for e in rehearsed) and "a rehearsal" in rehearsed[0].origin
     assert evidence(study([replace(r, errors={}) for r in whole_suite()])) == ()
+    few = [replace(r, seconds=r.seconds[:4], rounds=r.rounds[:4]) for r in whole_suite()]
+    assert evidence(study(few)) == (), "no interval, no evidence"
     # ranks: a published system is its scheme
     point = Point(**GOOD | {"world_size": 2})
     pair = Group("pair", (point.but(options={"scheme": "plan"}), point.but(system="RingDilatedAttentionV2Robust")))

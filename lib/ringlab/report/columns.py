@@ -9,6 +9,7 @@ its columns take. A row that may not be shown gives its status instead of a numb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -137,7 +138,8 @@ def times(ratio) -> Cell | None:
     """How many times as fast, with its interval; a ratio within the noise of the run says so."""
     if ratio is None:
         return None
-    doubts = [] if ratio.significantly_slower or ratio.significantly_faster else ["within noise"]
+    different = ratio.significantly_slower or ratio.significantly_faster
+    doubts = [] if different or ratio.high == math.inf else ["within noise"]  # without an interval neither is known
     doubts += ["unstable"] * ratio.unstable + ["unpaired"] * (not ratio.paired)
     return Cell(f"{number(ratio.value)}×", "; ".join([interval(*ratio.ci), *doubts]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 from .. import cost, hardware, measure
@@ -30,7 +31,7 @@ def evidence(study: Study, here: str | None = None) -> tuple[Evidence, ...]:
         changed = [name for name in one.keys() & two.keys() if one[name] != two[name]]
         if len(changed) == 1 and (changed != ["pattern"] or _against_dense(one, two)):
             found.append(_compared(study, changed[0], (a, one), (b, two), here))
-    return tuple(found)
+    return tuple(e for e in found if e.high < math.inf)  # an interval needs five samples
 
 
 def stored(profile: hardware.Profile) -> tuple[hardware.Profile, tuple[Evidence, ...]]:

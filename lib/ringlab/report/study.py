@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -159,7 +160,10 @@ class Study:
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
-            found = replace(apart(measure.ratio(slow, fast), self.pace, self.turns), noise_floor=self.noise_floor)
+            found = measure.ratio(slow, fast)
+            if found.paired and found.high == math.inf:  # too few rounds in common: each by itself may have enough
+                found = measure.ratio(replace(slow, run=""), fast)
+            found = replace(apart(found, self.pace, self.turns), noise_floor=self.noise_floor)
             self._ratios[key] = slow, fast, found  # the rows too, or other rows could get their ids
         return self._ratios[key][2]
 

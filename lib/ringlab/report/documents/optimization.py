@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -72,8 +73,10 @@ def _pays_line(study: Study) -> str:
     said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
     effects = [(words.lower(), x[2]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
     for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
-        if names := [f"{name} ({number(x.value)}×)" for name, x in effects if _beyond(x) == sign]:
+        if names := [f"{name} ({number(x.value)}×)" for name, x in effects if _beyond(x) == sign and x.high < math.inf]:
             said.append(f"{words}: {', '.join(names)}")
+    if names := [name for name, x in effects if x.high == math.inf]:
+        said.append(f"Too few samples: {', '.join(names)}")
     return f"{'. '.join(said)}."
 
 
