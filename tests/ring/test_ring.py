@@ -27,11 +27,14 @@ def test_one_rank_is_the_local_result_bit_for_bit(pattern):
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "plan"])
 def test_half_precision_is_rounded_once(scheme):
-    """However many ranks add to a result: their parts are summed in fp32."""
+    """However many ranks add to a result: their parts are summed in fp32.
+
+    By the eager kernel, which rounds nothing else; torch's own rounds the weights too, on CPUs with products in bf16.
+    """
     q, k, v, *_ = tensors(contiguous(512, 16), 2, 2, 16, torch.bfloat16, 0)
     exact = attention(q.double(), k.double(), v.double(), Dense())
     rounding = (exact.bfloat16().double() - exact).norm()
-    out = attention(q, k, v, Dense(), group=Simulated(16), scheme=scheme)
+    out = attention(q, k, v, Dense(), group=Simulated(16), scheme=scheme, backend="eager")
     assert (out.double() - exact).norm() <= 1.3 * rounding
 
 

@@ -88,6 +88,7 @@ def test_measure_takes_suites_groups_and_minutes(capsys, monkeypatch, tmp_path):
     asked = []
     run = lambda groups, data, **how: asked.append(([g.name for g in groups], how["minutes"]))  # noqa: E731
     monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(suites.peers, "installed", lambda name: None)  # each that is there adds a group
     how = ["measure", "--profile", "cpu", "--data", str(tmp_path)]
     chosen = ["--group", "lengths", "--group", "implementations"]
     for more in ([], chosen, ["--suite", "landscape", "--minutes", "8.5"]):
