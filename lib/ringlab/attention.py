@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import ring
-from .checks import FLOATS, check_backend, check_bool, check_one_device, is_real, short_repr
+from .checks import FLOATS, check_backend, check_bool, check_one_device, check_unknown, is_real, short_repr
 from .engine import Execution
 from .engine.autograd import local_attention
+from .engine.documents import Documents
 from .patterns import Pattern
 
 DEFAULT = Execution()
 MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")
 REFUSED = {
-    **dict.fromkeys(MASKS, "masks are not arguments; use a pattern and causal=True"),
+    **dict.fromkeys(MASKS, "masks are not arguments; use a pattern, causal=True, cu_seqlens or lengths"),
     **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "attention dropout is not supported"),
-    "is_causal": "write causal=True",
-    "enable_gqa": "k and v may have fewer heads without it",
 }
 
 
@@ -33,22 +34,29 @@ def attention(
     group=None,
     scheme: str = "auto",
     layout: str | ring.Layout = "contiguous",
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
     return_lse: bool = False,
     execution: Execution = DEFAULT,
-    **refused,
+    **others,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern; exact forward and backward.
 
     q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads.
-    Any sequence length is legal, of block-sparse patterns from their block size on. ``causal`` hides keys after the
-    query's position. ``scale`` defaults to 1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype,
-    contiguous, and with ``return_lse`` also lse (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that
-    sees nothing gets out 0 and lse -inf. A key that is not finite changes no query that it is hidden from. A value in
-    v that is not finite may make NaN of queries that it is hidden from, and products of q and k that overflow fp32
-    (fp64 for fp64) make wrong or NaN the queries that see them, as in torch's own kernels.
+    Any sequence length is legal. ``causal`` hides keys after the query's position. ``scale`` defaults to
+    1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype, contiguous, and with ``return_lse`` also
+    lse (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf. A
+    key that is not finite changes no query that it is hidden from. A value in v that is not finite may make NaN of
+    queries that it is hidden from, and products of q and k that overflow fp32 (fp64 for fp64) make wrong or NaN the
+    queries that see them, as in torch's own kernels.
 
     ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of these to try in order;
     ``execution``: switches that change no value.
+
+    Documents: ``cu_seqlens`` (documents + 1,) are the borders of the documents of a packed sequence, from 0 to seq, of
+    batch 1; equal ones enclose none. ``lengths`` (batch,) says how many rows of each entry are not padding. Integers,
+    in a list or a tensor. Each document is attended as if it stood alone, and positions of the pattern count from its
+    start. Padding gets out 0, lse -inf and no gradient, and what it holds changes nothing. Only on one device.
 
     Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this rank's shards; or
     ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
@@ -61,17 +69,25 @@ def attention(
     ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise NotImplementedError.
     Under ``torch.compile`` it runs as it is, between the graphs; ``backend="triton"`` within them.
 
+    For code that called ``scaled_dot_product_attention``: ``is_causal`` is taken for ``causal``; ``enable_gqa``,
+    ``dropout_p=0.0`` and ``attn_mask=None`` change nothing; under autocast q, k and v are cast as there.
+
     >>> from ringlab.patterns import Dilated
     >>> q = torch.randn(1, 100, 4, 16)
     >>> attention(q, q, q, Dilated([32, 64], [1, 2]), causal=True).shape
     torch.Size([1, 100, 4, 16])
     """
-    for name in refused:
-        raise TypeError(f"attention() cannot honour {name!r}: {REFUSED.get(name, 'unknown argument')}")
+    is_causal = others.pop("is_causal", causal)
+    for name, value in (("causal", causal), ("is_causal", is_causal)):
+        check_bool(name, value)
+    if causal and not is_causal:
+        raise ValueError("causal=True and is_causal=False disagree")
+    others.pop("enable_gqa", None)
+    check_unknown("attention()", others, REFUSED)
+    q, k, v = as_autocast(q, k, v)
     check_tensors(q, k, v, shards=group is not None)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
-    check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     if scale is not None and not is_real(scale):
         raise TypeError(f"scale must be a number, got {short_repr(scale)}")
@@ -81,13 +97,34 @@ def attention(
     if not isinstance(execution, Execution):
         raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(execution)}")
     backend = check_backend(backend)
-    options = {"causal": causal, "scale": float(scale), "backend": backend, "execution": execution}
+    options = {"causal": is_causal, "scale": float(scale), "backend": backend, "execution": execution}
+    documents = documents_of(q, cu_seqlens, lengths)
     if group is None:
         check_one_device(scheme, layout)
-        out, lse = local_attention(q, k, v, pattern, **options)
+        out, lse = local_attention(q, k, v, pattern, **options, documents=documents)
+    elif documents is not None:
+        raise NotImplementedError("cu_seqlens and lengths work on one device: give no group")
     else:
         out, lse = ring.attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
     return (out, lse) if return_lse else out
+
+
+def as_autocast(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as autocast, where it is on, casts those of torch's attention: all but float64 to its dtype."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) if isinstance(t, Tensor) and t.dtype in FLOATS[1:] else t for t in tensors]
+
+
+def documents_of(q: Tensor, cu_seqlens, lengths) -> Documents | None:
+    """Where the documents of q lie; None for batch entries that are one document each."""
+    if cu_seqlens is not None and lengths is not None:
+        raise ValueError("give cu_seqlens, of a packed sequence, or lengths, of a padded batch, not both")
+    if cu_seqlens is not None:
+        return Documents.packed(cu_seqlens, q)
+    return None if lengths is None else Documents.padded(lengths, q)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> None:

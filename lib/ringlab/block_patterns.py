@@ -203,20 +203,17 @@ def part_from_dict(data: dict) -> Part:
 
 
 def block_count(n: int, block_size: int) -> int:
-    """The number of blocks of ``n`` positions; ValueError where a block is longer."""
-    n = check_int("the sequence length", n, most=LARGEST)
-    if block_size > n:
-        raise ValueError(f"block_size {block_size} exceeds the sequence length {n}")
-    return -(-n // block_size)
+    """The number of blocks of ``n`` positions, the last of which may be short."""
+    return -(-check_int("the sequence length", n, most=LARGEST) // block_size)
 
 
 @dataclass(frozen=True)
 class BlockSparse:
     """A union of parts: M is 1 where a part shows the query's block the key's block, else 0, for every head.
 
-    ``a | b`` is the union of two patterns of one block size. Raises ValueError for a block size below 1 or no part;
-    and, once n is known, for a block size above n, more global or random blocks than there are, or a given mask of
-    another length.
+    ``a | b`` is the union of two patterns of one block size. A sequence may be shorter than a block, and have fewer
+    blocks than a part asks for: these are then all of them. Raises ValueError for a block size below 1 or no part;
+    and, once n is known, for a given mask of another length.
 
     >>> pattern = BlockSparse([Window(1), Global(1)], block_size=64)
     >>> pattern.blocks(256).int().tolist()
@@ -246,11 +243,9 @@ class BlockSparse:
         return BlockSparse(self.parts + other.parts, self.block_size)
 
     def count(self, n: int) -> int:
-        """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
+        """The number of blocks of ``n`` positions; ValueError where a given mask has another number."""
         count = block_count(n, self.block_size)
         for part in self.parts:
-            if isinstance(part, Global | Random) and part.count > count:
-                raise ValueError(f"{part.count} {type(part).__name__.lower()} blocks exceed the {count} of n = {n}")
             if isinstance(part, Given) and len(part.rows) != count:
                 raise ValueError(f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}")
         return count

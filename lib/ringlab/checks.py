@@ -65,10 +65,10 @@ def check_bool(name: str, value) -> None:
 def check_unknown(owner: str, arguments: dict, reasons: dict[str, str]) -> None:
     """Raise TypeError for arguments that ``owner`` does not take, with the reason if there is one.
 
-    A dropout of 0 is accepted, since it changes nothing.
+    A dropout of 0 and a known argument that is None are accepted, since they change nothing.
     """
     for name, value in arguments.items():
-        if "dropout" not in name or value != 0:
+        if not ("dropout" in name and value == 0 or name in reasons and value is None):
             raise TypeError(f"{owner} cannot honour {name!r}: {reasons.get(name, 'unknown argument')}")
 
 

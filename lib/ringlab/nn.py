@@ -85,8 +85,11 @@ class MultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, kv_dim, **made)
         self.out_proj = nn.Linear(embed_dim, embed_dim, **made)
 
-    def forward(self, x: Tensor, **refused) -> Tensor:
-        """Attention of x (b, n, embed_dim) to itself; returns (b, n, embed_dim)."""
+    def forward(self, x: Tensor, *, cu_seqlens=None, lengths=None, **refused) -> Tensor:
+        """Attention of x (b, n, embed_dim) to itself; returns (b, n, embed_dim).
+
+        ``cu_seqlens`` are the borders of packed documents, ``lengths`` those of a padded batch, as of ``attention``.
+        """
         check_unknown("MultiheadAttention", refused, REFUSED)
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
@@ -94,15 +97,16 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}")
         if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x is {x.dtype}, the layer {self.q_proj.weight.dtype}: convert one, or use autocast")
+        documents = {"cu_seqlens": cu_seqlens, "lengths": lengths}
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, use_reentrant=False)
-        return self._forward(x)
+            return checkpoint(self._forward, x, documents, use_reentrant=False)
+        return self._forward(x, documents)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, documents: dict) -> Tensor:
         projected = ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
         q, k, v = (proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected)  # (b, n, h, d), (b, n, h_kv, d)
         options = self.options if self.auto is None else self.auto.fill(self.options, self.pattern, q, k)
-        return self.out_proj(attention(q, k, v, self.pattern, **options).flatten(2))
+        return self.out_proj(attention(q, k, v, self.pattern, **options, **documents).flatten(2))
 
     @property
     def advice(self) -> Advice | None:

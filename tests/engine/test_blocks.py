@@ -244,8 +244,6 @@ MASK = torch.ones(7, 7, dtype=torch.bool)
         (lambda: blocks.from_mask(MASK.to("meta")), r"neither nested, sparse nor meta, got .*, torch.strided on meta"),
         (lambda: blocks.from_mask(torch.nested.nested_tensor([MASK[0]], layout=torch.jagged)), "got NestedTensor$"),
         (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
-        (lambda: blocks.sliding_window(1, block_size=64).blocks(63), "block_size 64 exceeds the sequence length 63"),
-        (lambda: BlockSparse([Global(9)], 8).blocks(64), "9 global blocks exceed the 8 of n = 64"),
         (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "must have one window, or none and one"),
         (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "must have one window, or none and one"),
         (lambda: blocks.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
@@ -304,3 +302,12 @@ def test_patterns_are_drawn():
     assert patterns.show(patterns.Dense(), 3, causal=True) == "█  \n██ \n███"
     lines = patterns.show(blocks.local_global(1, 1), 1 << 14, width=32).split("\n")
     assert [len(line) for line in lines] == [32] * 32 and lines[20][20] in "▒▓█" and lines[20][5] == " "
+
+
+def test_a_sequence_may_be_shorter_than_a_block_and_have_fewer_blocks_than_a_part_asks_for():
+    short = BlockSparse([Window(1), Global(9), Random(5)], 8)
+    for n in (1, 7, 13):
+        assert short.blocks(n).all() and short.pairs(n) == n * n
+    q, k, v = (torch.randn(1, 100, 2, 8, dtype=torch.float64) for _ in range(3))
+    want, _ = reference.attention(q, k, v, ringlab.Dense(), causal=True)
+    assert reference.error(attention(q, k, v, blocks.bigbird(1, 1, 2, block_size=128), causal=True), want, 1.0) < 1e-12

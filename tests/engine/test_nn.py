@@ -47,6 +47,20 @@ def test_the_layer_is_the_oracle_between_projections(causal, kv_heads, more):
         assert apart(gradients(layer, x, dout), want) <= 1e-12
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_and_padded_documents_are_those_alone(checkpointing):
+    layer = MultiheadAttention(16, 4, PATTERN, causal=True, use_gradient_checkpointing=checkpointing).double()
+    some = [torch.randn(1, n, 16, dtype=torch.float64) for n in (5, 40, 40, 23)]
+    dout = [torch.randn_like(x) for x in some]
+    want = [torch.autograd.grad(layer(x), layer.parameters(), g) for x, g in zip(some, dout)]
+    want = [torch.cat([layer(x) for x in some], 1).detach(), *map(sum, zip(*want))]
+    out = layer(torch.cat(some, 1), cu_seqlens=torch.tensor([0, 5, 45, 85, 108]))
+    assert apart([out.detach(), *torch.autograd.grad(out, layer.parameters(), torch.cat(dout, 1))], want) <= 1e-12
+    padded = torch.nn.utils.rnn.pad_sequence([x[0] for x in some], batch_first=True)
+    out = layer(padded, lengths=[5, 40, 40, 23])
+    assert apart([torch.cat([t[None, :n] for t, n in zip(out, (5, 40, 40, 23))], 1).detach()], want[:1]) <= 1e-12
+
+
 def test_the_state_dict_is_the_standard_one():
     layer = MultiheadAttention(16, 4, Dense(), num_kv_heads=2, bias=False)
     shapes = {name: tuple(t.shape) for name, t in layer.state_dict().items()}

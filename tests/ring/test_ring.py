@@ -98,7 +98,6 @@ def test_auto_takes_the_scheme_that_moves_least_and_says_why(pattern, layout, he
         (Dilated([4], [1]), striped(N, 2), True, "ring", "another layout, or ulysses"),
         (PATTERNS[0], contiguous(N, 4), True, "ulysses", "4 ranks are more than 2 heads"),
         (Dense(), contiguous(N, 2), True, "spiral", "unknown scheme 'spiral'; known: auto, plan, ring"),
-        (block_patterns.sliding_window(1), contiguous(N, 2), True, "auto", "block_size 128 exceeds the sequence"),
     ],
 )
 def test_refusals_are_one_line(pattern, layout, causal, scheme, said):

@@ -16,18 +16,22 @@ from ..kernels.base import device_type_of
 from ..patterns import Pattern
 from . import Execution, blocks, execute, gather
 from .dilated import make_plan, plan_for
+from .documents import Documents
 
 IN_GRAPHS = triton.IN_GRAPHS
 
 
-def local_attention(q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution):
+def local_attention(
+    q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend: str, execution: Execution,
+    documents: Documents | None = None,
+):  # fmt: skip
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
-    if backend == "triton" and IN_GRAPHS and torch.compiler.is_compiling() and execution.plain:
+    if documents is None and backend == "triton" and IN_GRAPHS and torch.compiler.is_compiling() and execution.plain:
         flip, positive = positive_scale(scale)
         return triton.attend(flip(q), k, v, pattern, causal, positive)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     call = _Attention.apply if is_followed(q, k, v) else forward
-    return outside_graphs(call)(q, k, v, pattern, causal, scale, backend, execution)  # plans are lists
+    return outside_graphs(call)(q, k, v, pattern, causal, scale, backend, execution, documents)  # plans are lists
 
 
 _in_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
@@ -51,8 +55,10 @@ def without_autocast(t: Tensor):
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, backend, execution: Execution):
+def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, backend, execution: Execution, documents=None):
     """out (b, n, h, d), lse (b, h, n)."""
+    if documents is not None:
+        return documents.forward(q, k, v, lambda *some: forward(*some, pattern, causal, scale, backend, execution))
     flip, scale = positive_scale(scale)
     kernel = _kernel_for(q, causal, q.requires_grad or k.requires_grad or v.requires_grad, backend)
     q = flip(q)
@@ -73,8 +79,13 @@ def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, backend, exec
         return execute.forward(q, k, v, plan, causal, scale, kernel, **lent)
 
 
-def backward(dout, dlse, q, k, v, out, lse, pattern: Pattern, causal: bool, scale: float, backend, execution):
+def backward(
+    dout, dlse, q, k, v, out, lse, pattern: Pattern, causal: bool, scale: float, backend, execution, documents=None
+):
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
+    if documents is not None:
+        given = dout, dlse, q, k, v, out, lse
+        return documents.backward(*given, lambda *some: backward(*some, pattern, causal, scale, backend, execution))
     flip, scale = positive_scale(scale)
     q = flip(q)
     kernel = _kernel_for(q, causal, True, backend)

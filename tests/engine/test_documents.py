@@ -1,0 +1,142 @@
+"""Packed sequences and padded batches: each document is the answer that it has alone."""
+
+import random
+
+import pytest
+import torch
+from matrix import BLOCK_SPARSE, DILATED, F32, F64, WAYS, Case, differentiated, drawn, errors
+from ringlab import Dense, Execution, Simulated, attention, blocks, reference
+from ringlab.engine import documents
+
+MASKS = [p for p in BLOCK_SPARSE if "given" in str(p)]  # of one length
+PATTERNS = [Dense(), *DILATED, *(p for p in BLOCK_SPARSE if p not in MASKS)]
+EXACT = {F64: 1e-12, F32: 5e-6}
+
+
+def spans_of(how: dict, n: int) -> list[tuple[int, int, int]]:
+    """(batch entry, first row, end) of each document."""
+    if "lengths" in how:
+        return [(i, 0, int(length)) for i, length in enumerate(how["lengths"])]
+    borders = [int(x) for x in how["cu_seqlens"]]
+    return [(0, a, b) for a, b in zip(borders, borders[1:])]
+
+
+def wanted(case: Case, inputs, dout, dlse, spans) -> dict[str, torch.Tensor]:
+    """Each document by the float64 reference; out 0, lse -inf and no gradient elsewhere."""
+    leaves = [t.double().requires_grad_() for t in inputs]
+    out = torch.zeros_like(leaves[0])
+    lse = torch.full(dlse.shape, -torch.inf, dtype=F64)
+    for i, a, b in spans:
+        if a < b:
+            some = (t[i : i + 1, a:b] for t in leaves)
+            out[i : i + 1, a:b], lse[i : i + 1, :, a:b] = reference.attention(*some, case.pattern, causal=case.causal)
+    return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
+
+
+def result(case: Case, inputs, dout, dlse, how: dict) -> dict[str, torch.Tensor]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    given = {"causal": case.causal, "execution": case.execution, "backend": case.backend, "return_lse": True}
+    out, lse = attention(*leaves, case.pattern, **given, **how)
+    return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
+
+
+def drawn_case(rng: random.Random) -> tuple[Case, dict]:
+    n, packed = rng.randint(1, 150), rng.random() < 0.7
+    heads = rng.choice([(1, 1), (4, 2), (6, 1), (4, 4)])
+    batch = 1 if packed else rng.randint(1, 4)
+    pattern, execution = rng.choice(PATTERNS), Execution()
+    if isinstance(pattern, blocks.BlockSparse):
+        execution = Execution(blocks=rng.choice(WAYS))
+    elif rng.random() < 0.2:
+        execution = Execution(gather=True)
+    case = Case(
+        pattern, n, rng.choice([F64, F32]), rng.random() < 0.5, batch, *heads, rng.choice([8, 16]),
+        lse_cotangent=rng.random() < 0.5, memory=rng.choice(["contiguous", "heads first", "every other"]),
+        seed=rng.randrange(1 << 30), execution=execution,
+    )  # fmt: skip
+    if not packed:
+        return case, {"lengths": torch.tensor([rng.randint(0, n) for _ in range(batch)])}
+    if rng.random() < 0.3:  # documents of few lengths, as a trainer's
+        size = rng.randint(1, n)
+        borders = [*range(0, n, size), n]
+    else:
+        borders = sorted(rng.choices(range(n + 1), k=rng.randint(0, 9)))
+        borders = [0, *borders, n]
+    return case, {"cu_seqlens": torch.tensor(borders, dtype=rng.choice([torch.int32, torch.int64]))}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_document_is_attended_as_if_it_stood_alone(seed, monkeypatch):
+    """Fifty random cases of patterns, borders, heads, dtypes and ways to run; short documents copied or not."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(documents, "COPIED", 1024 if seed % 2 else 0)
+    documents._documents.cache_clear()
+    for _ in range(50):
+        case, how = drawn_case(rng)
+        inputs, dout, dlse = drawn(case)
+        want = wanted(case, inputs, dout, dlse, spans_of(how, case.n))
+        got = result(case, inputs, dout, dlse, how)
+        apart = errors(got, want, *inputs[:2], dout)
+        assert max(apart.values()) <= EXACT[case.dtype], (case, how, apart)
+    documents._documents.cache_clear()
+
+
+@pytest.mark.parametrize("pattern", [Dense(), DILATED[0], BLOCK_SPARSE[0]], ids=str)
+@pytest.mark.parametrize("how", [{"cu_seqlens": [0, 30, 60, 71, 101, 120]}, {"lengths": [120, 50, 0, 50]}], ids=str)
+def test_nothing_leaks_between_documents_or_out_of_the_padding(pattern, how):
+    """NaN in one document, or in the padding, leaves every other row bitwise the same, gradients too."""
+    packed = "cu_seqlens" in how
+    case = Case(pattern, 120, F32, causal=False, batch=1 if packed else 4)
+    inputs, dout, dlse = drawn(case)
+    spans = spans_of(how, 120)
+    clean = result(case, inputs, dout, dlse, how)
+    dead = torch.ones(inputs[0].shape[:2], dtype=torch.bool)  # rows that hold NaN
+    for i, a, b in spans:
+        dead[i, a:b] = False
+    if packed:
+        dead[0, 60:71] = True
+    stained = [t.masked_fill(dead[:, :, None, None], torch.nan) for t in (*inputs, dout)]
+    found = result(case, stained[:3], stained[3], dlse, how)
+    for name, t in clean.items():
+        mask = dead[:, None, :] if name == "lse" else dead[:, :, None, None]
+        assert torch.equal(found[name].masked_fill(mask, 0), t.masked_fill(mask, 0)), name
+    if not packed:
+        assert not found["out"][2].any() and (found["lse"][2] == -torch.inf).all() and not found["dk"][2].any()
+
+
+def test_equal_documents_are_the_batch_bit_for_bit():
+    q, k, v = (torch.randn(4, 32, 2, 16) for _ in range(3))
+    want = attention(q, k, v, DILATED[0])
+    flat = (t.flatten(0, 1)[None] for t in (q, k, v))
+    assert torch.equal(attention(*flat, DILATED[0], cu_seqlens=range(0, 129, 32))[0].unflatten(0, (4, 32)), want)
+    assert torch.equal(attention(q, k, v, DILATED[0], lengths=[32] * 4), want)
+
+
+Q = torch.zeros(1, 16, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "how, error, message",
+    [
+        ({"cu_seqlens": [0, 9, 5, 16]}, ValueError, "must ascend from 0 to the sequence length 16, got .0, 9, 5, 16."),
+        ({"cu_seqlens": [1, 16]}, ValueError, "must ascend from 0"),
+        ({"cu_seqlens": [0, 15]}, ValueError, "must ascend from 0 to the sequence length 16"),
+        ({"cu_seqlens": [0]}, ValueError, "must ascend from 0"),
+        ({"cu_seqlens": [0, 4.5, 16]}, TypeError, "1-D tensor or a list of integers"),
+        ({"cu_seqlens": 16}, TypeError, "1-D tensor or a list of integers"),
+        ({"cu_seqlens": torch.tensor([0.0, 16.0])}, ValueError, "1-D tensor of int32 or int64, got torch.float32"),
+        ({"cu_seqlens": torch.tensor([[0, 16]])}, ValueError, "of shape .1, 2."),
+        ({"cu_seqlens": torch.tensor([0, 16], device="meta")}, ValueError, "on the CPU or on cpu, got meta"),
+        ({"lengths": [17]}, ValueError, "1 numbers of 0 to 16 rows"),
+        ({"lengths": [3, 4]}, ValueError, "1 numbers of 0 to 16 rows"),
+        ({"lengths": [-1]}, ValueError, "0 to 16 rows"),
+        ({"lengths": [3], "cu_seqlens": [0, 16]}, ValueError, "not both"),
+        ({"q": Q.expand(2, -1, -1, -1), "cu_seqlens": [0, 16]}, ValueError, "needs a batch of 1, got 2"),
+        ({"cu_seqlens": [0, 16], "group": Simulated(2)}, NotImplementedError, "work on one device"),
+    ],
+)
+def test_wrong_borders_and_lengths_are_refused_in_one_line(how, error, message):
+    q = how.pop("q", Q)
+    with pytest.raises(error, match=message) as caught:
+        attention(q, q, q, Dense(), **how)
+    assert "\n" not in str(caught.value)
