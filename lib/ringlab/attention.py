@@ -10,7 +10,7 @@ from torch import Tensor
 from . import ring
 from .checks import FLOATS, check_backend, check_bool, check_one_device, check_unknown, is_real, short_repr
 from .engine import Execution
-from .engine.autograd import local_attention
+from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents
 from .patterns import Pattern
 
@@ -56,7 +56,8 @@ def attention(
     Documents: ``cu_seqlens`` (documents + 1,) are the borders of the documents of a packed sequence, from 0 to seq, of
     batch 1; equal ones enclose none. ``lengths`` (batch,) says how many rows of each entry are not padding. Integers,
     in a list or a tensor. Each document is attended as if it stood alone, and positions of the pattern count from its
-    start. Padding gets out 0, lse -inf and no gradient, and what it holds changes nothing. Only on one device.
+    start. Padding gets out 0, lse -inf and no gradient, and what it holds changes nothing. Across ranks positions are
+    global, the layout is "contiguous" or "zigzag", and a document inside a shard moves nothing.
 
     Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this rank's shards; or
     ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
@@ -98,14 +99,15 @@ def attention(
         raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(execution)}")
     backend = check_backend(backend)
     options = {"causal": is_causal, "scale": float(scale), "backend": backend, "execution": execution}
-    documents = documents_of(q, cu_seqlens, lengths)
+    if cu_seqlens is not None or lengths is not None:
+        n = ring.length_of(q, group, layout)
+        options["documents"] = documents_of(q, cu_seqlens, lengths, n)
     if group is None:
         check_one_device(scheme, layout)
-        out, lse = local_attention(q, k, v, pattern, **options, documents=documents)
-    elif documents is not None:
-        raise NotImplementedError("cu_seqlens and lengths work on one device: give no group")
+        out, lse = local_attention(q, k, v, pattern, **options)
     else:
-        out, lse = ring.attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+        attend = outside_graphs(ring.attend_documents) if "documents" in options else ring.attend
+        out, lse = attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
     return (out, lse) if return_lse else out
 
 
@@ -118,13 +120,11 @@ def as_autocast(*tensors: Tensor) -> list[Tensor]:
     return [t.to(dtype) if isinstance(t, Tensor) and t.dtype in FLOATS[1:] else t for t in tensors]
 
 
-def documents_of(q: Tensor, cu_seqlens, lengths) -> Documents | None:
-    """Where the documents of q lie; None for batch entries that are one document each."""
+def documents_of(q: Tensor, cu_seqlens, lengths, n: int) -> Documents:
+    """Where the documents lie in the sequence of n positions of which q holds some."""
     if cu_seqlens is not None and lengths is not None:
         raise ValueError("give cu_seqlens, of a packed sequence, or lengths, of a padded batch, not both")
-    if cu_seqlens is not None:
-        return Documents.packed(cu_seqlens, q)
-    return None if lengths is None else Documents.padded(lengths, q)
+    return Documents.padded(lengths, q, n) if cu_seqlens is None else Documents.packed(cu_seqlens, q, n)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> None:

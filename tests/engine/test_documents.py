@@ -4,65 +4,10 @@ import random
 
 import pytest
 import torch
-from matrix import BLOCK_SPARSE, DILATED, F32, F64, WAYS, Case, differentiated, drawn, errors
-from ringlab import Dense, Execution, Simulated, attention, blocks, reference
+from document_cases import EXACT, drawn_case, result, spans_of, wanted
+from matrix import BLOCK_SPARSE, DILATED, F32, Case, drawn, errors
+from ringlab import Dense, Simulated, attention
 from ringlab.engine import documents
-
-MASKS = [p for p in BLOCK_SPARSE if "given" in str(p)]  # of one length
-PATTERNS = [Dense(), *DILATED, *(p for p in BLOCK_SPARSE if p not in MASKS)]
-EXACT = {F64: 1e-12, F32: 5e-6}
-
-
-def spans_of(how: dict, n: int) -> list[tuple[int, int, int]]:
-    """(batch entry, first row, end) of each document."""
-    if "lengths" in how:
-        return [(i, 0, int(length)) for i, length in enumerate(how["lengths"])]
-    borders = [int(x) for x in how["cu_seqlens"]]
-    return [(0, a, b) for a, b in zip(borders, borders[1:])]
-
-
-def wanted(case: Case, inputs, dout, dlse, spans) -> dict[str, torch.Tensor]:
-    """Each document by the float64 reference; out 0, lse -inf and no gradient elsewhere."""
-    leaves = [t.double().requires_grad_() for t in inputs]
-    out = torch.zeros_like(leaves[0])
-    lse = torch.full(dlse.shape, -torch.inf, dtype=F64)
-    for i, a, b in spans:
-        if a < b:
-            some = (t[i : i + 1, a:b] for t in leaves)
-            out[i : i + 1, a:b], lse[i : i + 1, :, a:b] = reference.attention(*some, case.pattern, causal=case.causal)
-    return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
-
-
-def result(case: Case, inputs, dout, dlse, how: dict) -> dict[str, torch.Tensor]:
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    given = {"causal": case.causal, "execution": case.execution, "backend": case.backend, "return_lse": True}
-    out, lse = attention(*leaves, case.pattern, **given, **how)
-    return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
-
-
-def drawn_case(rng: random.Random) -> tuple[Case, dict]:
-    n, packed = rng.randint(1, 150), rng.random() < 0.7
-    heads = rng.choice([(1, 1), (4, 2), (6, 1), (4, 4)])
-    batch = 1 if packed else rng.randint(1, 4)
-    pattern, execution = rng.choice(PATTERNS), Execution()
-    if isinstance(pattern, blocks.BlockSparse):
-        execution = Execution(blocks=rng.choice(WAYS))
-    elif rng.random() < 0.2:
-        execution = Execution(gather=True)
-    case = Case(
-        pattern, n, rng.choice([F64, F32]), rng.random() < 0.5, batch, *heads, rng.choice([8, 16]),
-        lse_cotangent=rng.random() < 0.5, memory=rng.choice(["contiguous", "heads first", "every other"]),
-        seed=rng.randrange(1 << 30), execution=execution,
-    )  # fmt: skip
-    if not packed:
-        return case, {"lengths": torch.tensor([rng.randint(0, n) for _ in range(batch)])}
-    if rng.random() < 0.3:  # documents of few lengths, as a trainer's
-        size = rng.randint(1, n)
-        borders = [*range(0, n, size), n]
-    else:
-        borders = sorted(rng.choices(range(n + 1), k=rng.randint(0, 9)))
-        borders = [0, *borders, n]
-    return case, {"cu_seqlens": torch.tensor(borders, dtype=rng.choice([torch.int32, torch.int64]))}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -132,7 +77,7 @@ Q = torch.zeros(1, 16, 2, 8)
         ({"lengths": [-1]}, ValueError, "0 to 16 rows"),
         ({"lengths": [3], "cu_seqlens": [0, 16]}, ValueError, "not both"),
         ({"q": Q.expand(2, -1, -1, -1), "cu_seqlens": [0, 16]}, ValueError, "needs a batch of 1, got 2"),
-        ({"cu_seqlens": [0, 16], "group": Simulated(2)}, NotImplementedError, "work on one device"),
+        ({"cu_seqlens": [0, 16], "group": Simulated(2), "layout": "striped"}, ValueError, "not a striped one"),
     ],
 )
 def test_wrong_borders_and_lengths_are_refused_in_one_line(how, error, message):

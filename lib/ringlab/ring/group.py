@@ -7,6 +7,7 @@ computed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from .. import kernels
 from ..checks import check_choice, check_int, short_repr
 from ..engine import Execution
 from ..engine.autograd import IN_GRAPHS, is_followed, local_attention, positive_scale, without_autocast
+from ..engine.documents import Documents
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
 from .comm import all_to_all, drive
@@ -240,6 +242,72 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     layout = call.problem.layout  # the pattern runs along the curve
     out, lse = local_attention(*(layout.shard(t, 0) for t in (q, k, v)), pattern, **options)
     return layout.unshard([out]), layout.unshard([lse], 2)
+
+
+def attend_documents(q, k, v, pattern, documents: Documents, *, group, scheme: str, layout, **options):
+    """As ``attend`` for packed or padded documents, whose positions are global.
+
+    Documents inside a shard are attended there, and nothing moves. One that borders of shards cut is a call of all
+    ranks on its part of the layout.
+    """
+    found = Group.of(group)
+    if found.size == 1:
+        return local_attention(q, k, v, pattern, documents=documents, **options)
+    layout = layout_named(layout, documents.n, found.size)
+    if layout.kind not in ("contiguous", "zigzag"):
+        raise ValueError(f"documents across ranks need a contiguous or zigzag layout, not a {layout.kind} one")
+    problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
+    found.agree("documents", problem, q, borders=digest(documents.spans))
+    rank = None if found.process_group is None else found.here[0]
+    whole, cut = _documents_here(documents, layout, rank)
+    out, lse = local_attention(q, k, v, pattern, documents=whole, **options)
+    if not cut:
+        return out, lse
+    out, lse = out.clone(), lse.clone()  # the backward needs the first ones
+    for shards, entries, mine in cut:
+        at = entries.to(q.device)[:, None], mine.to(q.device)  # (entries, 1), (rows,)
+        o, l = attend(*(t[at] for t in (q, k, v)), pattern, group=group, scheme=scheme, layout=shards, **options)
+        out[at] = o
+        lse.transpose(1, 2)[at] = l.transpose(1, 2)
+    return out, lse
+
+
+@lru_cache(maxsize=64)
+def _documents_here(documents: Documents, layout: Layout, rank: int | None) -> tuple[Documents, list[tuple]]:
+    """Where documents lie in what a rank holds, or (None) in all rows: those inside a shard, and those that are cut.
+
+    Of the second, (layout of the document, batch entries (e,), rows here (r,)) for each place in the sequence.
+    """
+    cuts, whole, cut = layout.cuts, [], {}
+    for entry, start, stop in documents.spans:
+        if start < stop:
+            parts = range(bisect_right(cuts, start) - 1, bisect_right(cuts, stop - 1))
+            owners = {min(i, len(cuts) - 2 - i) if layout.kind == "zigzag" else i for i in parts}
+            if len(owners) > 1:
+                cut.setdefault((start, stop), []).append(entry)
+            elif rank is None or rank in owners:
+                rows = range(start, stop) if rank is None else _rows_of(layout, rank, start, stop)
+                whole.append((entry, int(rows[0]), int(rows[-1]) + 1))
+    found = []
+    for (start, stop), entries in cut.items():
+        shards = Layout(layout.kind, tuple(min(max(x, start), stop) - start for x in cuts))
+        rows = torch.arange(start, stop) if rank is None else _rows_of(layout, rank, start, stop)
+        found.append((shards, torch.tensor(entries), rows))
+    return Documents(tuple(whole), layout.n if rank is None else layout.size(rank)), found
+
+
+def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:
+    """The rows of a rank's shard that hold positions start .. stop - 1."""
+    each = [torch.arange(max(start - at.start, 0), min(stop, at.stop) - at.start) + row
+            for row, at in layout.chunks(rank) if start < at.stop and at.start < stop]  # fmt: skip
+    return torch.cat(each) if each else torch.arange(0)
+
+
+def length_of(t: Tensor, group, layout) -> int:
+    """The length of the sequence of which ``t`` (b, n, ...) holds the rows here."""
+    if isinstance(layout, Layout):
+        return layout.n
+    return t.shape[1] * (1 if group is None or isinstance(group, Simulated) else Group.of(group).size)
 
 
 def _call(shape, pattern, layout, scheme, causal, backend, execution, ranks: int, process_group) -> _Call:

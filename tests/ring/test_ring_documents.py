@@ -1,0 +1,94 @@
+"""Documents across ranks: each is the answer that it has alone, wherever shards cut it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from document_cases import EXACT, drawn_case, on_ranks, refused, result, spans_of, wanted
+from matrix import BLOCK_SPARSE, DILATED, F64, Case, drawn, errors
+from ringlab import BlockSparse, Dense, Execution, Simulated, attention
+from ringlab.ring import SCHEMES, Layout, contiguous, counting, uneven, zigzag
+from ringlab.ring.launch import launch
+
+
+def split_case(rng: random.Random, ranks: int):
+    """(case, documents, layout, scheme) over so many ranks."""
+    while True:
+        case, how = drawn_case(rng)
+        schemes = ["plan", "ulysses"] if isinstance(case.pattern, BlockSparse) else list(SCHEMES)
+        scheme = rng.choice(schemes)
+        if case.n >= 2 * ranks and (scheme != "ulysses" or case.heads >= ranks):
+            break
+    most = case.n // ranks
+    sizes = uneven([0] + [most] * (ranks - 2) + [case.n - most * (ranks - 2)])
+    layout = rng.choice([contiguous(case.n, ranks), zigzag(case.n, ranks), sizes])
+    return replace(case, execution=Execution()), how, layout, scheme
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_document_is_attended_as_if_it_stood_alone(ranks):
+    rng = random.Random(ranks)
+    for _ in range(60):
+        case, how, layout, scheme = split_case(rng, ranks)
+        inputs, dout, dlse = drawn(case)
+        want = wanted(case, inputs, dout, dlse, spans_of(how, case.n))
+        more = {"group": Simulated(ranks), "layout": layout, "scheme": scheme}
+        apart = errors(result(case, inputs, dout, dlse, how | more), want, *inputs[:2], dout)
+        assert max(apart.values()) <= EXACT[case.dtype], (case, how, layout, scheme, apart)
+
+
+@pytest.mark.parametrize("pattern", [Dense(), DILATED[0], BLOCK_SPARSE[0]], ids=str)
+@pytest.mark.parametrize("layout", [contiguous(96, 3), zigzag(96, 3)], ids=str)
+def test_a_document_inside_a_shard_moves_nothing_and_one_that_is_cut_what_it_moves_alone(pattern, layout):
+    q, k, v = (torch.randn(1, 96, 4, 8, requires_grad=True) for _ in range(3))
+
+    def sent(*some, **how):
+        with counting() as traffic:
+            attention(*some, pattern, group=Simulated(3), scheme="plan", causal=True, **how).sum().backward()
+        return [traffic.from_rank(rank) for rank in range(3)]
+
+    edges = sorted({edge for rank in range(3) for part in layout.ranges(rank) for edge in (part.start, part.stop)})
+    within = sorted({*edges, *(edge + 5 for edge in edges[:-1])})
+    assert sent(q, k, v, layout=layout, cu_seqlens=within) == [0, 0, 0]
+    borders, alone = [0, 20, 41, 90, 96], [0, 0, 0]
+    for a, b in zip(borders, borders[1:]):
+        part = Layout(layout.kind, tuple(min(max(cut, a), b) - a for cut in layout.cuts))
+        if sum(size > 0 for size in part.sizes) > 1:
+            moved = sent(*(t[:, a:b].detach().requires_grad_() for t in (q, k, v)), layout=part)
+            alone = [x + y for x, y in zip(alone, moved)]
+    assert sent(q, k, v, layout=layout, cu_seqlens=borders) == alone and sum(alone) > 0
+
+
+def test_gloo_ranks_are_the_simulated_ones():
+    ranks, rng = 3, random.Random(0)
+    cases = [split_case(rng, ranks) for _ in range(12)]
+    everyone = launch(on_ranks, ranks, cases)
+    for i, (case, how, layout, scheme) in enumerate(cases):
+        inputs, dout, dlse = drawn(case)
+        with counting() as traffic:
+            more = {"group": Simulated(ranks), "layout": layout, "scheme": scheme}
+            want = result(case, inputs, dout, dlse, how | more)
+        for name, t in want.items():
+            got = layout.unshard([each[i][0][name] for each in everyone], 2 if name == "lse" else 1)
+            assert torch.equal(got, t), (case, how, layout, scheme, name)
+        assert [each[i][1] for each in everyone] == [traffic.from_rank(rank) for rank in range(ranks)]
+
+
+def test_ranks_whose_borders_differ_are_told():
+    told = launch(refused, 2, [[0, 4, 16], [0, 5, 16]])
+    assert all("ranks disagree about what is computed: borders is" in said for said in told), told
+
+
+def test_nothing_leaks_between_documents_that_a_border_of_shards_cuts():
+    case = Case(DILATED[0], 96, F64)
+    (q, k, v), dout, dlse = drawn(case)
+    how = {"cu_seqlens": [0, 30, 70, 96], "group": Simulated(2), "scheme": "plan"}
+    clean = result(case, (q, k, v), dout, dlse, how)
+    for t in (stained := [t.clone() for t in (q, k, v)]):
+        t[:, 30:70] = torch.nan
+    found = result(case, stained, dout, dlse, how)
+    for name, t in clean.items():
+        for rows in (slice(0, 30), slice(70, 96)):
+            at = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
+            assert torch.equal(found[name][at], t[at]), name
