@@ -1,18 +1,23 @@
-"""Modules for models: attention with its projections."""
+"""Modules for models: attention with its projections, rotary embedding, a decoder block and a language model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import ring
+from . import checks, ring
 from .advise import Advice, Auto
 from .attention import DEFAULT, REFUSED, attention
 from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_one_device, check_unknown
 from .engine import Execution
 from .kernels import device_of
 from .patterns import Pattern
+from .ring.group import Group
+from .ring.layout import layout_named
 
 
 class MultiheadAttention(nn.Module):
@@ -24,10 +29,14 @@ class MultiheadAttention(nn.Module):
     gradients are this rank's part: sum them over the ranks. ``use_gradient_checkpointing`` saves only x for the
     backward and recomputes the rest, exchanges included. ``config="auto"`` chooses backend, scheme and execution for
     each shape by advice, where they have their defaults; an ``Advice`` is taken as it is. ``layer.advice`` is the
-    advice that the last call followed; it changes no value. The state dict holds ``q_proj``, ``k_proj``, ``v_proj``
-    and ``out_proj``.
+    advice that the last call followed; it changes no value. ``rotary_base`` (Llama's is 10,000) turns q and k by their
+    positions, which count from the start of each document and are global across ranks. The state dict holds ``q_proj``,
+    ``k_proj``, ``v_proj`` and ``out_proj``; that of ``torch.nn.MultiheadAttention`` is loaded too.
 
-    Raises ValueError for sizes that do not fit, TypeError for unsupported arguments, as dropout or a mask.
+    It is called with x, or as torch's layer is (see ``forward``), whose place it can take in
+    ``torch.nn.TransformerEncoderLayer``; ``from_torch`` takes over the weights.
+
+    Raises ValueError for sizes that do not fit, TypeError for unsupported arguments, as dropout.
 
     >>> from ringlab.patterns import Dilated
     >>> layer = MultiheadAttention(64, 8, Dilated([32, 64], [1, 2]), num_kv_heads=2, causal=True)
@@ -51,6 +60,8 @@ class MultiheadAttention(nn.Module):
         execution: Execution = DEFAULT,
         use_gradient_checkpointing: bool = False,
         config: str | Advice | None = None,
+        batch_first: bool = True,
+        rotary_base: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **refused,
@@ -65,6 +76,8 @@ class MultiheadAttention(nn.Module):
             wanted = "num_heads must divide embed_dim and num_kv_heads num_heads"
             raise ValueError(f"{wanted}, got {embed_dim}, {num_heads}, {num_kv_heads}")
         check_bool("causal", causal)
+        if batch_first is not True:
+            raise ValueError("batch_first must be True: x is (batch, seq, embed_dim), so transpose (seq, batch, ...)")
         for name, value in (("bias", bias), ("use_gradient_checkpointing", use_gradient_checkpointing)):
             if not isinstance(value, int | None):  # torch's modules take 0, 1 and None too
                 check_bool(name, value)
@@ -73,6 +86,12 @@ class MultiheadAttention(nn.Module):
         device = device if device is None else device_of(device)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.pattern, self.use_gradient_checkpointing = pattern, use_gradient_checkpointing
+        if rotary_base is not None:
+            if not checks.is_real(rotary_base) or not 0 < rotary_base < float("inf"):
+                raise ValueError(f"rotary_base must be a positive number, got {checks.short_repr(rotary_base)}")
+            if embed_dim // num_heads % 2:
+                raise ValueError(f"a rotary embedding needs an even head_dim, got {embed_dim // num_heads}")
+        self.rotary_base = rotary_base
         self.auto = None if config is None else Auto(config)
         self.options = {"causal": causal, "group": group, "backend": backend, "execution": execution}
         if group is not None:
@@ -84,29 +103,78 @@ class MultiheadAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, kv_dim, **made)
         self.v_proj = nn.Linear(embed_dim, kv_dim, **made)
         self.out_proj = nn.Linear(embed_dim, embed_dim, **made)
+        self.register_load_state_dict_pre_hook(_split_projections)
 
-    def forward(self, x: Tensor, *, cu_seqlens=None, lengths=None, **refused) -> Tensor:
-        """Attention of x (b, n, embed_dim) to itself; returns (b, n, embed_dim).
+    # What torch's encoder layer asks of its attention; None keeps it from running its own kernel in our place.
+    batch_first, in_proj_bias = True, None
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, pattern: Pattern, **options) -> MultiheadAttention:
+        """The layer with the weights of torch's, copied, for a pattern; ``options`` as of the constructor.
+
+        Raises ValueError for what has no counterpart: dropout, keys and values of other sizes, extra rows.
+
+        >>> from ringlab.patterns import Dilated
+        >>> module = nn.MultiheadAttention(64, 8, batch_first=True)
+        >>> MultiheadAttention.from_torch(module, Dilated([32, 64], [1, 2]), causal=True)(torch.randn(2, 100, 64)).shape
+        torch.Size([2, 100, 64])
+        """
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("from_torch takes no layer with kdim, vdim, add_bias_kv or add_zero_attn")
+        if module.dropout:
+            raise ValueError(f"attention dropout {module.dropout} is not supported: set module.dropout = 0.0 before")
+        weight, bias = module.in_proj_weight, module.in_proj_bias is not None
+        made = {"bias": bias, "device": weight.device, "dtype": weight.dtype}
+        layer = cls(module.embed_dim, module.num_heads, pattern, **made, **options).train(module.training)
+        layer.load_state_dict(module.state_dict())
+        return layer
+
+    def forward(
+        self, x: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cu_seqlens=None, lengths=None,
+        is_causal: bool = False, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None,
+        need_weights: bool = False, **refused,
+    ) -> Tensor | tuple[Tensor, None]:  # fmt: skip
+        """Attention of x (b, n, embed_dim) to itself: (b, n, embed_dim).
 
         ``cu_seqlens`` are the borders of packed documents, ``lengths`` those of a padded batch, as of ``attention``.
+
+        As torch's layer: ``layer(x, x, x)``, self-attention alone, returns (out, None). ``is_causal`` makes a call
+        causal, as ``causal=True`` makes all. ``key_padding_mask`` (b, n) hides with True, or -inf, the end of rows that
+        are padded on the right. ``attn_mask`` must be the causal one. Weights are not computed.
         """
         check_unknown("MultiheadAttention", refused, REFUSED)
+        if any(t is not None and t is not x for t in (key, value)):
+            raise ValueError("query, key and value must be one tensor: the layer is self-attention alone")
+        if need_weights:
+            raise TypeError("MultiheadAttention cannot honour need_weights=True: it computes no weights")
+        check_bool("is_causal", is_causal)
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}")
         if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x is {x.dtype}, the layer {self.q_proj.weight.dtype}: convert one, or use autocast")
-        documents = {"cu_seqlens": cu_seqlens, "lengths": lengths}
+        if key_padding_mask is not None:
+            if lengths is not None or self.options["group"] is not None:
+                raise ValueError("key_padding_mask is for one device and comes alone; lengths does the same anywhere")
+            lengths = _lengths_of(key_padding_mask, x)
+        causal = self.options["causal"] or is_causal or _is_causal(attn_mask, x)
+        asked = {"cu_seqlens": cu_seqlens, "lengths": lengths, "causal": causal}
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, documents, use_reentrant=False)
-        return self._forward(x, documents)
+            out = checkpoint(self._forward, x, asked, use_reentrant=False)
+        else:
+            out = self._forward(x, asked)
+        return out if key is None else (out, None)
 
-    def _forward(self, x: Tensor, documents: dict) -> Tensor:
+    def _forward(self, x: Tensor, asked: dict) -> Tensor:
         projected = ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
         q, k, v = (proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected)  # (b, n, h, d), (b, n, h_kv, d)
-        options = self.options if self.auto is None else self.auto.fill(self.options, self.pattern, q, k)
-        return self.out_proj(attention(q, k, v, self.pattern, **options, **documents).flatten(2))
+        options = self.options | asked
+        if self.rotary_base is not None:
+            where = positions(x, asked["cu_seqlens"], options["group"], options.get("layout", "contiguous"))
+            q, k = (rotary(t, where, self.rotary_base) for t in (q, k))
+        options = options if self.auto is None else self.auto.fill(options, self.pattern, q, k)
+        return self.out_proj(attention(q, k, v, self.pattern, **options).flatten(2))
 
     @property
     def advice(self) -> Advice | None:
@@ -116,3 +184,145 @@ class MultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
         return text if self.auto is None else f"{text}, {self.auto}"
+
+
+def positions(x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout = "contiguous") -> Tensor:
+    """The positions (n,) in their documents of the rows of x (b, n, ...), which is a shard if there is a group.
+
+    >>> positions(torch.empty(1, 5, 8), cu_seqlens=[0, 3, 5]).tolist()
+    [0, 1, 2, 0, 1]
+    """
+    n = ring.length_of(x, group, layout)
+    found = torch.arange(n)
+    if cu_seqlens is not None:
+        borders = torch.as_tensor(cu_seqlens).cpu()
+        found -= borders[:-1].repeat_interleave(borders.diff())
+    if group is not None and not isinstance(group, ring.Simulated):
+        ranks = Group.of(group)
+        found = found[layout_named(layout, n, ranks.size).positions(ranks.here[0])]
+    return found.to(x.device)
+
+
+def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """t (b, n, h, d) turned by angles that grow with its ``positions`` (n,): rotary embedding, arXiv 2104.09864.
+
+    Column i turns with column i + d / 2, as in Llama; a product of a row of q and one of k then depends on how far
+    they are apart alone. Computed in fp32, fp64 for fp64.
+
+    >>> rotary(torch.ones(1, 1, 1, 2), torch.tensor([0])).flatten().tolist()
+    [1.0, 1.0]
+    """
+    d, dtype = t.shape[3], torch.promote_types(t.dtype, torch.float32)
+    rates = base ** (-torch.arange(0, d, 2, dtype=dtype, device=t.device) / d)  # (d / 2,)
+    angles = (positions.to(dtype)[:, None] * rates)[None, :, None]  # (1, n, 1, d / 2)
+    (a, b), cos, sin = t.to(dtype).chunk(2, -1), angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(t.dtype)
+
+
+class DecoderBlock(nn.Module):
+    """A block of a decoder, as in Llama: causal attention, then SwiGLU, each after RMSNorm and added to x.
+
+    ``hidden_dim`` (default: 8 / 3 ``embed_dim``) is the width inside SwiGLU (arXiv 2002.05202); other ``options`` are
+    those of ``MultiheadAttention``. Called with x (b, n, embed_dim) and ``cu_seqlens`` or ``lengths``.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, pattern: Pattern, *, hidden_dim: int | None = None, **options):
+        super().__init__()
+        made = {"device": options.get("device"), "dtype": options.get("dtype")}
+        hidden_dim = embed_dim * 8 // 3 if hidden_dim is None else check_int("hidden_dim", hidden_dim)
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(embed_dim, eps=1e-5, **made) for _ in range(2))
+        usual = {"causal": True, "bias": False, "rotary_base": 10000.0}
+        self.attention = MultiheadAttention(embed_dim, num_heads, pattern, **usual | options)
+        self.gate, self.up = (nn.Linear(embed_dim, hidden_dim, bias=False, **made) for _ in range(2))
+        self.down = nn.Linear(hidden_dim, embed_dim, bias=False, **made)
+
+    def forward(self, x: Tensor, **documents) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), **documents)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class LanguageModel(nn.Module):
+    """A small causal language model: embedding, ``DecoderBlock``s, RMSNorm, and the embedding again as output layer.
+
+    ``pattern`` is one for all layers, or a list with one for each; ``options`` are those of ``DecoderBlock``. Raises
+    ValueError for sizes that do not fit and a list of another length.
+
+    >>> from ringlab.patterns import Dilated
+    >>> model = LanguageModel(100, 64, 4, Dilated([32, 64], [1, 2]), num_layers=2)
+    >>> tokens = torch.randint(100, (1, 50))
+    >>> model(tokens, cu_seqlens=[0, 20, 50]).shape, model.loss(tokens, cu_seqlens=[0, 20, 50]).shape
+    (torch.Size([1, 50, 100]), torch.Size([]))
+    """
+
+    def __init__(
+        self, vocabulary: int, embed_dim: int, num_heads: int, pattern: Pattern | Sequence[Pattern], *,
+        num_layers: int = 4, **options,
+    ):  # fmt: skip
+        super().__init__()
+        vocabulary, num_layers = check_int("vocabulary", vocabulary), check_int("num_layers", num_layers)
+        patterns = [pattern] * num_layers if isinstance(pattern, Pattern) else list(pattern)
+        if len(patterns) != num_layers:
+            raise ValueError(f"pattern must be one, or {num_layers} for the layers, got {len(patterns)}")
+        made = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.embedding = nn.Embedding(vocabulary, embed_dim, **made)
+        self.blocks = nn.ModuleList(DecoderBlock(embed_dim, num_heads, p, **options) for p in patterns)
+        self.norm = nn.RMSNorm(embed_dim, eps=1e-5, **made)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, **documents) -> Tensor:
+        """Logits (b, n, vocabulary) of ``tokens`` (b, n); ``documents``: ``cu_seqlens`` or ``lengths``."""
+        x = self.embedding(tokens)  # (b, n, dim)
+        for block in self.blocks:
+            x = block(x, **documents)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def loss(self, tokens: Tensor, **documents) -> Tensor:
+        """The mean cross-entropy of each token after those before it in its document.
+
+        The first token of a document and padding are not predicted. Needs whole sequences, so no process group.
+        """
+        if ring.length_of(tokens, self.blocks[0].attention.options["group"], "contiguous") != tokens.shape[1]:
+            raise NotImplementedError("loss needs whole sequences: shift the targets before you shard them")
+        where = positions(tokens, documents.get("cu_seqlens"))  # (n,)
+        targets = tokens.masked_fill(where == 0, -100)  # (b, n)
+        if (lengths := documents.get("lengths")) is not None:
+            lengths = torch.as_tensor(lengths, device=tokens.device)
+            targets = targets.masked_fill(where >= lengths[:, None], -100)
+        logits = self(tokens, **documents)[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets[:, 1:].flatten())
+
+
+def _split_projections(layer: MultiheadAttention, state: dict, prefix: str, *_) -> None:
+    """Turn the entries of torch's layer, q, k and v in one tensor, into those of ``layer``."""
+    for kind in ("weight", "bias"):
+        if (joined := state.pop(f"{prefix}in_proj_{kind}", None)) is not None:
+            for name, part in zip("qkv", joined.chunk(3)):
+                state[f"{prefix}{name}_proj.{kind}"] = part
+
+
+def _lengths_of(mask: Tensor, x: Tensor) -> Tensor:
+    """How many rows of each batch entry of x (b, n, dim) a padding mask leaves; ValueError unless they come first."""
+    if not isinstance(mask, Tensor) or mask.shape != x.shape[:2]:
+        raise ValueError(f"key_padding_mask must be a tensor {tuple(x.shape[:2])}, got {checks.short_repr(mask)}")
+    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf  # (b, n)
+    if mask.dtype != torch.bool and not (hidden | (mask == 0)).all():
+        raise ValueError("key_padding_mask must be of bools, or of 0 and -inf")
+    lengths = (~hidden).sum(1)  # (b,)
+    if not torch.equal(hidden, torch.arange(x.shape[1], device=hidden.device) >= lengths[:, None]):
+        raise ValueError("key_padding_mask must hide the end of rows: pad on the right, or pack them with cu_seqlens")
+    return lengths
+
+
+def _is_causal(mask: Tensor | None, x: Tensor) -> bool:
+    """Whether a mask is given, which must be torch's causal one: True or -inf hides the keys after each query."""
+    if mask is None:
+        return False
+    n = x.shape[1]
+    if isinstance(mask, Tensor) and mask.shape == (n, n):
+        causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
+        if mask.dtype != torch.bool:
+            causal = torch.zeros_like(mask).masked_fill_(causal, -torch.inf)
+        if torch.equal(mask, causal):
+            return True
+    raise TypeError(f"MultiheadAttention cannot honour 'attn_mask': {REFUSED['attn_mask']}")

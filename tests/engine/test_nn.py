@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ring_cases import layer_gradients
+from ring_cases import layer_gradients, layer_positions
 from ringlab import Dense, Dilated, Execution, Simulated, reference
 from ringlab.memory import MemoryPool
-from ringlab.nn import MultiheadAttention
+from ringlab.nn import LanguageModel, MultiheadAttention, rotary
 from ringlab.ring import SCHEMES
 from ringlab.ring.launch import launch
 from ringlab.tracking import LiveStorageTracker
@@ -45,6 +45,33 @@ def test_the_layer_is_the_oracle_between_projections(causal, kv_heads, more):
         want = by_torch(layer, x)
         want = [want.detach(), *torch.autograd.grad(want, [x, *layer.parameters()], dout)]
         assert apart(gradients(layer, x, dout), want) <= 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_takes_the_place_of_torchs_layer(causal):
+    """With its weights, as it is called, with padding, and inside its encoder layer, in training and evaluation."""
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
+    ours = MultiheadAttention.from_torch(theirs, Dense())
+    x, (b, n) = torch.randn(3, 20, 32, dtype=torch.float64), (3, 20)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(n).double() if causal else None
+    padding = torch.arange(n) >= torch.tensor([20, 7, 13])[:, None]
+    want, _ = theirs(x, x, x, attn_mask=mask, is_causal=causal, need_weights=False)
+    for how in ({"is_causal": causal}, {"attn_mask": mask}, {"attn_mask": mask, "is_causal": causal}):
+        out, weights = ours(x, x, x, need_weights=False, **how)
+        assert weights is None and apart([out], [want]) <= 1e-12
+    hidden = torch.zeros(b, n, dtype=torch.float64).masked_fill(padding, -torch.inf)
+    want, _ = theirs(x, x, x, attn_mask=mask, key_padding_mask=hidden, need_weights=False)
+    for given in (padding, hidden):
+        out, _ = ours(x, x, x, is_causal=causal, key_padding_mask=given)
+        assert apart([out[~padding]], [want[~padding]]) <= 1e-12
+    encoder = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
+    how = {"src_mask": mask, "is_causal": causal, "src_key_padding_mask": hidden}
+    want = encoder(x, **how)
+    encoder.self_attn = MultiheadAttention.from_torch(encoder.self_attn, Dense())
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            assert apart([encoder.train(mode)(x, **how)[~padding]], [want[~padding]]) <= 1e-12
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -116,3 +143,71 @@ def test_fifty_steps_with_checkpointing_and_pool_are_those_without(group, patter
     if dtype == torch.float64:
         tiled, _ = train(50, **made, execution=Execution(tile=20), use_gradient_checkpointing=True)
         assert max(abs(a - b) / b for a, b in zip(tiled, losses)) <= 1e-12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the language model
+
+
+def small(seed: int = 0, **options) -> LanguageModel:
+    torch.manual_seed(seed)
+    return LanguageModel(50, 32, 4, [PATTERN, Dense()], num_layers=2, num_kv_heads=2, dtype=torch.float64, **options)
+
+
+def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
+    t = torch.randn(1, 7, 2, 8, dtype=torch.float64)
+    pairs = torch.complex(*t.chunk(2, -1))  # (1, 7, 2, 4)
+    angles = torch.arange(7)[:, None] * 100.0 ** (-torch.arange(4) / 4)
+    want = pairs * torch.polar(torch.ones(()), angles)[None, :, None]
+    torch.testing.assert_close(rotary(t, torch.arange(7), 100.0), torch.cat([want.real, want.imag], -1))
+    scores = [rotary(t, at + torch.arange(7)) @ rotary(t, at + torch.arange(7)).mT for at in (0, 1000)]
+    torch.testing.assert_close(*scores)
+
+
+@pytest.mark.parametrize("more", [{}, {"group": Simulated(2)}, {"use_gradient_checkpointing": True}], ids=str)
+def test_packed_documents_are_learned_as_one_by_one(more):
+    """Logits, loss and gradients; padded too."""
+    model, alone = small(**more), small()
+    some = [torch.randint(50, (1, n)) for n in (9, 30, 30, 1, 44)]
+    losses = [(alone.loss(x), x.shape[1] - 1) for x in some if x.shape[1] > 1]
+    want = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+    want.backward()
+    borders = torch.tensor([0, *(x.shape[1] for x in some)]).cumsum(0)
+    padded = torch.nn.utils.rnn.pad_sequence([x[0] for x in some], batch_first=True)
+    for tokens, how in ((torch.cat(some, 1), {"cu_seqlens": borders}), (padded, {"lengths": borders.diff()})):
+        model.zero_grad()
+        loss = model.loss(tokens, **how)
+        loss.backward()
+        torch.testing.assert_close(loss, want)
+        got, wanted = ([p.grad for p in m.parameters()] for m in (model, alone))
+        assert apart(got, wanted) <= 1e-12
+    logits = model(torch.cat(some, 1), cu_seqlens=borders)
+    assert apart([logits], [torch.cat([alone(x) for x in some], 1)]) <= 1e-12
+
+
+def test_training_goes_the_same_way_packed_one_by_one_and_over_two_ranks():
+    def steps(how: str) -> list[float]:
+        model = small(1, **({"group": Simulated(2)} if how == "ranks" else {}))
+        optimizer, found = torch.optim.AdamW(model.parameters(), 1e-2), []
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(20):
+            some = [torch.randint(5, (1, n), generator=generator) for n in (20, 12, 32)]
+            if how == "one by one":
+                loss = sum(model.loss(x) * (x.shape[1] - 1) for x in some) / 61
+            else:
+                loss = model.loss(torch.cat(some, 1), cu_seqlens=[0, 20, 32, 64])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss))
+        return found
+
+    want = steps("one by one")
+    assert want[-1] < 0.6 * want[0]
+    for how in ("packed", "ranks"):
+        torch.testing.assert_close(steps(how), want, rtol=1e-5, atol=0)
+
+
+def test_ranks_turn_their_rows_by_global_positions():
+    found = launch(layer_positions, 2, [0, 5, 12])
+    assert [x.tolist() for x in found] == [[0, 1, 2, 4, 5, 6], [3, 4, 0, 1, 2, 3]]

@@ -17,7 +17,7 @@ from ringlab import Adaptive, Execution, adaptive_attention, attention, kernels
 from ringlab.cache import PatternCache
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels.torch_kernels import Eager
-from ringlab.nn import MultiheadAttention
+from ringlab.nn import MultiheadAttention, positions
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import PlanMismatch, Problem, comm, contiguous, counting, launch
 from ringlab.ring.rank import rank_of
@@ -43,6 +43,12 @@ def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
         found, cotangents = [out, lse], [dout, dlse.masked_fill(lse == -torch.inf, 0).to(lse.dtype)]
     grads = torch.autograd.grad(found, (q, k, v), cotangents)
     return [t.detach() for t in (out, lse, *grads)]
+
+
+def layer_positions(borders):
+    """The positions of this rank's rows in documents between ``borders``, zigzag."""
+    rows = torch.empty(1, borders[-1] // dist.get_world_size(), 1)
+    return positions(rows, borders, dist.group.WORLD, "zigzag")
 
 
 def parity(cases, device="cpu", staged=False):

@@ -11,7 +11,7 @@ import pytest
 import ringlab
 import torch
 from ringlab import Dense, Dilated, Simulated, blocks, cache, checks, estimate, kernels, memory, patterns, ring
-from ringlab.nn import MultiheadAttention
+from ringlab.nn import LanguageModel, MultiheadAttention
 
 PACKAGE = Path(checks.__file__).parent
 
@@ -111,7 +111,7 @@ FITTING = [
                       "estimates": False, "rows": ()} | SHAPE),
     (MultiheadAttention, {"embed_dim": 32, "num_heads": 4, "pattern": PATTERN, "num_kv_heads": 2, "bias": True,
                           "causal": False, "group": None, "use_gradient_checkpointing": False, "config": None,
-                          "device": None, "dtype": None} | ENGINE),
+                          "rotary_base": None, "device": None, "dtype": None} | ENGINE),
     (MultiheadAttention(32, 4, PATTERN), {"x": X}),
     (kernels.choose, {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False, "backward": False,
                       "backend": "auto"}),
@@ -159,6 +159,7 @@ def test_all_public_callables_are_tried_with_wrong_values():
 
 T, TOP2 = torch.zeros(1, 20, 2, 8), ringlab.Adaptive(8, 2)
 OTHER = {"seq_len": 4096, "ranks": 2, "layout": ring.zigzag(64, 2)}  # a layout of another length
+X = torch.randn(1, 8, 16)
 MODULE, LAYER = ringlab.DilatedAttention([16], [2]), MultiheadAttention(16, 4, Dense(), dropout=0.0)
 
 
@@ -201,7 +202,21 @@ REFUSED = [
     (lambda: adaptive(Dense()), TypeError, "must be a ringlab.Adaptive, got Dense"),
     (lambda: MultiheadAttention(16, 4, Dense(), dropout=0.1), TypeError,
      "cannot honour 'dropout': attention dropout is not supported"),
-    (lambda: MultiheadAttention(16, 4, Dense(), batch_first=True), TypeError, "'batch_first': unknown argument"),
+    (lambda: MultiheadAttention(16, 4, Dense(), rotary_base=-1), ValueError, "rotary_base must be a positive number"),
+    (lambda: MultiheadAttention(12, 4, Dense(), rotary_base=10), ValueError, "needs an even head_dim, got 3"),
+    (lambda: LanguageModel(9, 16, 4, [Dense()], num_layers=2), ValueError, "one, or 2 for the layers, got 1"),
+    (lambda: LanguageModel(9, 16, 4, Dense(), num_layers=0), ValueError, "num_layers must be a positive"),
+    (lambda: MultiheadAttention(16, 4, Dense(), batch_first=False), ValueError, "batch_first must be True"),
+    (lambda: LAYER(X, X, X, need_weights=True), TypeError, "it computes no weights"),
+    (lambda: LAYER(X, X, X + 1), ValueError, "must be one tensor: the layer is self-attention alone"),
+    (lambda: LAYER(X, attn_mask=torch.zeros(8, 8)), TypeError, "'attn_mask': masks are not arguments"),
+    (lambda: LAYER(X, key_padding_mask=torch.eye(1, 8) > 0), ValueError, "must hide the end of rows: pad on the right"),
+    (lambda: LAYER(X, key_padding_mask=torch.ones(1, 8)), ValueError, "must be of bools, or of 0 and -inf"),
+    (lambda: LAYER(X, key_padding_mask=torch.ones(8) > 0), ValueError, "key_padding_mask must be a tensor .1, 8., got"),
+    (lambda: MultiheadAttention.from_torch(torch.nn.MultiheadAttention(16, 4, dropout=0.1), Dense()), ValueError,
+     "attention dropout 0.1 is not supported"),
+    (lambda: MultiheadAttention.from_torch(torch.nn.MultiheadAttention(16, 4, kdim=8), Dense()), ValueError,
+     "takes no layer with kdim"),
     (lambda: MultiheadAttention(16, 4, Dense(), num_kv_heads=3), ValueError,
      "num_heads must divide embed_dim and num_kv_heads num_heads, got 16, 4, 3"),
     (lambda: MultiheadAttention(16, 4, Dense(), scheme="ring"), ValueError, "are for several ranks"),
