@@ -228,6 +228,9 @@ def test_every_place_follows_the_controls(opened):
     assert {"random_blocks", "block_size", "scheme", "layout"} <= visible() and not {"lengths"} & visible()
     assert changed(passes="fwd+bwd", scheme="ulysses") >= {"facts", "traffic", "memory", "code"}
     assert plt.get_fignums() == figures, "all are closed"
+    opened.set(seq_len="1 x")  # what cannot be: where no widgets are shown, the reason
+    assert "sequence length must be" in opened.places["alert"].value
+    assert "sequence length must be" in opened._repr_mimebundle_()["text/plain"]
 
 
 def test_a_preset_the_slider_and_the_tabs(opened):

@@ -532,8 +532,11 @@ class Panel:
         self.run_button.disabled = False
 
     def _repr_mimebundle_(self, **asked) -> dict:
-        """The widgets, and for who shows none the variants as a table."""
-        table = compared(self.choice).markdown
+        """The widgets, and for who shows none the variants as a table, or why there is none."""
+        try:
+            table = compared(self.choice).markdown
+        except ValueError as error:
+            table = str(error)
         return {**self.box._repr_mimebundle_(**asked), "text/markdown": table, "text/plain": table}
 
 
