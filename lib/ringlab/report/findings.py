@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ..measure import suites
+from ..measure.peers import PEERS
 from . import claims
 from .claims import WORDS, Verdict
 from .rows import SHORT, label, pass_of
 from .study import Study
 from .tables import Cell, Table, Text, number, size
-from .trust import reason, status
+from .trust import objection, reason, status
 
 
 def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
@@ -52,6 +53,8 @@ def trust_line(study: Study) -> str:
     shares = [e / r.tolerance[k] for r in study.good for k, e in r.errors.items() if r.tolerance[k]]
     timed, (again, agreed), good = [r for r in study.good if r.median], study.repeats, len(study.good)
     ran = [r for r in study.results if status(r) != "unsupported"]
+    kinds = Counter(_kind(r) for r in ran if objection(r))
+    rejected = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     twice = f"{agreed} of {again} times agree with an earlier run" if again else "no second run to compare with"
     floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
     if study.pace:
@@ -59,11 +62,18 @@ def trust_line(study: Study) -> str:
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
-        f"{'' if good == len(ran) else '; the others are rejected'}"
+        f"{f'; the others are rejected: {rejected}' if rejected else ''}"
         f"{f'; {absent} could not run on this device' if (absent := len(study.results) - len(ran)) else ''}. "
         f"{floor if study.controls else 'No call was measured twice in a run'}. "
         f"Unstable times: {sum(r.unstable for r in timed)} of {len(timed)}; {twice}."
     )
+
+
+def _kind(row) -> str:
+    """What a rejected row is of."""
+    if row.point.system in PEERS:
+        return "of other packages"
+    return "faster than its ranks allow" if reason(row).startswith("superlinear") else "of this library"
 
 
 def gaps_line(study: Study) -> str:
