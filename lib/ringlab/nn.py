@@ -14,6 +14,7 @@ from .advise import Advice, Auto
 from .attention import DEFAULT, REFUSED, attention
 from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_one_device, check_unknown
 from .engine import Execution
+from .engine.documents import Documents, integers
 from .kernels import device_of
 from .patterns import Pattern
 from .ring.group import Group
@@ -105,20 +106,27 @@ class MultiheadAttention(nn.Module):
         self.out_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.register_load_state_dict_pre_hook(_split_projections)
 
-    # What torch's encoder layer asks of its attention; None keeps it from running its own kernel in our place.
-    batch_first, in_proj_bias = True, None
+    # What torch's encoder asks of its attention; these keep it from running its own kernel in our place.
+    batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, False
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, pattern: Pattern, **options) -> MultiheadAttention:
         """The layer with the weights of torch's, copied, for a pattern; ``options`` as of the constructor.
 
-        Raises ValueError for what has no counterpart: dropout, keys and values of other sizes, extra rows.
+        Raises ValueError for what has no counterpart: dropout, keys and values of other sizes, extra rows, and a layer
+        that is called with (seq, batch, embed_dim).
 
         >>> from ringlab.patterns import Dilated
         >>> module = nn.MultiheadAttention(64, 8, batch_first=True)
         >>> MultiheadAttention.from_torch(module, Dilated([32, 64], [1, 2]), causal=True)(torch.randn(2, 100, 64)).shape
         torch.Size([2, 100, 64])
         """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise TypeError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
+        if not module.batch_first:
+            raise ValueError("from_torch takes a layer of (batch, seq, embed_dim): make it with batch_first=True")
+        if wrong := {"num_kv_heads", "bias", "device", "dtype"} & set(options):
+            raise ValueError(f"from_torch takes {', '.join(sorted(wrong))} from the layer")
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ValueError("from_torch takes no layer with kdim, vdim, add_bias_kv or add_zero_attn")
         if module.dropout:
@@ -140,7 +148,7 @@ class MultiheadAttention(nn.Module):
 
         As torch's layer: ``layer(x, x, x)``, self-attention alone, returns (out, None). ``is_causal`` makes a call
         causal, as ``causal=True`` makes all. ``key_padding_mask`` (b, n) hides with True, or -inf, the end of rows that
-        are padded on the right. ``attn_mask`` must be the causal one. Weights are not computed.
+        are padded on the right. ``attn_mask`` must be the causal one. Weights are not computed, and x needs its batch.
         """
         check_unknown("MultiheadAttention", refused, REFUSED)
         if any(t is not None and t is not x for t in (key, value)):
@@ -158,8 +166,11 @@ class MultiheadAttention(nn.Module):
             if lengths is not None or self.options["group"] is not None:
                 raise ValueError("key_padding_mask is for one device and comes alone; lengths does the same anywhere")
             lengths = _lengths_of(key_padding_mask, x)
-        causal = self.options["causal"] or is_causal or _is_causal(attn_mask, x)
-        asked = {"cu_seqlens": cu_seqlens, "lengths": lengths, "causal": causal}
+        causal = _is_causal(attn_mask, x) or is_causal or self.options["causal"]
+        # As lists: a backward that computes all again must not read what a caller wrote to the tensors meanwhile.
+        given = {"cu_seqlens": cu_seqlens, "lengths": lengths}
+        asked = {name: None if some is None else integers(name, some, x) for name, some in given.items()}
+        asked["causal"] = causal
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
             out = checkpoint(self._forward, x, asked, use_reentrant=False)
         else:
@@ -193,10 +204,10 @@ def positions(x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout 
     [0, 1, 2, 0, 1]
     """
     n = ring.length_of(x, group, layout)
-    found = torch.arange(n)
+    found = torch.arange(n, device="cpu")
     if cu_seqlens is not None:
-        borders = torch.as_tensor(cu_seqlens).cpu()
-        found -= borders[:-1].repeat_interleave(borders.diff())
+        _, starts, stops = torch.tensor(Documents.packed(cu_seqlens, x, n).spans, device="cpu").T
+        found -= starts.repeat_interleave(stops - starts)
     if group is not None and not isinstance(group, ring.Simulated):
         ranks = Group.of(group)
         found = found[layout_named(layout, n, ranks.size).positions(ranks.here[0])]
@@ -207,15 +218,17 @@ def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """t (b, n, h, d) turned by angles that grow with its ``positions`` (n,): rotary embedding, arXiv 2104.09864.
 
     Column i turns with column i + d / 2, as in Llama; a product of a row of q and one of k then depends on how far
-    they are apart alone. Computed in fp32, fp64 for fp64.
+    they are apart alone. Angles are computed in fp64, the rest in fp32 (fp64 for fp64). ValueError for an odd d.
 
     >>> rotary(torch.ones(1, 1, 1, 2), torch.tensor([0])).flatten().tolist()
     [1.0, 1.0]
     """
     d, dtype = t.shape[3], torch.promote_types(t.dtype, torch.float32)
-    rates = base ** (-torch.arange(0, d, 2, dtype=dtype, device=t.device) / d)  # (d / 2,)
-    angles = (positions.to(dtype)[:, None] * rates)[None, :, None]  # (1, n, 1, d / 2)
-    (a, b), cos, sin = t.to(dtype).chunk(2, -1), angles.cos(), angles.sin()
+    if d % 2:
+        raise ValueError(f"a rotary embedding needs an even head_dim, got {d}")
+    rates = base ** (-torch.arange(0, d, 2, dtype=torch.float64, device=t.device) / d)  # (d / 2,)
+    angles = (positions[:, None] * rates)[None, :, None]  # (1, n, 1, d / 2); fp32 would lose turns far on
+    (a, b), cos, sin = t.to(dtype).chunk(2, -1), angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(t.dtype)
 
 
@@ -236,8 +249,8 @@ class DecoderBlock(nn.Module):
         self.gate, self.up = (nn.Linear(embed_dim, hidden_dim, bias=False, **made) for _ in range(2))
         self.down = nn.Linear(hidden_dim, embed_dim, bias=False, **made)
 
-    def forward(self, x: Tensor, **documents) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), **documents)
+    def forward(self, x: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, lengths=lengths)
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -270,27 +283,28 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(embed_dim, eps=1e-5, **made)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, **documents) -> Tensor:
-        """Logits (b, n, vocabulary) of ``tokens`` (b, n); ``documents``: ``cu_seqlens`` or ``lengths``."""
+    def forward(self, tokens: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
+        """Logits (b, n, vocabulary) of ``tokens`` (b, n)."""
         x = self.embedding(tokens)  # (b, n, dim)
         for block in self.blocks:
-            x = block(x, **documents)
+            x = block(x, cu_seqlens=cu_seqlens, lengths=lengths)
         return F.linear(self.norm(x), self.embedding.weight)
 
-    def loss(self, tokens: Tensor, **documents) -> Tensor:
-        """The mean cross-entropy of each token after those before it in its document.
+    def loss(self, tokens: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
+        """The mean cross-entropy of each token after those before it in its document; 0 if there is none.
 
         The first token of a document and padding are not predicted. Needs whole sequences, so no process group.
         """
         if ring.length_of(tokens, self.blocks[0].attention.options["group"], "contiguous") != tokens.shape[1]:
             raise NotImplementedError("loss needs whole sequences: shift the targets before you shard them")
-        where = positions(tokens, documents.get("cu_seqlens"))  # (n,)
-        targets = tokens.masked_fill(where == 0, -100)  # (b, n)
-        if (lengths := documents.get("lengths")) is not None:
-            lengths = torch.as_tensor(lengths, device=tokens.device)
-            targets = targets.masked_fill(where >= lengths[:, None], -100)
-        logits = self(tokens, **documents)[:, :-1].flatten(0, 1)
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets[:, 1:].flatten())
+        where = positions(tokens, cu_seqlens)  # (n,)
+        hidden = (where == 0).expand(tokens.shape)  # (b, n)
+        if lengths is not None:
+            hidden = hidden | (where >= torch.as_tensor(lengths, device=tokens.device)[:, None])
+        targets = tokens.long().masked_fill(hidden, -100)[:, 1:].flatten()
+        logits = self(tokens, cu_seqlens=cu_seqlens, lengths=lengths)[:, :-1].flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets, reduction="sum") / (targets >= 0).sum().clamp(min=1)
 
 
 def _split_projections(layer: MultiheadAttention, state: dict, prefix: str, *_) -> None:
@@ -321,8 +335,8 @@ def _is_causal(mask: Tensor | None, x: Tensor) -> bool:
     n = x.shape[1]
     if isinstance(mask, Tensor) and mask.shape == (n, n):
         causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
-        if mask.dtype != torch.bool:
+        if mask.is_floating_point():
             causal = torch.zeros_like(mask).masked_fill_(causal, -torch.inf)
-        if torch.equal(mask, causal):
+        if mask.dtype == causal.dtype and torch.equal(mask, causal):
             return True
     raise TypeError(f"MultiheadAttention cannot honour 'attn_mask': {REFUSED['attn_mask']}")

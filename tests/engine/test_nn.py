@@ -185,6 +185,24 @@ def test_packed_documents_are_learned_as_one_by_one(more):
     assert apart([logits], [torch.cat([alone(x) for x in some], 1)]) <= 1e-12
 
 
+def test_far_positions_are_exact_and_a_batch_without_targets_has_loss_0():
+    t, at = torch.randn(1, 3, 1, 64), torch.tensor([10**4, 10**6, 10**7])
+    assert reference.error(rotary(t, at), rotary(t.double(), at), 1.0) < 1e-6
+    model = small()
+    loss = model.loss(torch.randint(50, (1, 4)), cu_seqlens=[0, 1, 2, 3, 4])
+    loss.backward()
+    assert loss == 0 and not model.embedding.weight.grad.isnan().any()
+
+
+def test_a_buffer_that_is_reused_does_not_change_a_checkpointed_backward():
+    layer, borders = MultiheadAttention(16, 4, Dense(), use_gradient_checkpointing=True), torch.tensor([0, 5, 12])
+    x = torch.randn(1, 12, 16, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x, cu_seqlens=[0, 5, 12]).square().sum(), x)
+    out = layer(x, cu_seqlens=borders)
+    borders[1] = 9
+    assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], want)
+
+
 def test_training_goes_the_same_way_packed_one_by_one_and_over_two_ranks():
     def steps(how: str) -> list[float]:
         model = small(1, **({"group": Simulated(2)} if how == "ranks" else {}))

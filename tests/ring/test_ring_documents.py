@@ -92,3 +92,28 @@ def test_nothing_leaks_between_documents_that_a_border_of_shards_cuts():
         for rows in (slice(0, 30), slice(70, 96)):
             at = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
             assert torch.equal(found[name][at], t[at]), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ({"layout": Layout("contiguous", (0, 8))}, "is for 1 ranks|the layout has 8 positions here, q has 16"),
+        ({"layout": "striped"}, "need a contiguous or zigzag layout, not a striped one"),
+        ({"layout": "spiral"}, "unknown layout 'spiral'"),
+        ({"scheme": "rings"}, "unknown scheme 'rings'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_whatever_the_documents(ranks, how, message):
+    q, end = torch.zeros(1, 16, 2, 8), 8 if isinstance(how.get("layout"), Layout) else 16
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, Dense(), group=Simulated(ranks), cu_seqlens=[0, 4, end], **how)
+
+
+def test_borders_met_first_in_inference_can_be_trained_on():
+    q = torch.randn(1, 16, 2, 8)
+    with torch.inference_mode():
+        attention(q, q, q, DILATED[0], group=Simulated(2), cu_seqlens=[0, 5, 16])
+    q.requires_grad_()
+    attention(q, q, q, DILATED[0], group=Simulated(2), cu_seqlens=[0, 5, 16]).sum().backward()
+    assert q.grad.norm() > 0

@@ -160,6 +160,13 @@ def test_all_public_callables_are_tried_with_wrong_values():
 T, TOP2 = torch.zeros(1, 20, 2, 8), ringlab.Adaptive(8, 2)
 OTHER = {"seq_len": 4096, "ranks": 2, "layout": ring.zigzag(64, 2)}  # a layout of another length
 X = torch.randn(1, 8, 16)
+
+
+def taken_over(**options):
+    theirs = torch.nn.MultiheadAttention(16, 4, **{"batch_first": True} | options)
+    return MultiheadAttention.from_torch(theirs, Dense())
+
+
 MODULE, LAYER = ringlab.DilatedAttention([16], [2]), MultiheadAttention(16, 4, Dense(), dropout=0.0)
 
 
@@ -213,10 +220,13 @@ REFUSED = [
     (lambda: LAYER(X, key_padding_mask=torch.eye(1, 8) > 0), ValueError, "must hide the end of rows: pad on the right"),
     (lambda: LAYER(X, key_padding_mask=torch.ones(1, 8)), ValueError, "must be of bools, or of 0 and -inf"),
     (lambda: LAYER(X, key_padding_mask=torch.ones(8) > 0), ValueError, "key_padding_mask must be a tensor .1, 8., got"),
-    (lambda: MultiheadAttention.from_torch(torch.nn.MultiheadAttention(16, 4, dropout=0.1), Dense()), ValueError,
-     "attention dropout 0.1 is not supported"),
-    (lambda: MultiheadAttention.from_torch(torch.nn.MultiheadAttention(16, 4, kdim=8), Dense()), ValueError,
-     "takes no layer with kdim"),
+    (lambda: LAYER(X, attn_mask=torch.eye(8), is_causal=True), TypeError, "'attn_mask': masks are not arguments"),
+    (lambda: LAYER(X, attn_mask=torch.ones(8, 8).triu(1).byte()), TypeError, "'attn_mask': masks are not arguments"),
+    (lambda: taken_over(dropout=0.1), ValueError, "attention dropout 0.1 is not supported"),
+    (lambda: taken_over(kdim=8), ValueError, "takes no layer with kdim"),
+    (lambda: taken_over(batch_first=False), ValueError, "make it with batch_first=True"),
+    (lambda: MultiheadAttention.from_torch(LAYER, Dense()), TypeError, "takes a torch.nn.MultiheadAttention"),
+    (lambda: LanguageModel(9, 16, 4, Dense())(X[:, :, 0].long(), cu_seqlens=[0, 9]), ValueError, "ascend from 0 to"),
     (lambda: MultiheadAttention(16, 4, Dense(), num_kv_heads=3), ValueError,
      "num_heads must divide embed_dim and num_kv_heads num_heads, got 16, 4, 3"),
     (lambda: MultiheadAttention(16, 4, Dense(), scheme="ring"), ValueError, "are for several ranks"),

@@ -68,7 +68,7 @@ class Documents:
         """The documents between borders that ascend from 0 to n (default: all rows), of q (1, rows, h, d)."""
         if q.shape[0] != 1:
             raise ValueError(f"cu_seqlens needs a batch of 1, got {q.shape[0]}: pack the sequences, or use lengths")
-        borders, n = _ints("cu_seqlens", cu_seqlens, q), n or q.shape[1]
+        borders, n = integers("cu_seqlens", cu_seqlens, q), n or q.shape[1]
         if len(borders) < 2 or borders[0] != 0 or borders[-1] != n or any(a > b for a, b in pairwise(borders)):
             raise ValueError(f"cu_seqlens must ascend from 0 to the sequence length {n}, got {short_repr(borders)}")
         return _documents(tuple((0, a, b) for a, b in pairwise(borders)), n)
@@ -76,7 +76,7 @@ class Documents:
     @staticmethod
     def padded(lengths, q: Tensor, n: int | None = None) -> Documents:
         """The first ``lengths[i]`` of n positions (default: all rows) of each entry of q (b, rows, h, d)."""
-        lengths, b, n = _ints("lengths", lengths, q), q.shape[0], n or q.shape[1]
+        lengths, b, n = integers("lengths", lengths, q), q.shape[0], n or q.shape[1]
         if len(lengths) != b or not all(0 <= length <= n for length in lengths):
             wanted = f"lengths must be {b} numbers of 0 to {n} rows, one of each batch entry"
             raise ValueError(f"{wanted}, got {short_repr(lengths)}")
@@ -133,8 +133,8 @@ class Documents:
 _documents = lru_cache(maxsize=64)(Documents)  # so that equal borders are planned once
 
 
-def _ints(name: str, values: Tensor | Sequence[int], q: Tensor) -> list[int]:
-    """Integers of a list or a 1-D tensor, which is on the CPU or with q."""
+def integers(name: str, values: Tensor | Sequence[int], q: Tensor) -> list[int]:
+    """Integers of a list or a 1-D tensor, which is on the CPU or with q; ValueError or TypeError for anything else."""
     if isinstance(values, Tensor):
         if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
             wanted = f"{name} must be a 1-D tensor of int32 or int64"

@@ -123,6 +123,8 @@ class Group:
                 raise _fields_differ(self._gather(stated | {"forward call": f"number {number}"}))
             if any(row[2] for row in theirs):
                 self._compare_rows(plan())
+            if len(agreed) >= MOST_AGREED:  # as all ranks have: their calls are the same
+                agreed.clear()
             agreed.add(mine)
         return number
 
@@ -143,6 +145,7 @@ class Group:
         return found
 
 
+MOST_AGREED = 4096  # digests that are kept
 # By process group: the digests that its ranks agreed on, and the numbers of its next forward calls.
 _history: WeakKeyDictionary[dist.ProcessGroup, tuple[set[int], Iterator[int]]] = WeakKeyDictionary()
 
@@ -251,32 +254,45 @@ def attend_documents(q, k, v, pattern, documents: Documents, *, group, scheme: s
     ranks on its part of the layout.
     """
     found = Group.of(group)
-    if found.size == 1:
-        return local_attention(q, k, v, pattern, documents=documents, **options)
+    check_choice("scheme", scheme, ("auto", *SCHEMES))
     layout = layout_named(layout, documents.n, found.size)
     if layout.kind not in ("contiguous", "zigzag"):
         raise ValueError(f"documents across ranks need a contiguous or zigzag layout, not a {layout.kind} one")
-    problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
-    found.agree("documents", problem, q, borders=digest(documents.spans))
     rank = None if found.process_group is None else found.here[0]
-    whole, cut = _documents_here(documents, layout, rank)
+    rows = layout.n if rank is None else layout.size(rank)
+    if q.shape[1] != rows:
+        raise ValueError(f"the layout has {rows} positions here, q has {q.shape[1]}")
+    if found.size == 1:
+        return local_attention(q, k, v, pattern, documents=documents, **options)
+    problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
+    borders = [(start, stop) for _, start, stop in documents.spans]
+    found.agree("documents", problem, q, borders=f"{short_repr(borders)} ({digest(documents.spans)})")
+    whole, cut, index = _documents_here(documents, layout, rank)
     out, lse = local_attention(q, k, v, pattern, documents=whole, **options)
     if not cut:
         return out, lse
-    out, lse = out.clone(), lse.clone()  # the backward needs the first ones
-    for shards, entries, mine in cut:
-        at = entries.to(q.device)[:, None], mine.to(q.device)  # (entries, 1), (rows,)
-        o, l = attend(*(t[at] for t in (q, k, v)), pattern, group=group, scheme=scheme, layout=shards, **options)
-        out[at] = o
-        lse.transpose(1, 2)[at] = l.transpose(1, 2)
-    return out, lse
+    index = index.to(q.device)
+    parts = [t.flatten(0, 1)[index].split([e * r for _, e, r in cut]) for t in (q, k, v)]
+    results = []
+    for (shards, *size), *some in zip(cut, *parts):
+        some = (t.unflatten(0, size) for t in some)
+        results.append(attend(*some, pattern, group=group, scheme=scheme, layout=shards, **options))
+    outs, lses = zip(*((o.flatten(0, 1), l.transpose(1, 2).flatten(0, 1)) for o, l in results))
+    shape, lse = out.shape, lse.transpose(1, 2)  # (b, n, h)
+    out = out.flatten(0, 1).index_copy(0, index, torch.cat(outs)).view(shape)
+    lse = lse.flatten(0, 1).index_copy(0, index, torch.cat(lses)).view(shape[:3])
+    return out, lse.transpose(1, 2)
 
 
 @lru_cache(maxsize=64)
-def _documents_here(documents: Documents, layout: Layout, rank: int | None) -> tuple[Documents, list[tuple]]:
+@torch.inference_mode(False)
+def _documents_here(
+    documents: Documents, layout: Layout, rank: int | None
+) -> tuple[Documents, list[tuple[Layout, int, int]], Tensor]:
     """Where documents lie in what a rank holds, or (None) in all rows: those inside a shard, and those that are cut.
 
-    Of the second, (layout of the document, batch entries (e,), rows here (r,)) for each place in the sequence.
+    Of the second, (layout of the document, batch entries, rows here) for each place in the sequence, and the index of
+    all their rows, counted through the batch.
     """
     cuts, whole, cut = layout.cuts, [], {}
     for entry, start, stop in documents.spans:
@@ -288,12 +304,13 @@ def _documents_here(documents: Documents, layout: Layout, rank: int | None) -> t
             elif rank is None or rank in owners:
                 rows = range(start, stop) if rank is None else _rows_of(layout, rank, start, stop)
                 whole.append((entry, int(rows[0]), int(rows[-1]) + 1))
-    found = []
+    held, found, index = layout.n if rank is None else layout.size(rank), [], [torch.arange(0)]
     for (start, stop), entries in cut.items():
         shards = Layout(layout.kind, tuple(min(max(x, start), stop) - start for x in cuts))
         rows = torch.arange(start, stop) if rank is None else _rows_of(layout, rank, start, stop)
-        found.append((shards, torch.tensor(entries), rows))
-    return Documents(tuple(whole), layout.n if rank is None else layout.size(rank)), found
+        found.append((shards, len(entries), len(rows)))
+        index.append((held * torch.tensor(entries)[:, None] + rows).flatten())
+    return Documents(tuple(whole), held), found, torch.cat(index)
 
 
 def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:
