@@ -32,6 +32,7 @@ from .compat import (
 )
 from .engine import Execution
 from .engine.chunked import Ladder
+from .engine.kv_cache import KVCache, cache_bytes
 from .estimate import Estimate, estimate, longest
 from .patterns import Dense, Dilated, Pattern
 from .ring import Simulated
@@ -42,9 +43,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Adaptive", "AdaptiveBlockSparse", "Advice", "BlockSparse", "BlockSparseOptimized",
     "BlockSparseRingDilatedAttention", "BlockSparseTorchSparse", "Dense", "Dilated", "DilatedAttention", "Estimate",
-    "Evidence", "Execution", "Ladder", "ImprovedDilatedAttention", "Pattern", "RingDilatedAttentionCorrect",
+    "Evidence", "Execution", "KVCache", "Ladder", "ImprovedDilatedAttention", "Pattern", "RingDilatedAttentionCorrect",
     "RingDilatedAttentionHilbertGPUOptimized", "RingDilatedAttentionHybrid", "RingDilatedAttentionProduction",
     "RingDilatedAttentionSDPA", "RingDilatedAttentionV2", "RingDilatedAttentionV2Collective",
     "RingDilatedAttentionV2Flash", "RingDilatedAttentionV2Robust", "Simulated", "adaptive_attention", "advise",
-    "attention", "blocks", "estimate", "kernels", "longest", "nn", "reference", "ring",
+    "attention", "blocks", "cache_bytes", "estimate", "kernels", "longest", "nn", "reference", "ring",
 ]  # fmt: skip

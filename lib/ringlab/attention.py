@@ -11,7 +11,8 @@ from . import ring
 from .checks import FLOATS, check_backend, check_bool, check_one_device, check_unknown, is_real, short_repr
 from .engine import Execution
 from .engine.autograd import local_attention, outside_graphs
-from .engine.documents import Documents
+from .engine.documents import Documents, integers
+from .engine.kv_cache import KVCache
 from .patterns import Pattern
 
 DEFAULT = Execution()
@@ -36,6 +37,7 @@ def attention(
     layout: str | ring.Layout = "contiguous",
     cu_seqlens: Tensor | Sequence[int] | None = None,
     lengths: Tensor | Sequence[int] | None = None,
+    cache: KVCache | None = None,
     return_lse: bool = False,
     execution: Execution = DEFAULT,
     **others,
@@ -58,6 +60,11 @@ def attention(
     in a list or a tensor. Each document is attended as if it stood alone, and positions of the pattern count from its
     start. Padding gets out 0, lse -inf and no gradient, and what it holds changes nothing. Across ranks positions are
     global, the layout is "contiguous" or "zigzag", and a document inside a shard moves nothing.
+
+    Generation: with a ``cache`` (``ringlab.KVCache``) q, k, v are the rows of new positions, one or many, which see all
+    positions so far; the cache keeps what later ones will see. Under ``torch.no_grad()``, with ``causal=True``;
+    ``lengths`` then says how many of the new rows of each entry are no padding. A single position is two matrix
+    products, whatever ``backend`` and ``execution`` say.
 
     Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this rank's shards; or
     ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
@@ -99,6 +106,17 @@ def attention(
         raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(execution)}")
     backend = check_backend(backend)
     options = {"causal": is_causal, "scale": float(scale), "backend": backend, "execution": execution}
+    if cache is not None:
+        if cu_seqlens is not None or group is not None:
+            raise NotImplementedError("a cache takes no group and no cu_seqlens: one device, and lengths for padding")
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be a ringlab.KVCache, got {type(cache).__name__}")
+        check_one_device(scheme, layout)
+        if lengths is not None:
+            Documents.padded(lengths, q)
+            lengths = integers("lengths", lengths, q)
+        out, lse = outside_graphs(cache.attend)(q, k, v, pattern, lengths=lengths, **options)
+        return (out, lse) if return_lse else out
     if cu_seqlens is not None or lengths is not None:
         n = ring.length_of(q, group, layout)
         options["documents"] = documents_of(q, cu_seqlens, lengths, n)

@@ -271,7 +271,7 @@ class BlockSparse:
             found[max(0, start) : min(count, stop) + 1] = True
         return found.nonzero().flatten()
 
-    def _chunks(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def chunks(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield blocks of queries (r,), the blocks of keys near them (c,), and which they see, bool (r, c)."""
         count = self.count(n)
         for start in range(0, count, AT_ONCE):
@@ -295,7 +295,7 @@ class BlockSparse:
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
         """The fewest keys that a query sees, of those queries that see any."""
-        counts = torch.cat([seen.sum(1) for *_, seen in self._chunks(n)])
+        counts = torch.cat([seen.sum(1) for *_, seen in self.chunks(n)])
         return min(n, self.block_size * int(counts[counts > 0].min())) if counts.any() else 1
 
     def pairs(self, n: int, causal: bool = False) -> int:
@@ -309,7 +309,7 @@ class BlockSparse:
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
         total, missing = 0, self.block_size - int(lengths[-1])
-        for rows, cols, seen in self._chunks(n):
+        for rows, cols, seen in self.chunks(n):
             if causal:
                 seen = seen & (cols <= rows[:, None])
                 mine = lengths[rows][(seen & (cols == rows[:, None])).any(1)]  # of blocks that see themselves

@@ -65,6 +65,7 @@ WRONG = [
     np.array([1, 2]), torch.ones(2, 2),
 ]  # fmt: skip
 SHAPE = {"seq_len": 32, "heads": 4, "head_dim": 8, "batch": 1, "kv_heads": 2}
+CACHE = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "max_seq_len": 32}
 ENGINE = {"scheme": "auto", "layout": "contiguous", "backend": "auto", "execution": ringlab.Execution()}
 TENSORS = {"q": Q, "k": Q, "v": Q}
 PUBLISHED = {"segment_lengths": [16], "dilation_rates": [2], "ring_size": None, "device": None, "dtype": None,
@@ -105,6 +106,9 @@ FITTING = [
     (estimate, {"pattern": PATTERN, "dtype": torch.float32, "causal": False, "passes": "fwd", "ranks": 1,
                 "profile": None} | SHAPE | ENGINE),
     (estimate, {"pattern": BLOCKS, "ranks": 2, "profile": "gtx1080"} | SHAPE | ENGINE),
+    (ringlab.KVCache, {"pattern": PATTERN, "max_crop": 0, "dtype": torch.float32, "device": "cpu"} | CACHE),
+    (ringlab.cache_bytes, {"pattern": BLOCKS, "max_crop": 1, "dtype": torch.bfloat16} | CACHE),
+    (ringlab.attention, TENSORS | {"pattern": PATTERN, "causal": True, "cache": None, "lengths": None}),
     (ringlab.longest, {"pattern": PATTERN, "memory_bytes": 1 << 20, "heads": 4, "head_dim": 8, "ranks": 1}),
     (ringlab.advise, {"profile": "gtx1080", "ranks": 2, "causal": False, "passes": "fwd", "layers": 1,
                       "pattern": "dense", "dtype": None, "layout": None, "memory_bytes": None, "seconds": None,

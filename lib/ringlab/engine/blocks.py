@@ -8,7 +8,7 @@ over a strided view; scattered blocks of keys are copied together first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -165,6 +165,52 @@ class Cuts:
         """Equal blocks of n rows; the last may be short."""
         starts = torch.arange(0, n, block_size)
         return cls(starts, torch.diff(starts, append=torch.tensor([n])))
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """Chunks cut where blocks end, in the order of their rows: ``blocks``, ``starts`` and ``stops`` (parts,)."""
+
+    blocks: Tensor
+    starts: Tensor
+    stops: Tensor
+
+    @classmethod
+    def of(cls, ranges: Sequence[range], size: int) -> BlockParts:
+        """Ranges of positions cut at multiples of ``size``."""
+        blocks = [torch.arange(r.start // size, (r.stop - 1) // size + 1) for r in ranges]
+        starts = [(b * size).clamp(min=r.start) for b, r in zip(blocks, ranges)]
+        stops = [((b + 1) * size).clamp(max=r.stop) for b, r in zip(blocks, ranges)]
+        none = torch.empty(0, dtype=torch.long)
+        return cls(*(torch.cat([none, *parts]) for parts in (blocks, starts, stops)))
+
+    @property
+    def cuts(self) -> Cuts:
+        lengths = self.stops - self.starts
+        return Cuts(lengths.cumsum(0) - lengths, lengths)
+
+    def before(self, others: BlockParts) -> Tensor:
+        """Which of these lie before which others, bool (others, parts)."""
+        return self.stops[None, :] <= others.starts[:, None]
+
+
+def plan_between(
+    pattern: BlockSparse, n: int, mine: BlockParts, theirs: BlockParts, heads: int, kv_heads: int, *, causal: bool,
+    itself: bool, lower_right: bool,
+) -> Plan:  # fmt: skip
+    """The plan of the queries ``mine``, in this order of rows, on the keys ``theirs``, of ``n`` positions.
+
+    ``itself``: the keys are those of the queries, so that causal attention needs the mask on the diagonal.
+    """
+    layers = [seen(mine.blocks, theirs.blocks) for seen in layers_of(pattern, n)]
+    diagonal = None
+    if causal:
+        if itself:
+            seen = torch.stack(layers).any(0).diagonal()
+            diagonal = torch.where(seen, torch.arange(len(seen)), -1)
+        layers = [seen & theirs.before(mine) for seen in layers]
+    given = [layer(seen) for seen in layers], mine.cuts, theirs.cuts, diagonal, heads, kv_heads
+    return tile(*given, lower_right=lower_right)
 
 
 def layer(seen: Tensor) -> Layer:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from math import lcm
 
+import torch
 from torch import Tensor
 
 from ..patterns import Branch, Pattern
@@ -146,3 +147,37 @@ def even_runs(items: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
 def first_and_step(run: list[tuple[int, ...]]) -> list[tuple[int, int]]:
     """(first, step) of each column of a progression."""
     return [(a, b - a) for a, b in zip(run[0], run[min(1, len(run) - 1)])]
+
+
+def runs_alike(found: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[tuple[tuple[int, ...], list]]:
+    """(counts, progression of members) of pairs (counts, member) with equal counts, none of which is 0."""
+    alike: dict[tuple[int, ...], list] = {}
+    for counts, member in found:
+        if min(counts) > 0:
+            alike.setdefault(counts, []).append(member)
+    for counts, members in alike.items():
+        for run in progressions(members):
+            yield counts, run
+
+
+def calls_on_rows(
+    branch: Branch, group: int, start: int, asking: range, keys: range, row: int, held: dict[int, tuple[Tensor, Tensor]]
+) -> Iterator[Call]:
+    """The calls of one branch on rows of other positions, in the segment from ``start``.
+
+    The queries at the positions ``asking``, of which ``row`` is the first row, see the positions ``keys``. ``held``
+    says by K/V head, for ``group`` heads, which positions are there, and in which rows.
+    """
+    found, indices = [], {}
+    for head, offset in zip(branch.heads, branch.offsets):
+        first = (start + offset - asking.start) % branch.rate
+        count, kv_head = len(asking[first :: branch.rate]), head // group
+        if count and kv_head in held:
+            positions, rows = held[kv_head]
+            wanted = (positions >= keys.start) & (positions < keys.stop)
+            indices[head] = rows[wanted & ((positions - start - offset) % branch.rate == 0)]
+            found.append(((count, len(indices[head])), (head, first + row)))
+    for (count, _), run in runs_alike(found):
+        (head, head_step), (q_first, q_shift) = first_and_step(run)
+        queries = View(count, q_first, branch.rate, 0, head, head_step, q_shift)
+        yield Call(queries, View.of(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))

@@ -13,49 +13,21 @@ queries sees a part of the keys whole or not at all. Only a part with itself nee
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, product
 from math import lcm
 from operator import itemgetter
 
-import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
-from ..engine.blocks import Cuts
-from ..engine.dilated import first_and_step, progressions
+from ..engine.blocks import BlockParts
+from ..engine.dilated import first_and_step, runs_alike
 from ..engine.execute import WHOLE, View, views_of
 from ..patterns import Branch, Dense, Pattern
 from .layout import Layout
-
-
-@dataclass(frozen=True)
-class BlockParts:
-    """Chunks cut where blocks end, in the order of their rows: ``blocks``, ``starts`` and ``stops`` (parts,)."""
-
-    blocks: Tensor
-    starts: Tensor
-    stops: Tensor
-
-    @classmethod
-    def of(cls, ranges: Sequence[range], size: int) -> BlockParts:
-        """Ranges of positions cut at multiples of ``size``."""
-        blocks = [torch.arange(r.start // size, (r.stop - 1) // size + 1) for r in ranges]
-        starts = [(b * size).clamp(min=r.start) for b, r in zip(blocks, ranges)]
-        stops = [((b + 1) * size).clamp(max=r.stop) for b, r in zip(blocks, ranges)]
-        none = torch.empty(0, dtype=torch.long)
-        return cls(*(torch.cat([none, *parts]) for parts in (blocks, starts, stops)))
-
-    @property
-    def cuts(self) -> Cuts:
-        lengths = self.stops - self.starts
-        return Cuts(lengths.cumsum(0) - lengths, lengths)
-
-    def before(self, others: BlockParts) -> Tensor:
-        """Which of these lie before which others, bool (others, parts)."""
-        return self.stops[None, :] <= others.starts[:, None]
 
 
 @dataclass(frozen=True)
@@ -247,17 +219,6 @@ def _strided_rows(interval: ResidueInterval) -> Iterator[StridedRows]:
     found = ((head, _positions(interval, residue)) for head, residue in sorted(interval.pairs))
     for (count,), run in sorted(runs_alike(((len(x),), (head, x.start)) for head, x in found), key=itemgetter(0)):
         yield StridedRows(interval.rate, count, len(run), *first_and_step(run))
-
-
-def runs_alike(found: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[tuple[tuple[int, ...], list]]:
-    """(counts, progression of members) of pairs (counts, member) with equal counts, none of which is 0."""
-    alike: dict[tuple[int, ...], list] = {}
-    for counts, member in found:
-        if min(counts) > 0:
-            alike.setdefault(counts, []).append(member)
-    for counts, members in alike.items():
-        for run in progressions(members):
-            yield counts, run
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..block_patterns import BlockSparse
 from ..engine import Execution, dilated, execute
-from ..engine.blocks import layer, layers_of, tile
-from ..engine.dilated import first_and_step, fold_heads, progressions
+from ..engine.blocks import BlockParts, plan_between
+from ..engine.dilated import calls_on_rows, first_and_step, fold_heads, progressions, runs_alike
 from ..engine.execute import Call, Plan, View, head_block
 from ..kernels.base import HALF, Kernel, accumulation_dtype, supports_lower_right_causal
 from ..patterns import Branch, Dense
-from .exchange import BlockParts, Problem, RankPlan, keys_of, plan_rank, runs_alike
+from .exchange import Problem, RankPlan, keys_of, plan_rank
 
 
 def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
@@ -79,7 +79,7 @@ def received_calls(plan: RankPlan) -> list[Call]:
     problem = plan.problem
     if isinstance(problem.pattern, Dense):
         return _on_chunks(plan)
-    received, found = _received(plan), []
+    received, group, found = _received(plan), problem.heads // problem.kv_heads, []
     for row, queries in problem.layout.chunks(plan.rank):
         for branch in problem.branches:
             length = branch.length
@@ -87,7 +87,7 @@ def received_calls(plan: RankPlan) -> list[Call]:
                 asking = range(max(start, queries.start), min(start + length, queries.stop))
                 keys = range(start, queries.start if problem.causal else start + length)
                 first_row = row + asking.start - queries.start
-                found += _on_received(branch, problem, start, asking, keys, first_row, received)
+                found += calls_on_rows(branch, group, start, asking, keys, first_row, received)
     return found
 
 
@@ -119,23 +119,6 @@ def _received(plan: RankPlan) -> dict[int, Tensor]:
         row += block.rows
     whole = {head: torch.cat(parts, 1) for head, parts in found.items()}
     return {head: both[:, both[0].argsort()] for head, both in whole.items()}
-
-
-def _on_received(branch, problem: Problem, start: int, asking: range, keys: range, row: int, received):
-    """The calls of one branch on those of its ``keys`` that came, in the segment from ``start``."""
-    found, indices = [], {}
-    for head, offset in zip(branch.heads, branch.offsets):
-        first = (start + offset - asking.start) % branch.rate
-        count, kv_head = len(asking[first :: branch.rate]), head // (problem.heads // problem.kv_heads)
-        if count and kv_head in received:
-            positions, rows = received[kv_head]
-            wanted = (positions >= keys.start) & (positions < keys.stop)
-            indices[head] = rows[wanted & ((positions - start - offset) % branch.rate == 0)]
-            found.append(((count, len(indices[head])), (head, first + row)))
-    for (count, _), run in runs_alike(found):
-        (head, head_step), (q_first, q_shift) = first_and_step(run)
-        queries = View(count, q_first, branch.rate, 0, head, head_step, q_shift)
-        yield Call(queries, View.of(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
 
 
 @dataclass
@@ -247,15 +230,9 @@ class BlockRank(Rank):
         if source is None:  # every block that moves is a range of positions of all K/V heads
             ranges = [next(block.members())[1] for block in chain(*self.plan.receive)]
             theirs = BlockParts.of(ranges, problem.pattern.block_size)
-        layers = [seen(mine.blocks, theirs.blocks) for seen in layers_of(problem.pattern, layout.n)]
-        diagonal = None
-        if problem.causal:
-            if source is not None:
-                itself = torch.stack(layers).any(0).diagonal()
-                diagonal = torch.where(itself, torch.arange(len(itself)), -1)
-            layers = [seen & theirs.before(mine) for seen in layers]
-        given = [layer(seen) for seen in layers], mine.cuts, theirs.cuts, diagonal, problem.heads, problem.kv_heads
-        return tile(*given, lower_right=supports_lower_right_causal(self.kernel))
+        given = problem.pattern, layout.n, mine, theirs, problem.heads, problem.kv_heads
+        lower_right = supports_lower_right_causal(self.kernel)
+        return plan_between(*given, causal=problem.causal, itself=source is not None, lower_right=lower_right)
 
     def heads_at_a_time(self, q: Tensor) -> int:
         return head_block(q, self.problem.kv_heads, q.shape[1])

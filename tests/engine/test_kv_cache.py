@@ -1,0 +1,231 @@
+"""Generation with a cache: each position is that row of full attention, and no row is kept that nothing sees."""
+
+import copy
+import io
+import random
+
+import pytest
+import torch
+from document_cases import EXACT, PATTERNS
+from matrix import BLOCK_SPARSE, DILATED, F32, F64
+from ringlab import Dense, Dilated, KVCache, Simulated, attention, blocks, cache_bytes, reference
+
+LADDER = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
+
+
+def tensors(b, n, heads, kv_heads, d, dtype=F64):
+    return [torch.randn(b, n, h, d, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
+
+
+def pieces(rng: random.Random, n: int) -> list[int]:
+    """Sizes of chunks that add up to n: single positions, short and long ones."""
+    sizes = []
+    while (left := n - sum(sizes)) > 0:
+        sizes.append(min(left, rng.choice([1, 1, 1, 2, 5, rng.randint(1, n)])))
+    return sizes
+
+
+def seen_later(pattern, n: int, t: int, heads: int, kv_heads: int) -> list[list[int]]:
+    """By K/V head the positions before t that a query from t on sees: brute force."""
+    queries, keys = torch.arange(t, n), torch.arange(t)
+    found = []
+    for kv_head in range(kv_heads):
+        group = range(kv_head * heads // kv_heads, (kv_head + 1) * heads // kv_heads)
+        each = [pattern.multiplicity(queries, keys, n=n, head=h, heads=heads, kv_heads=kv_heads) > 0 for h in group]
+        found.append(torch.stack(each).any(0).any(0).nonzero().flatten().tolist() if t < n else [])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_pieces_give_the_rows_of_full_attention(seed):
+    """Fifty random cases of patterns, heads, dtypes, lengths and pieces; live rows by brute force at every stop."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        pattern, n, b = rng.choice([*PATTERNS, BLOCK_SPARSE[0]]), rng.randint(1, 120), rng.randint(1, 3)
+        heads, kv_heads = rng.choice([(1, 1), (4, 2), (6, 1), (4, 4), (8, 8)])
+        dtype, d, max_crop = rng.choice([F64, F32]), rng.choice([8, 16]), rng.choice([0, 0, 3])
+        given = {"heads": heads, "kv_heads": kv_heads, "max_seq_len": n, "max_crop": max_crop}
+        q, k, v = tensors(b, n, heads, kv_heads, d, dtype)
+        cache = KVCache(pattern, batch=b, head_dim=d, dtype=dtype, **given)
+        want, want_lse = reference.attention(q, k, v, pattern, causal=True)
+        outs, lses, t = [], [], 0
+        for size in pieces(rng, n):
+            some = (x[:, t : t + size] for x in (q, k, v))
+            out, lse = attention(*some, pattern, causal=True, cache=cache, return_lse=True)
+            outs, lses, t = [*outs, out], [*lses, lse], t + size
+            live = [rows.tolist() for rows in cache.live_rows(b - 1)]
+            assert live == seen_later(pattern, n, t, heads, kv_heads) if max_crop == 0 else max(map(len, live)) <= t
+        case = pattern, n, heads, kv_heads, dtype, max_crop
+        bytes_of = cache_bytes(pattern, batch=b, head_dim=d, dtype=dtype, **given)
+        assert cache.nbytes <= bytes_of, case
+        assert reference.error(torch.cat(outs, 1), want, 1.0) <= EXACT[dtype], case
+        dead = want_lse == -torch.inf
+        assert torch.equal(torch.cat(lses, 2) == -torch.inf, dead), case
+        got_lse = torch.cat(lses, 2).masked_fill(dead, 0)
+        assert reference.error(got_lse, want_lse.masked_fill(dead, 0), 1.0) <= EXACT[dtype], case
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pattern", [Dense(), DILATED[0], blocks.local_global(2, 1, block_size=16)], ids=str)
+def test_half_precision_is_as_right_as_one_dense_call(pattern, dtype):
+    q, k, v = tensors(2, 100, 4, 2, 16, dtype)
+    cache = KVCache(pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=100, dtype=dtype)
+    want = reference.attention(q, k, v, pattern, causal=True)[0]
+    some = [x.split([40, 1, 30, *[1] * 29], 1) for x in (q, k, v)]
+    got = torch.cat([attention(*part, pattern, causal=True, cache=cache) for part in zip(*some)], 1)
+    assert got.dtype == dtype
+    assert reference.error(got, want, 1.0) <= reference.tolerance(q, k, v, pattern=pattern, causal=True)["out"]
+
+
+@pytest.mark.parametrize("pattern", [Dense(), DILATED[0], DILATED[3], blocks.sliding_window(2, block_size=8)], ids=str)
+def test_sequences_of_one_batch_may_differ_in_length(pattern):
+    """Padded prompts, then steps; two end early. Each is what it is alone, and padding changes nothing."""
+    q, k, v = tensors(4, 90, 4, 2, 8)
+    cache = KVCache(pattern, batch=4, heads=4, kv_heads=2, head_dim=8, max_seq_len=90, dtype=F64)
+    want = reference.attention(q, k, v, pattern, causal=True)[0]
+    at = [0, 0, 0, 0]
+    for lengths in ([30, 7, 1, 0], *[[1, 1, 1, 1]] * 20, [0, 5, 40, 1], *[[1, 0, 1, 1]] * 5):
+        chunk = [torch.full((4, max(lengths), *x.shape[2:]), torch.nan, dtype=F64) for x in (q, k, v)]
+        for i, length in enumerate(lengths):
+            for piece, whole in zip(chunk, (q, k, v)):
+                piece[i, :length] = whole[i, at[i] : at[i] + length]
+        out = attention(*chunk, pattern, causal=True, cache=cache, lengths=lengths)
+        for i, length in enumerate(lengths):
+            assert reference.error(out[i, :length], want[i, at[i] : at[i] + length], 1.0) <= 1e-12 if length else True
+            assert not out[i, length:].any()
+            at[i] += length
+        assert cache.lengths == at
+
+
+def test_beams_drafts_and_saved_states():
+    """Reordered, cropped, copied and restored caches answer as if the sequence had always been that one."""
+    rng = random.Random(0)
+    for pattern in (Dense(), DILATED[0], DILATED[2], blocks.local_global(1, 1, block_size=8)):
+        history = torch.randn(3, 3, 100, 4, 8, dtype=F64)  # q, k, v of 3 sequences
+        made = {"batch": 3, "heads": 4, "head_dim": 8, "max_seq_len": 100, "dtype": F64, "max_crop": 6}
+        cache, t = KVCache(pattern, **made), 0
+        while t < 90:
+            size = min(rng.choice([1, 1, 4, 9]), 100 - t)
+            new = torch.randn(3, 3, size, 4, 8, dtype=F64)
+            history[:, :, t : t + size] = new
+            out = attention(*new, pattern, causal=True, cache=cache)
+            want = reference.attention(*history[:, :, : t + size], pattern, causal=True)[0][:, t:]
+            if "global" not in str(pattern) or t + size > 16:
+                assert reference.error(out, want, 1.0) <= 1e-12, (pattern, t)
+            t += size
+            if rng.random() < 0.3:
+                order = [rng.randrange(3) for _ in range(3)]
+                cache.reorder(torch.tensor(order))
+                history = history[:, order]
+            if rng.random() < 0.5:
+                t -= (back := rng.randint(0, min(6, t)))
+                cache.crop(t)
+                assert cache.lengths == [t] * 3 and back <= 6
+            if rng.random() < 0.3:
+                file = io.BytesIO()
+                torch.save(cache.state_dict(), file)
+                file.seek(0)
+                cache = KVCache(pattern, **made)
+                cache.load_state_dict(torch.load(file))
+            elif rng.random() < 0.3:
+                cache = copy.deepcopy(cache)
+
+
+def test_crop_of_each_sequence_to_its_own_length():
+    q, k, v = tensors(2, 40, 2, 2, 8)
+    cache = KVCache(DILATED[0], batch=2, heads=2, head_dim=8, max_seq_len=40, dtype=F64, max_crop=40)
+    attention(*(x[:, :30] for x in (q, k, v)), DILATED[0], causal=True, cache=cache)
+    cache.crop([25, 3])
+    out = attention(*(torch.stack([x[0, 25:30], x[1, 3:8]]) for x in (q, k, v)), DILATED[0], causal=True, cache=cache)
+    want = reference.attention(q, k, v, DILATED[0], causal=True)[0]
+    assert reference.error(out, torch.stack([want[0, 25:30], want[1, 3:8]]), 1.0) <= 1e-12
+    with pytest.raises(ValueError, match="cannot be cropped to 3: .*max_crop"):
+        cache = KVCache(DILATED[0], batch=1, heads=2, head_dim=8, max_seq_len=40, dtype=F64)
+        attention(*(x[:1] for x in (q, k, v)), DILATED[0], causal=True, cache=cache)
+        cache.crop(3)
+
+
+def test_a_million_positions_keep_few_rows():
+    """[2048 * 2^i] / [2^i], i = 0..9: at most 11,263 rows a head; the bytes that were said are the bytes."""
+    n, row = 1 << 20, 2 * 64 * 4
+    cache = KVCache(LADDER, batch=1, heads=8, head_dim=64, max_seq_len=n)
+    assert cache.nbytes == cache_bytes(LADDER, heads=8, max_seq_len=n) <= 1.05 * 8 * 11_263 * row
+    q, k, v = tensors(1, 30_000, 8, 8, 64, F32)
+    attention(q, k, v, LADDER, causal=True, cache=cache)
+    for head, rows in enumerate(cache.live_rows()):
+        branches = zip(LADDER.segment_lengths, LADDER.dilation_rates)
+        wanted = {x for w, r in branches for x in range(30_000 // w * w + head % r, 30_000, r)}
+        assert rows.tolist() == sorted(wanted)
+
+
+def test_a_key_that_is_hidden_changes_nothing_whatever_it_holds():
+    q, k, v = tensors(1, 40, 2, 2, 8)
+    pattern = Dilated([4, 16], [1, 2])
+    clean, stained = (KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=40, dtype=F64) for _ in range(2))
+    spoiled = k.clone()
+    spoiled[:, 8] = torch.nan  # seen by head 0 from 9 to 15 at even positions
+    for t in range(40):
+        now = slice(t, t + 1)
+        a = attention(q[:, now], k[:, now], v[:, now], pattern, causal=True, cache=clean)
+        b = attention(q[:, now], spoiled[:, now], v[:, now], pattern, causal=True, cache=stained)
+        sees = [
+            t == 8 or bool(pattern.multiplicity(torch.tensor([t]), torch.tensor([8]), head=h, heads=2)) for h in (0, 1)
+        ]
+        for head, stained_here in enumerate(sees):
+            if not (stained_here and t >= 8):
+                assert torch.equal(a[:, :, head], b[:, :, head]), t
+
+
+CACHE = {"batch": 1, "heads": 2, "head_dim": 8, "max_seq_len": 16}
+
+
+def call(cache_options=None, pattern=DILATED[0], n=4, b=1, heads=2, dtype=F32, **how):
+    cache = KVCache(DILATED[0], **CACHE | (cache_options or {}))
+    q = torch.zeros(b, n, heads, 8, dtype=dtype, requires_grad=how.pop("requires_grad", False))
+    try:
+        attention(q, q, q, pattern, **{"causal": True, "cache": cache} | how)
+    finally:
+        assert cache.lengths == [0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"pattern": Dense()}, ValueError, "the cache is of another pattern"),
+        ({"causal": False}, ValueError, "a cache needs causal=True"),
+        ({"n": 17}, ValueError, "the cache is full: 0 of 16 positions are taken in sequence 0, and 17 are new"),
+        ({"b": 2}, ValueError, "the cache is for a batch of 1"),
+        ({"heads": 4}, ValueError, "2 heads, 2 K/V heads, head_dim 8, got"),
+        ({"dtype": F64}, ValueError, "the cache is torch.float32"),
+        ({"requires_grad": True}, ValueError, "torch.no_grad"),
+        ({"lengths": [5]}, ValueError, "lengths must be 1 numbers of 0 to 4"),
+        ({"cu_seqlens": [0, 4]}, NotImplementedError, "no cu_seqlens"),
+        ({"group": Simulated(2)}, NotImplementedError, "no group"),
+        ({"cache": 3}, TypeError, "must be a ringlab.KVCache"),
+        ({"cache_options": {"max_seq_len": 0}}, ValueError, "max_seq_len must be a positive integer"),
+        ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),
+        ({"cache_options": {"device": "cuda:x"}}, ValueError, "device"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(change, error, words):
+    with pytest.raises(error, match=words) as caught:
+        call(**change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("do", "words"),
+    [
+        (lambda c: c.crop(5), "has 4 positions and cannot be cropped to 5"),
+        (lambda c: c.crop([1, 2]), "crop takes one length, or 1"),
+        (lambda c: c.reorder([1]), "reorder takes the numbers of 1 sequences"),
+        (lambda c: c.live_rows(1), "there is no sequence 1 among 1"),
+        (lambda c: KVCache(Dense(), **CACHE).load_state_dict(c.state_dict()), "the state is of another cache"),
+    ],
+)
+def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
+    cache = KVCache(DILATED[0], **CACHE)
+    attention(*[torch.zeros(1, 4, 2, 8)] * 3, DILATED[0], causal=True, cache=cache)
+    with pytest.raises(ValueError, match=words):
+        do(cache)
+    assert cache.lengths == [4]
