@@ -15,10 +15,13 @@ from .attention import DEFAULT, REFUSED, attention
 from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_one_device, check_unknown
 from .engine import Execution
 from .engine.documents import Documents, integers
+from .engine.kv_cache import KVCache
 from .kernels import device_of
 from .patterns import Pattern
 from .ring.group import Group
 from .ring.layout import layout_named
+
+PREFILL = 8192  # tokens of a prompt that are computed together
 
 
 class MultiheadAttention(nn.Module):
@@ -140,11 +143,12 @@ class MultiheadAttention(nn.Module):
     def forward(
         self, x: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cu_seqlens=None, lengths=None,
         is_causal: bool = False, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None,
-        need_weights: bool = False, **refused,
+        need_weights: bool = False, cache: KVCache | None = None, **refused,
     ) -> Tensor | tuple[Tensor, None]:  # fmt: skip
         """Attention of x (b, n, embed_dim) to itself: (b, n, embed_dim).
 
         ``cu_seqlens`` are the borders of packed documents, ``lengths`` those of a padded batch, as of ``attention``.
+        With a ``cache``, which ``make_cache`` makes, x holds new positions after those that the cache has seen.
 
         As torch's layer: ``layer(x, x, x)``, self-attention alone, returns (out, None). ``is_causal`` makes a call
         causal, as ``causal=True`` makes all. ``key_padding_mask`` (b, n) hides with True, or -inf, the end of rows that
@@ -172,20 +176,29 @@ class MultiheadAttention(nn.Module):
         asked = {name: None if some is None else integers(name, some, x) for name, some in given.items()}
         asked["causal"] = causal
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
-            out = checkpoint(self._forward, x, asked, use_reentrant=False)
+            out = checkpoint(self._forward, x, asked, cache, use_reentrant=False)
         else:
-            out = self._forward(x, asked)
+            out = self._forward(x, asked, cache)
         return out if key is None else (out, None)
 
-    def _forward(self, x: Tensor, asked: dict) -> Tensor:
+    def make_cache(self, batch: int, max_seq_len: int, *, max_crop: int = 0) -> KVCache:
+        """An empty cache for calls with ``cache=``, in the layer's dtype and on its device; see ``ringlab.KVCache``."""
+        weight, sizes = self.k_proj.weight, {"heads": self.num_heads, "kv_heads": self.num_kv_heads}
+        sizes |= {"head_dim": self.embed_dim // self.num_heads, "max_seq_len": max_seq_len, "max_crop": max_crop}
+        return KVCache(self.pattern, batch=batch, dtype=weight.dtype, device=weight.device, **sizes)
+
+    def _forward(self, x: Tensor, asked: dict, cache: KVCache | None) -> Tensor:
         projected = ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
         q, k, v = (proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected)  # (b, n, h, d), (b, n, h_kv, d)
         options = self.options | asked
         if self.rotary_base is not None:
-            where = positions(x, asked["cu_seqlens"], options["group"], options.get("layout", "contiguous"))
+            if cache is None:
+                where = positions(x, asked["cu_seqlens"], options["group"], options.get("layout", "contiguous"))
+            else:
+                where = (torch.tensor(cache.lengths)[:, None] + torch.arange(x.shape[1])).to(x.device)  # (b, n)
             q, k = (rotary(t, where, self.rotary_base) for t in (q, k))
         options = options if self.auto is None else self.auto.fill(options, self.pattern, q, k)
-        return self.out_proj(attention(q, k, v, self.pattern, **options).flatten(2))
+        return self.out_proj(attention(q, k, v, self.pattern, cache=cache, **options).flatten(2))
 
     @property
     def advice(self) -> Advice | None:
@@ -215,10 +228,10 @@ def positions(x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout 
 
 
 def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """t (b, n, h, d) turned by angles that grow with its ``positions`` (n,): rotary embedding, arXiv 2104.09864.
+    """t (b, n, h, d) turned by angles that grow with its ``positions``, (n,) or (b, n): rotary embedding.
 
-    Column i turns with column i + d / 2, as in Llama; a product of a row of q and one of k then depends on how far
-    they are apart alone. Angles are computed in fp64, the rest in fp32 (fp64 for fp64). ValueError for an odd d.
+    As in arXiv 2104.09864; column i turns with column i + d / 2, as in Llama. A product of a row of q and one of k then
+    depends on how far they are apart alone. Angles are computed in fp64, the rest in fp32 (fp64 for fp64). ValueError for an odd d.
 
     >>> rotary(torch.ones(1, 1, 1, 2), torch.tensor([0])).flatten().tolist()
     [1.0, 1.0]
@@ -227,7 +240,7 @@ def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     if d % 2:
         raise ValueError(f"a rotary embedding needs an even head_dim, got {d}")
     rates = base ** (-torch.arange(0, d, 2, dtype=torch.float64, device=t.device) / d)  # (d / 2,)
-    angles = (positions[:, None] * rates)[None, :, None]  # (1, n, 1, d / 2); fp32 would lose turns far on
+    angles = (positions[..., None] * rates).unsqueeze(-2)  # (n, 1, d / 2); fp32 would lose turns far on
     (a, b), cos, sin = t.to(dtype).chunk(2, -1), angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(t.dtype)
 
@@ -236,7 +249,7 @@ class DecoderBlock(nn.Module):
     """A block of a decoder, as in Llama: causal attention, then SwiGLU, each after RMSNorm and added to x.
 
     ``hidden_dim`` (default: 8 / 3 ``embed_dim``) is the width inside SwiGLU (arXiv 2002.05202); other ``options`` are
-    those of ``MultiheadAttention``. Called with x (b, n, embed_dim) and ``cu_seqlens`` or ``lengths``.
+    those of ``MultiheadAttention``. Called with x (b, n, embed_dim) and ``cu_seqlens``, ``lengths`` or ``cache``.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, pattern: Pattern, *, hidden_dim: int | None = None, **options):
@@ -249,8 +262,8 @@ class DecoderBlock(nn.Module):
         self.gate, self.up = (nn.Linear(embed_dim, hidden_dim, bias=False, **made) for _ in range(2))
         self.down = nn.Linear(hidden_dim, embed_dim, bias=False, **made)
 
-    def forward(self, x: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, lengths=lengths)
+    def forward(self, x: Tensor, **how) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), **how)
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -285,10 +298,56 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
         """Logits (b, n, vocabulary) of ``tokens`` (b, n)."""
-        x = self.embedding(tokens)  # (b, n, dim)
-        for block in self.blocks:
-            x = block(x, cu_seqlens=cu_seqlens, lengths=lengths)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return F.linear(self.hidden(tokens, cu_seqlens=cu_seqlens, lengths=lengths), self.embedding.weight)
+
+    def hidden(self, tokens: Tensor, *, caches: Sequence[KVCache] | None = None, **how) -> Tensor:
+        """The states (b, n, embed_dim) before the output layer; ``caches``: one for each layer, of earlier tokens."""
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cache=caches and caches[i], **how)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, lengths=None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``tokens`` (b, n) and ``max_new_tokens`` more, each drawn from those before it: (b, n + max_new_tokens).
+
+        ``temperature`` divides the logits; 0 takes the most likely token. ``top_k`` draws from the k most likely ones.
+        ``lengths`` (b,): how many tokens of each prompt are no padding; new ones follow these, then zeros. Memory is
+        that of the caches (``ringlab.cache_bytes``, for each layer) and of ``PREFILL`` tokens at a time.
+        """
+        b, n = tokens.shape
+        if not checks.is_real(temperature) or not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature must be a number of at least 0, got {checks.short_repr(temperature)}")
+        count = check_int("max_new_tokens", max_new_tokens)
+        top_k = top_k if top_k is None else min(check_int("top_k", top_k), self.embedding.num_embeddings)
+        at = [n] * b if lengths is None else integers("lengths", lengths, tokens)
+        if len(at) != b or not all(1 <= length <= n for length in at):
+            raise ValueError(f"lengths must be {b} numbers of 1 to {n} tokens, got {checks.short_repr(at)}")
+        caches = [block.attention.make_cache(b, max(at) + count) for block in self.blocks]
+        at = torch.tensor(at, device=tokens.device)
+        out = F.pad(tokens, (0, count)) * (torch.arange(n + count, device=tokens.device) < at[:, None])
+        last = self.embedding.weight.new_empty(b, self.norm.normalized_shape[0])
+        for start in range(0, n, PREFILL):
+            some = tokens[:, start : start + PREFILL]
+            here = (at - start).clamp(0, some.shape[1])  # (b,)
+            x = self.hidden(some, caches=caches, lengths=here)
+            ends = (here > 0) & (at <= start + PREFILL)
+            last[ends] = x[ends, here[ends] - 1]
+        for i in range(count):
+            logits = F.linear(last, self.embedding.weight)  # (b, vocabulary)
+            if top_k is not None:
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                new = torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+            out.scatter_(1, (at + i)[:, None], new)
+            if i + 1 < count:
+                last = self.hidden(new, caches=caches)[:, 0]
+        return out
 
     def loss(self, tokens: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
         """The mean cross-entropy of each token after those before it in its document; 0 if there is none.

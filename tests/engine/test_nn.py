@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ring_cases import layer_gradients, layer_positions
-from ringlab import Dense, Dilated, Execution, Simulated, reference
+from ringlab import Dense, Dilated, Execution, Simulated, blocks, nn, reference
 from ringlab.memory import MemoryPool
 from ringlab.nn import LanguageModel, MultiheadAttention, rotary
 from ringlab.ring import SCHEMES
@@ -229,3 +229,58 @@ def test_training_goes_the_same_way_packed_one_by_one_and_over_two_ranks():
 def test_ranks_turn_their_rows_by_global_positions():
     found = launch(layer_positions, 2, [0, 5, 12])
     assert [x.tolist() for x in found] == [[0, 1, 2, 4, 5, 6], [3, 4, 0, 1, 2, 3]]
+
+
+def by_hand(model, tokens, lengths, count):
+    """The most likely tokens, each by a whole forward over all before it, one prompt at a time."""
+    found = []
+    for row, length in zip(tokens, lengths):
+        row = row[None, :length]
+        for _ in range(count):
+            row = torch.cat([row, model(row)[:, -1].argmax(-1, keepdim=True)], 1)
+        found.append(row[0])
+    return found
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_generation_takes_the_tokens_of_whole_forwards(kv_heads, monkeypatch):
+    """Dense and dilated layers with rotary positions, prompts of different length, cut into pieces or not."""
+    torch.manual_seed(0)
+    patterns = [Dense(), PATTERN, Dilated([8, 32], [1, 4]), blocks.sliding_window(1, block_size=16)]
+    model = LanguageModel(50, 32, 4, patterns, num_layers=4, num_kv_heads=kv_heads, dtype=torch.float64)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    tokens, lengths = torch.randint(50, (3, 60)), [60, 1, 33]
+    want = by_hand(model, tokens, lengths, 30)
+    for piece in (8192, 16):
+        monkeypatch.setattr(nn, "PREFILL", piece)
+        got = model.generate(tokens, 30, temperature=0, lengths=lengths)
+        assert got.shape == (3, 90) and not got[1, 31:].any()
+        assert all(torch.equal(row[: len(whole)], whole) for row, whole in zip(got, want))
+    assert len({tuple(row[-30:].tolist()) for row in want}) == 3
+
+
+def test_drawn_tokens_follow_temperature_and_top_k():
+    torch.manual_seed(0)
+    model = LanguageModel(8, 16, 2, PATTERN, num_layers=1, dtype=torch.float64)
+    torch.nn.init.normal_(model.embedding.weight, std=1.0)
+    prompt = torch.tensor([[1, 2, 3]])
+    logits = model(prompt)[0, -1]
+    for temperature, top_k in ((1.0, None), (0.5, 3)):
+        kept = logits if top_k is None else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+        want = (kept / temperature).softmax(-1)
+        drawn = model.generate(prompt.expand(20_000, 3), 1, temperature=temperature, top_k=top_k)[:, -1]
+        share = drawn.bincount(minlength=8) / 20_000
+        assert (share - want).abs().max() < 0.02 and not share[want == 0].any()
+    one, other = (model.generate(prompt, 20, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"temperature": -1}, "temperature must be a number of at least 0"), ({"top_k": 0}, "top_k must be a positive"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"), ({"lengths": [0]}, "numbers of 1 to 3"),
+])  # fmt: skip
+def test_generate_refuses_in_one_line(change, words):
+    model = LanguageModel(8, 16, 2, PATTERN, num_layers=1)
+    with pytest.raises(ValueError, match=words):
+        model.generate(**{"tokens": torch.tensor([[1, 2, 3]]), "max_new_tokens": 1} | change)
