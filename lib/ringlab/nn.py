@@ -231,7 +231,8 @@ def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """t (b, n, h, d) turned by angles that grow with its ``positions``, (n,) or (b, n): rotary embedding.
 
     As in arXiv 2104.09864; column i turns with column i + d / 2, as in Llama. A product of a row of q and one of k then
-    depends on how far they are apart alone. Angles are computed in fp64, the rest in fp32 (fp64 for fp64). ValueError for an odd d.
+    depends on how far they are apart alone. Angles are computed in fp64, the rest in fp32 (fp64 for fp64). Raises
+    ValueError for an odd d.
 
     >>> rotary(torch.ones(1, 1, 1, 2), torch.tensor([0])).flatten().tolist()
     [1.0, 1.0]

@@ -1,0 +1,1 @@
+"""Other libraries that can run on ringlab's attention."""

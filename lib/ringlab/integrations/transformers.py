@@ -1,0 +1,231 @@
+"""Hugging Face transformers: ``attn_implementation="ringlab"`` for its models, and a cache for ``generate``.
+
+>>> from transformers import LlamaConfig, LlamaForCausalLM
+>>> from ringlab import Dilated
+>>> register()
+>>> config = LlamaConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+...                      intermediate_size=64, num_hidden_layers=2, pad_token_id=0)
+>>> model = set_pattern(LlamaForCausalLM._from_config(config, attn_implementation="ringlab"), Dilated([16, 32], [1, 2]))
+>>> prompt = torch.tensor([[1, 2, 3]])
+>>> model.generate(prompt, max_new_tokens=5, past_key_values=LiveCache(model, 32)).shape
+torch.Size([1, 8])
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..attention import attention
+from ..checks import check_int
+from ..engine.kv_cache import KVCache
+from ..patterns import Dense, Pattern, from_dict
+
+NAME = "ringlab"
+KNOWN_MASKS = ("causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "packed_sequence_")
+REFUSED = {
+    "softcap": "soft-capped scores are not supported", "s_aux": "attention sinks are not supported",
+    "position_bias": "a bias of the scores is not supported", "head_mask": "masks of heads are not supported",
+}  # fmt: skip
+
+
+def register() -> None:
+    """Make ``attn_implementation="ringlab"`` known to transformers.
+
+    It is an argument of ``from_pretrained``; ``model.set_attn_implementation("ringlab")`` does the same. A layer then
+    runs ``ringlab.attention`` over its pattern (see ``set_pattern``; dense by default), forward and backward. Padding,
+    which ``attention_mask`` tells, is left out, on the right or the left. The documents of packed batches are told by
+    ``position_ids`` that start anew, or by ``cu_seq_lens_q``. Positions count from the first token of each document.
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, padding)
+
+
+def set_pattern(model, pattern: Pattern | Sequence[Pattern]):
+    """Give a model one pattern for all layers, or one for each, and return it.
+
+    It is kept in ``model.config.ringlab_pattern``, so that ``save_pretrained`` and ``from_pretrained`` carry it.
+    """
+    patterns = [pattern] if isinstance(pattern, Pattern) else list(pattern)
+    if not all(isinstance(p, Pattern) for p in patterns):
+        raise TypeError("set_pattern takes a ringlab pattern, or a list of them")
+    layers = model.config.get_text_config().num_hidden_layers
+    if len(patterns) not in (1, layers):
+        raise ValueError(f"set_pattern takes one pattern, or {layers} for the layers, got {len(patterns)}")
+    model.config.get_text_config().ringlab_pattern = [p.to_dict() for p in patterns]
+    return model
+
+
+def pattern_of(config, layer: int) -> Pattern:
+    """The pattern of a layer of a model with this config."""
+    given = getattr(config.get_text_config(), "ringlab_pattern", None)
+    if not given:
+        return Dense()
+    return _pattern(json.dumps(given[layer if len(given) > 1 else 0]))
+
+
+@lru_cache(maxsize=256)
+def _pattern(text: str) -> Pattern:
+    return from_dict(json.loads(text))
+
+
+def padding(
+    batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable, attention_mask: Tensor | None = None,
+    **how,
+) -> Tensor | None:  # fmt: skip
+    """What transformers passes to ``attend`` as mask: which tokens are no padding, bool (b, kv_length), or None."""
+    if how.get("use_vmap") or not _is_known(mask_function):
+        raise NotImplementedError("ringlab's attention takes causal masks, padding and packing; use a pattern instead")
+    return None if attention_mask is None or attention_mask.all() else attention_mask[:, :kv_length]
+
+
+def _is_known(mask: Callable) -> bool:
+    """Whether a mask function of transformers is one of ``KNOWN_MASKS``, or made of these."""
+    cells = [cell.cell_contents for cell in mask.__closure__ or ()]
+    inner = [f for cell in cells for f in (cell if isinstance(cell, tuple) else (cell,)) if callable(f)]
+    return all(map(_is_known, inner)) if inner else mask.__qualname__.startswith(KNOWN_MASKS)
+
+
+def attend(
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
+    position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **others,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """(out (b, n, h, d), None) for query (b, h, n, d), key and value (b, h_kv, n, d): what transformers calls."""
+    for name, why in REFUSED.items():
+        if others.get(name) is not None:
+            raise NotImplementedError(f"ringlab's attention cannot honour {name!r}: {why}")
+    if dropout:
+        raise NotImplementedError("attention dropout is not supported: set config.attention_dropout = 0.0")
+    layer = getattr(key, "ringlab_layer", None)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # (b, n, h, d)
+    (b, n), seen = q.shape[:2], layer.seen if layer else k.shape[1]
+    if layer is None and k.shape[1] != n:
+        cache = "generate(..., past_key_values=ringlab.integrations.transformers.LiveCache(model, length))"
+        raise NotImplementedError(f"{n} queries on {k.shape[1]} keys of another cache: use {cache}")
+    if sliding_window is not None and sliding_window < seen:
+        pattern = "give it a pattern, as sliding_window(...), and set config.sliding_window = None"
+        raise NotImplementedError(f"a sliding window of {sliding_window} tokens is not supported: {pattern}")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    pattern = pattern_of(module.config, module.layer_idx)
+    how = {"causal": causal or layer is not None, "scale": scaling, "cache": layer and layer.taken()}
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise NotImplementedError("ringlab's attention takes a mask of padding (batch, tokens), no mask of pairs")
+    if attention_mask is not None and not (real := attention_mask[:, -n:].bool()).all():
+        return _padded(q, k, v, pattern, real, how), None
+    borders = None if layer else _borders(b, n, position_ids, cu_seq_lens_q, q.device)
+    if borders is None:
+        return attention(q, k, v, pattern, **how), None
+    packed = (t.flatten(0, 1)[None] for t in (q, k, v))
+    return attention(*packed, pattern, cu_seqlens=borders, **how).view(q.shape), None
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, real: Tensor, how: dict) -> Tensor:
+    """Attention of the rows that are ``real`` (b, n), which are moved to the front; 0 elsewhere."""
+    n, lengths, first = real.shape[1], real.sum(1), real.int().argmax(1)
+    at = torch.arange(n, device=real.device)
+    if not torch.equal(real, (at >= first[:, None]) & (at < (first + lengths)[:, None])):
+        raise NotImplementedError("padding between tokens is not supported: pad on the left or the right")
+    if not first.any():
+        return attention(q, k, v, pattern, lengths=lengths, **how)
+    entry, there = torch.arange(len(q), device=real.device)[:, None], (at + first[:, None]) % n
+    moved = (t[entry, there] for t in (q, k, v))
+    return attention(*moved, pattern, lengths=lengths, **how)[entry, (at - first[:, None]) % n]
+
+
+def _borders(b: int, n: int, position_ids: Tensor | None, given: Tensor | None, device) -> Tensor | None:
+    """The borders of the documents of a batch in one row, None if these are its entries."""
+    if given is not None:
+        return given.to(device)
+    if position_ids is None or position_ids.shape[-1] != n or position_ids.dim() != 2:
+        return None
+    starts = (position_ids.diff(dim=1) != 1).expand(b, -1).nonzero()
+    if not len(starts):
+        return None
+    found = torch.cat([starts[:, 0] * n + starts[:, 1] + 1, torch.arange(0, b * n + 1, n, device=starts.device)])
+    return found.sort().values.to(device)
+
+
+class LiveCache(Cache):
+    """The cache of a model for ``generate(..., past_key_values=cache)``: a ``ringlab.KVCache`` for each layer.
+
+    For up to ``max_length`` tokens, prompt and padding included. ``max_crop``: so many tokens can be taken back, as
+    assisted generation does. Memory is allocated by the first call.
+    """
+
+    def __init__(self, model, max_length: int, *, max_crop: int = 0):
+        config = model.config.get_text_config()
+        if config._attn_implementation != NAME:
+            raise ValueError(f"the model runs {config._attn_implementation!r}: model.set_attn_implementation({NAME!r})")
+        n = check_int("max_length", max_length)
+        layers = range(config.num_hidden_layers)
+        super().__init__([_Layer(pattern_of(config, i), config.num_attention_heads, n, max_crop) for i in layers])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all layers."""
+        return sum(layer.live.nbytes for layer in self.layers if layer.live)
+
+
+class _Layer(CacheLayerMixin):
+    """One layer: ``update`` hands the new rows on to ``attend``, which finds the cache by ``key.ringlab_layer``."""
+
+    is_sliding, is_croppable = False, True
+
+    def __init__(self, pattern: Pattern, heads: int, max_length: int, max_crop: int):
+        super().__init__()
+        self.pattern, self.heads, self.max_length, self.max_crop = pattern, heads, max_length, max_crop
+        self.live: KVCache | None = None
+        self.seen, self.waiting = 0, False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        b, kv_heads, _, d = key_states.shape
+        sizes = {"batch": b, "heads": self.heads, "kv_heads": kv_heads, "head_dim": d, "max_seq_len": self.max_length}
+        made = {"dtype": key_states.dtype, "device": key_states.device, "max_crop": self.max_crop}
+        self.live, self.is_initialized = KVCache(self.pattern, **sizes, **made), True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.waiting:
+            raise NotImplementedError("the attention of this model does not pass its keys on to ringlab as they are")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen, self.waiting = self.seen + key_states.shape[2], True
+        key_states = key_states.view_as(key_states)  # the attribute belongs to this call alone
+        key_states.ringlab_layer = self
+        return key_states, value_states
+
+    def taken(self) -> KVCache:
+        """The cache, for the rows of the last ``update``."""
+        self.waiting = False
+        return self.live
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    def reset(self) -> None:
+        self.seen, self.waiting = 0, False
+        if self.live:
+            self.live.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.live.reorder(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens: a number of them, negative as in transformers."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes how many tokens to remove as a negative number, got {tokens_to_remove}")
+        if self.live and tokens_to_remove:
+            self.live.crop([length + tokens_to_remove for length in self.live.lengths])
+            self.seen += tokens_to_remove
