@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import ring
-from .checks import FLOATS, check_backend, check_bool, check_one_device, check_unknown, is_real, short_repr
+from .checks import FLOATS, check_backend, check_bool, check_unknown, is_real, short_repr
 from .engine import Execution
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .engine.kv_cache import KVCache
-from .patterns import Pattern
+from .patterns import Dense, Pattern
 
 DEFAULT = Execution()
 MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")
@@ -45,7 +46,8 @@ def attention(
     """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern; exact forward and backward.
 
     q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads.
-    Any sequence length is legal. ``causal`` hides keys after the query's position. ``scale`` defaults to
+    v may have another head_dim, and then out has it too. Any sequence length is legal; that of k and v may be another
+    one for ``Dense`` that is not causal. ``causal`` hides keys after the query's position. ``scale`` defaults to
     1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype, contiguous, and with ``return_lse`` also
     lse (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf. A
     key that is not finite changes no query that it is hidden from. A value in v that is not finite may make NaN of
@@ -96,10 +98,17 @@ def attention(
     check_tensors(q, k, v, shards=group is not None)
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
+    if q.shape[1] != k.shape[1]:
+        parts = (cu_seqlens, lengths, cache, group)
+        if not isinstance(pattern, Dense) or is_causal or any(part is not None for part in parts):
+            what = "only Dense() without causal takes k and v of another length, on one device and without documents"
+            raise ValueError(f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}; ringlab.KVCache is for generation")
     check_bool("return_lse", return_lse)
     if scale is not None and not is_real(scale):
         raise TypeError(f"scale must be a number, got {short_repr(scale)}")
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    width, scale = v.shape[3], q.shape[3] ** -0.5 if scale is None else scale
+    if width != q.shape[3]:  # zeros change no score, and give no more than columns of zeros
+        q, k, v = (F.pad(t, (0, max(width, q.shape[3]) - t.shape[3])) for t in (q, k, v))
     if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be finite, got {short_repr(scale)}")
     if not isinstance(execution, Execution):
@@ -111,7 +120,7 @@ def attention(
             raise NotImplementedError("a cache takes no group and no cu_seqlens: one device, and lengths for padding")
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be a ringlab.KVCache, got {type(cache).__name__}")
-        check_one_device(scheme, layout)
+        ring.check_one_device(scheme, layout)
         if lengths is not None:
             Documents.padded(lengths, q)
             lengths = integers("lengths", lengths, q)
@@ -121,11 +130,12 @@ def attention(
         n = ring.length_of(q, group, layout)
         options["documents"] = documents_of(q, cu_seqlens, lengths, n)
     if group is None:
-        check_one_device(scheme, layout)
+        ring.check_one_device(scheme, layout)
         out, lse = local_attention(q, k, v, pattern, **options)
     else:
         attend = outside_graphs(ring.attend_documents) if "documents" in options else ring.attend
         out, lse = attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+    out = out if out.shape[3] == width else out[..., :width].contiguous()
     return (out, lse) if return_lse else out
 
 
@@ -159,10 +169,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> N
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
         if 0 in shape and not (shards and 0 not in (*shape[:1], *shape[2:])):
             raise ValueError(f"{name} is empty: shape {tuple(shape)}")
-    (b, n, heads, d), (b_k, n_k, kv_heads, d_k) = q.shape, k.shape
-    if k.shape != v.shape or (b, n, d) != (b_k, n_k, d_k):
-        what = "q, k and v must agree in batch, seq and head_dim"
-        what = what if k.shape == v.shape else "k and v must have one shape"
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if k.shape[:3] != v.shape[:3] or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        what = "q and k must agree in batch and head_dim"
+        what = what if k.shape[:3] == v.shape[:3] else "k and v must agree in batch, seq and heads"
         raise ValueError(f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}")

@@ -84,12 +84,6 @@ def check_float_dtype(value) -> None:
         raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {short_repr(value)}")
 
 
-def check_one_device(scheme, layout) -> None:
-    """Raise ValueError for a scheme or layout other than the default: these need several ranks."""
-    if not (isinstance(scheme, str) and isinstance(layout, str) and (scheme, layout) == ("auto", "contiguous")):
-        raise ValueError("scheme and layout are for several ranks: give a group, or ringlab.Simulated(p)")
-
-
 def check_backend(value) -> str | tuple[str, ...]:
     """The name of a kernel, or a tuple of names to try in order; ValueError for anything but a name or a list."""
     if not isinstance(value, str | tuple | list) or not value or not all(isinstance(name, str) for name in value):

@@ -22,14 +22,14 @@ from . import cache as caches
 from . import cost, hardware, kernels, memory
 from .attention import DEFAULT
 from .block_patterns import BlockSparse
-from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, check_one_device, short_repr
+from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, short_repr
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
 from .ring.comm import Steps, Traffic, Wait
-from .ring.group import check_merge
+from .ring.group import check_merge, check_one_device
 from .ring.layout import layout_named
 from .ring.rank import rank_of
 from .ring.schemes import SCHEMES

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from . import checks, ring
 from .advise import Advice, Auto
 from .attention import DEFAULT, REFUSED, attention
-from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_one_device, check_unknown
+from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_unknown
 from .engine import Execution
 from .engine.documents import Documents, integers
 from .engine.kv_cache import KVCache
@@ -101,7 +101,7 @@ class MultiheadAttention(nn.Module):
         if group is not None:
             self.options |= {"scheme": scheme, "layout": layout}
         else:
-            check_one_device(scheme, layout)
+            ring.check_one_device(scheme, layout)
         kv_dim, made = embed_dim // num_heads * num_kv_heads, {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.k_proj = nn.Linear(embed_dim, kv_dim, **made)

@@ -27,15 +27,27 @@ def attention(q, k, v, pattern: Pattern, *, causal: bool = False, scale: float |
     """
     n, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    every = torch.arange(n, device=q.device)
+    queries, keys = (torch.arange(t.shape[1], device=q.device) for t in (q, k))
     outs, lses = [], []
     for h in range(heads):
         about = {"n": n, "head": h, "heads": heads, "kv_heads": kv_heads}
-        bias, kv = _log_multiplicity(pattern, every, every, causal, about), h // (heads // kv_heads)  # bias (n, n)
+        bias, kv = _log_multiplicity(pattern, queries, keys, causal, about), h // (heads // kv_heads)  # bias (n, n)
         prob, lse = _softmax(q[:, :, h].double(), k[:, :, kv].double(), bias, scale)  # (b, n, n), (b, n)
         outs.append(prob @ v[:, :, kv].double())  # (b, n, d)
         lses.append(lse)
     return torch.stack(outs, 2), torch.stack(lses, 1)
+
+
+def weights(q, k, pattern: Pattern, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """The probabilities (b, h, n, n) of each query over the keys, float64: for plots, as memory grows with n^2.
+
+    >>> from ringlab.patterns import Dense
+    >>> weights(torch.zeros(1, 2, 1, 2), torch.zeros(1, 2, 1, 2), Dense(), causal=True).tolist()
+    [[[[1.0, 0.0], [0.5, 0.5]]]]
+    """
+    b, n, kv_heads, _ = k.shape
+    unit = torch.eye(n, dtype=torch.float64, device=k.device)[None, :, None].expand(b, n, kv_heads, n)
+    return attention(q, k, unit, pattern, causal=causal, scale=scale)[0].transpose(1, 2)
 
 
 def error(x: Tensor, ref: Tensor, floor: float) -> float:

@@ -17,10 +17,10 @@ GOOD = torch.zeros(1, 16, 4, 8)
     "given, error, message",
     [
         (dict(q=GOOD[..., 0]), ValueError, r"q must be \(batch, .*, got shape \(1, 16, 4\)"),
-        (dict.fromkeys("kv", GOOD[:, :15]), ValueError, "agree in batch, seq and head_dim"),
-        (dict.fromkeys("kv", GOOD.expand(2, -1, -1, -1)), ValueError, "agree in batch, seq and head_dim"),
-        (dict.fromkeys("kv", GOOD[..., :6]), ValueError, "agree in batch, seq and head_dim"),
-        (dict(v=GOOD[:, :, :2]), ValueError, "k and v must have one shape"),
+        (dict.fromkeys("kv", GOOD[:, :15]), ValueError, "only Dense.. without causal takes k and v of another length"),
+        (dict.fromkeys("kv", GOOD.expand(2, -1, -1, -1)), ValueError, "q and k must agree in batch and head_dim"),
+        (dict.fromkeys("kv", GOOD[..., :6]), ValueError, "q and k must agree in batch and head_dim"),
+        (dict(v=GOOD[:, :, :2]), ValueError, "k and v must agree in batch, seq and heads"),
         (dict.fromkeys("kv", GOOD[:, :, :3]), ValueError, "multiple of K/V heads: 4 and 3"),
         (dict(q=GOOD.long()), ValueError, "q must be float64, .* got torch.int64"),
         (dict(k=GOOD.double()), ValueError, "one dtype"),
@@ -30,7 +30,8 @@ GOOD = torch.zeros(1, 16, 4, 8)
         (dict.fromkeys("qkv", GOOD.to("meta")), NotImplementedError, "runs on cpu and cuda tensors, got meta"),
         (dict(pattern="dense"), TypeError, "pattern must be a ringlab pattern, got str"),
         (dict(scale=1e300), ValueError, "scale must be finite"),
-        (dict(scheme="ring"), ValueError, "scheme and layout are for several ranks"),
+        (dict(layout="zigzag"), ValueError, "a layout is for several ranks"),
+        (dict(scheme="rings"), ValueError, "unknown scheme 'rings'; known: auto, plan"),
         (dict(group=Simulated(2), scheme="rings"), ValueError, "unknown scheme 'rings'; known: auto, plan, ring"),
         (dict(group=Simulated(2), layout="spiral"), ValueError, "unknown layout 'spiral'"),
         (dict(dropout_p=0.1), TypeError, "'dropout_p': attention dropout is not supported"),
@@ -138,8 +139,43 @@ def test_no_gradient_is_computed_where_none_is_asked_for():
 
 def test_what_torchs_attention_takes_too_is_taken():
     q, k, v = torch.randn(1, 40, 4, 8), *(torch.randn(1, 40, 2, 8) for _ in range(2))
-    found = attention(q, k, v, LADDER, is_causal=True, enable_gqa=True, dropout_p=0.0, attn_mask=None)
+    harmless = {"enable_gqa": True, "dropout_p": 0.0, "attn_mask": None, "group": None, "scheme": "ring"}
+    found = attention(q, k, v, LADDER, is_causal=True, **harmless)
     assert torch.equal(found, attention(q, k, v, LADDER, causal=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16])
+@pytest.mark.parametrize("n, keys", [(40, 90), (90, 40), (1, 33), (50, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (3, 1)])
+def test_cross_attention_and_values_of_another_width_are_the_reference(n, keys, heads, kv_heads, dtype):
+    """Dense with keys of another length; v wider or narrower than q, also of patterns and over ranks."""
+    torch.manual_seed(0)
+    for width, alike in ((16, False), (24, True), (8, False)):
+        m = n if alike else keys
+        shapes = (n, heads, 16), (m, kv_heads, 16), (m, kv_heads, width), (n, heads, width)
+        q, k, v, dout = (torch.randn(2, *shape, dtype=dtype) for shape in shapes)
+        patterns = [(LADDER, None), (LADDER, Simulated(2))] if alike and n % 2 == 0 else [(Dense(), None)]
+        for pattern, group in patterns:
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            out, lse = attention(*leaves, pattern, group=group, return_lse=True)
+            want = [t.double().requires_grad_() for t in (q, k, v)]
+            ref, ref_lse = reference.attention(*want, pattern)
+            grads = torch.autograd.grad(out, leaves, dout)
+            ref_grads = torch.autograd.grad(ref, want, dout.double())
+            assert out.shape == dout.shape and out.is_contiguous()
+            limit = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype, 0.02)
+            zero = reference.gradient_floor(q, k, dout)
+            found = [reference.error(out, ref.detach(), 1.0), reference.error(lse, ref_lse.detach(), 1.0)]
+            found += [reference.error(g, w, zero) for g, w in zip(grads, ref_grads)]
+            assert max(found) <= limit, (width, pattern, group, found)
+
+
+def test_weights_are_the_probabilities():
+    q, k, v = (torch.randn(2, 20, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    prob = reference.weights(q, k, LADDER, causal=True)
+    assert prob.shape == (2, 4, 20, 20) and torch.allclose(prob.sum(-1), torch.ones(2, 4, 20).double())
+    out = torch.einsum("bhqk,bkhd->bqhd", prob, v.repeat_interleave(2, 2))
+    assert torch.allclose(out, attention(q, k, v, LADDER, causal=True), atol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [{}, *({"group": Simulated(2), "scheme": scheme} for scheme in SCHEMES)])

@@ -63,15 +63,16 @@ def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, backend, exec
     kernel = _kernel_for(q, causal, q.requires_grad or k.requires_grad or v.requires_grad, backend)
     q = flip(q)
     with without_autocast(q):
-        if execution.plain and hasattr(kernel, "attend"):  # a kernel of whole patterns
+        alike = q.shape[1] == k.shape[1]  # not in cross-attention
+        if alike and execution.plain and hasattr(kernel, "attend"):  # a kernel of whole patterns
             return kernel.attend(q, k, v, pattern, causal, scale, execution.cached)
         kernel = execution.tiled(kernel)
-        if execution.merge == "fused":
+        if alike and execution.merge == "fused":
             plan, fused_merge = _fused(q, k, pattern, execution)
             return fused_merge.forward(q, k, v, plan, pattern, causal, scale, kernel, execution.cached)
         if isinstance(pattern, BlockSparse):
             return blocks.forward(q, k, v, pattern, causal, scale, kernel, execution, execution.results_of(q))
-        if execution.gather:
+        if alike and execution.gather:
             index = _gather_index(q, k, pattern, execution)
             return gather.forward(q, k, v, index, causal, scale, kernel, execution.scratch())
         plan = plan_for(q, k, pattern, execution.cached)
@@ -90,23 +91,26 @@ def backward(
     q = flip(q)
     kernel = _kernel_for(q, causal, True, backend)
     with without_autocast(q):
-        if execution.plain and hasattr(kernel, "gradients"):
+        alike = q.shape[1] == k.shape[1]
+        if alike and execution.plain and hasattr(kernel, "gradients"):
             dq, dk, dv = kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, scale, execution.cached)
             return flip(dq), dk, dv
         kernel, d, tensors = execution.tiled(kernel), q.shape[3], fold_lse_gradient(dout, q, k, v, out, lse, dlse)
         tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:5]] + [lse]
         _, q, k, *_ = tensors
-        if execution.merge == "fused":
+        if alike and execution.merge == "fused":
             plan, fused_merge = _fused(q, k, pattern, execution)
             grads = fused_merge.backward(*tensors, plan, pattern, causal, scale, kernel, execution.cached)
         elif isinstance(pattern, BlockSparse):
             grads = blocks.backward(*tensors, pattern, causal, scale, kernel, execution)
-        elif execution.gather:
+        elif alike and execution.gather:
             index = _gather_index(q, k, pattern, execution)
             grads = gather.backward(*tensors, index, causal, scale, kernel, execution.scratch())
         else:
             plan = plan_for(q, k, pattern, execution.cached, backward=True)
-            grads = execute.backward(*tensors, plan, causal, scale, kernel, pool=execution.scratch())
+            into = None if alike else [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in tensors[1:4]]
+            grads = execute.backward(*tensors, plan, causal, scale, kernel, into=into, pool=execution.scratch())
+            grads = grads if alike else tuple(grad.to(q.dtype) for grad in grads)
     dq, dk, dv = grads if dlse is None else (g[..., :d] for g in grads)
     return flip(dq), dk, dv
 

@@ -28,6 +28,9 @@ def plan_for(
     ``cached(key, build)`` remembers it.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
+    if q.shape[1] != k.shape[1]:  # dense cross-attention
+        key = "cross", q.shape[1], k.shape[1], heads, kv_heads
+        return cached(key, lambda: _cross_plan(*key[1:]))
     given = pattern, q.shape[1] if n is None else n, heads, kv_heads, chunk
     build, cut = (lambda: make_plan(*given)), (lambda plan, block: make_plan(*given, block))
     return in_head_blocks(("plan", *given), build, q, kv_heads, backward, cached, cut)
@@ -61,6 +64,16 @@ def make_plan(
         rows=chunk,
         period=min(n, lcm(*(b.length for b in branches))),
     )
+
+
+def _cross_plan(n: int, keys: int, heads: int, kv_heads: int) -> Plan:
+    """Every one of ``n`` queries by every one of ``keys`` keys."""
+    calls = []
+    for run in progressions([(h, h // (heads // kv_heads)) for h in range(heads)]):
+        (head, head_step), (kv_head, kv_step) = first_and_step(run)
+        queries, rows = View(n, 0, 1, 0, head, head_step), View(keys, 0, 1, 0, kv_head, kv_step)
+        calls.append(Call(queries, rows, heads=len(run), first=True))
+    return Plan(((range(heads), tuple(calls), tuple(calls)),), (), False, False, range(n), n)
 
 
 def _branch_calls(

@@ -2,12 +2,12 @@
 
 from .comm import Traffic, counting
 from .exchange import Problem, RankPlan, StridedRows, plan_rank
-from .group import PlanMismatch, Simulated, attend, attend_documents, group_size, length_of
+from .group import PlanMismatch, Simulated, attend, attend_documents, check_one_device, group_size, length_of
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
 from .schemes import SCHEMES, Choice, choose
 
 __all__ = [
     "SCHEMES", "Choice", "Layout", "PlanMismatch", "Problem", "RankPlan", "Simulated", "StridedRows", "Traffic",
-    "attend", "attend_documents", "choose", "contiguous", "counting", "group_size", "hilbert", "length_of",
-    "plan_rank", "striped", "uneven", "zigzag",
+    "attend", "attend_documents", "check_one_device", "choose", "contiguous", "counting", "group_size", "hilbert",
+    "length_of", "plan_rank", "striped", "uneven", "zigzag",
 ]  # fmt: skip

@@ -320,6 +320,13 @@ def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:
     return torch.cat(each) if each else torch.arange(0)
 
 
+def check_one_device(scheme, layout) -> None:
+    """Raise ValueError for an unknown scheme, and for a layout other than the default, without a group."""
+    check_choice("scheme", scheme, ("auto", *SCHEMES))
+    if not isinstance(layout, str) or layout != "contiguous":
+        raise ValueError("a layout is for several ranks: give a group, or ringlab.Simulated(p)")
+
+
 def length_of(t: Tensor, group, layout) -> int:
     """The length of the sequence of which ``t`` (b, n, ...) holds the rows here."""
     if isinstance(layout, Layout):
