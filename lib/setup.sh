@@ -62,7 +62,7 @@ if [ -n "$TORCH_INDEX" ]; then
     # PyPI's xformers fits CUDA 12 alone; take the build that matches torch where that index has one.
     case $TORCH_INDEX in cu*) pip install --no-deps --index-url "$url" xformers || echo "ringlab: no xformers on $url; PyPI's is used" >>"$log" ;; esac
 fi
-pip install -e './lib[report,lab,gpu,test]' || fail
+pip install -e './lib[report,lab,gpu,transformers,test]' || fail
 if [ -n "$PEERS" ]; then
     pip install -e './lib[peers]' || fail
     # These require old versions of torch's companions. No release of torchscale has DilatedAttention: it comes from git.

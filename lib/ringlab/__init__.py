@@ -32,8 +32,8 @@ from .compat import (
 )
 from .engine import Execution
 from .engine.chunked import Ladder
-from .engine.kv_cache import KVCache, cache_bytes
 from .estimate import Estimate, estimate, longest
+from .kv_cache import KVCache, cache_bytes
 from .patterns import Dense, Dilated, Pattern
 from .ring import Simulated
 

@@ -13,7 +13,7 @@ from .checks import FLOATS, check_backend, check_bool, check_unknown, is_real, s
 from .engine import Execution
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
-from .engine.kv_cache import KVCache
+from .kv_cache import KVCache
 from .patterns import Dense, Pattern
 
 DEFAULT = Execution()
@@ -117,7 +117,7 @@ def attention(
     options = {"causal": is_causal, "scale": float(scale), "backend": backend, "execution": execution}
     if cache is not None:
         if cu_seqlens is not None or group is not None:
-            raise NotImplementedError("a cache takes no group and no cu_seqlens: one device, and lengths for padding")
+            raise ValueError("with a cache, which knows its group, give no group, and lengths instead of cu_seqlens")
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be a ringlab.KVCache, got {type(cache).__name__}")
         ring.check_one_device(scheme, layout)

@@ -15,8 +15,8 @@ from .attention import DEFAULT, REFUSED, attention
 from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_unknown
 from .engine import Execution
 from .engine.documents import Documents, integers
-from .engine.kv_cache import KVCache
 from .kernels import device_of
+from .kv_cache import KVCache
 from .patterns import Pattern
 from .ring.group import Group
 from .ring.layout import layout_named
@@ -148,7 +148,8 @@ class MultiheadAttention(nn.Module):
         """Attention of x (b, n, embed_dim) to itself: (b, n, embed_dim).
 
         ``cu_seqlens`` are the borders of packed documents, ``lengths`` those of a padded batch, as of ``attention``.
-        With a ``cache``, which ``make_cache`` makes, x holds new positions after those that the cache has seen.
+        With a ``cache``, which ``make_cache`` makes, x holds new positions after those that the cache has seen; over a
+        group all of them on every rank.
 
         As torch's layer: ``layer(x, x, x)``, self-attention alone, returns (out, None). ``is_causal`` makes a call
         causal, as ``causal=True`` makes all. ``key_padding_mask`` (b, n) hides with True, or -inf, the end of rows that
@@ -185,12 +186,15 @@ class MultiheadAttention(nn.Module):
         """An empty cache for calls with ``cache=``, in the layer's dtype and on its device; see ``ringlab.KVCache``."""
         weight, sizes = self.k_proj.weight, {"heads": self.num_heads, "kv_heads": self.num_kv_heads}
         sizes |= {"head_dim": self.embed_dim // self.num_heads, "max_seq_len": max_seq_len, "max_crop": max_crop}
-        return KVCache(self.pattern, batch=batch, dtype=weight.dtype, device=weight.device, **sizes)
+        made = {"dtype": weight.dtype, "device": weight.device, "group": self.options["group"]}
+        return KVCache(self.pattern, batch=batch, **made, **sizes)
 
     def _forward(self, x: Tensor, asked: dict, cache: KVCache | None) -> Tensor:
         projected = ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
         q, k, v = (proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected)  # (b, n, h, d), (b, n, h_kv, d)
         options = self.options | asked
+        if cache is not None:  # it knows its group, and x is whole on every rank
+            options |= {"group": None, "scheme": "auto", "layout": "contiguous"}
         if self.rotary_base is not None:
             if cache is None:
                 where = positions(x, asked["cu_seqlens"], options["group"], options.get("layout", "contiguous"))
@@ -317,7 +321,8 @@ class LanguageModel(nn.Module):
 
         ``temperature`` divides the logits; 0 takes the most likely token. ``top_k`` draws from the k most likely ones.
         ``lengths`` (b,): how many tokens of each prompt are no padding; new ones follow these, then zeros. Memory is
-        that of the caches (``ringlab.cache_bytes``, for each layer) and of ``PREFILL`` tokens at a time.
+        that of the caches (``ringlab.cache_bytes``, for each layer) and of ``PREFILL`` tokens at a time. Over a group
+        every rank takes all tokens, with a ``generator`` of one seed, and keeps its part of the caches.
         """
         b, n = tokens.shape
         if not checks.is_real(temperature) or not 0 <= temperature < float("inf"):

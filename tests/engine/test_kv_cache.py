@@ -46,7 +46,8 @@ def test_any_pieces_give_the_rows_of_full_attention(seed):
         dtype, d, max_crop = rng.choice([F64, F32]), rng.choice([8, 16]), rng.choice([0, 0, 3])
         given = {"heads": heads, "kv_heads": kv_heads, "max_seq_len": n, "max_crop": max_crop}
         q, k, v = tensors(b, n, heads, kv_heads, d, dtype)
-        cache = KVCache(pattern, batch=b, head_dim=d, dtype=dtype, **given)
+        ranks = rng.choice([1, 1, 2, 3])  # each of which keeps a part of the rows
+        cache = KVCache(pattern, batch=b, head_dim=d, dtype=dtype, group=Simulated(ranks), **given)
         want, want_lse = reference.attention(q, k, v, pattern, causal=True)
         outs, lses, t = [], [], 0
         for size in pieces(rng, n):
@@ -55,9 +56,8 @@ def test_any_pieces_give_the_rows_of_full_attention(seed):
             outs, lses, t = [*outs, out], [*lses, lse], t + size
             live = [rows.tolist() for rows in cache.live_rows(b - 1)]
             assert live == seen_later(pattern, n, t, heads, kv_heads) if max_crop == 0 else max(map(len, live)) <= t
-        case = pattern, n, heads, kv_heads, dtype, max_crop
-        bytes_of = cache_bytes(pattern, batch=b, head_dim=d, dtype=dtype, **given)
-        assert cache.nbytes <= bytes_of, case
+        case = pattern, n, heads, kv_heads, dtype, max_crop, ranks
+        assert cache.nbytes <= ranks * cache_bytes(pattern, batch=b, head_dim=d, dtype=dtype, ranks=ranks, **given)
         assert reference.error(torch.cat(outs, 1), want, 1.0) <= EXACT[dtype], case
         dead = want_lse == -torch.inf
         assert torch.equal(torch.cat(lses, 2) == -torch.inf, dead), case
@@ -199,8 +199,8 @@ def call(cache_options=None, pattern=DILATED[0], n=4, b=1, heads=2, dtype=F32, *
         ({"dtype": F64}, ValueError, "the cache is torch.float32"),
         ({"requires_grad": True}, ValueError, "torch.no_grad"),
         ({"lengths": [5]}, ValueError, "lengths must be 1 numbers of 0 to 4"),
-        ({"cu_seqlens": [0, 4]}, NotImplementedError, "no cu_seqlens"),
-        ({"group": Simulated(2)}, NotImplementedError, "no group"),
+        ({"cu_seqlens": [0, 4]}, ValueError, "lengths instead of cu_seqlens"),
+        ({"group": Simulated(2)}, ValueError, "give no group"),
         ({"cache": 3}, TypeError, "must be a ringlab.KVCache"),
         ({"cache_options": {"max_seq_len": 0}}, ValueError, "max_seq_len must be a positive integer"),
         ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),

@@ -13,11 +13,11 @@ from pathlib import Path
 import ringlab
 import torch
 import torch.distributed as dist
-from ringlab import Adaptive, Execution, adaptive_attention, attention, kernels
+from ringlab import Adaptive, Execution, KVCache, adaptive_attention, attention, kernels
 from ringlab.cache import PatternCache
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels.torch_kernels import Eager
-from ringlab.nn import MultiheadAttention, positions
+from ringlab.nn import LanguageModel, MultiheadAttention, positions
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import PlanMismatch, Problem, comm, contiguous, counting, launch
 from ringlab.ring.rank import rank_of
@@ -49,6 +49,37 @@ def layer_positions(borders):
     """The positions of this rank's rows in documents between ``borders``, zigzag."""
     rows = torch.empty(1, borders[-1] // dist.get_world_size(), 1)
     return positions(rows, borders, dist.group.WORLD, "zigzag")
+
+
+def cached(cases, group=None):
+    """Of each (pattern, heads, kv_heads, sizes of chunks, dtype, seed): out, lse, the rows kept, and the bytes sent."""
+    found, group = [], group or dist.group.WORLD
+    for pattern, heads, kv_heads, sizes, dtype, seed in cases:
+        q, k, v, *_ = tensors(contiguous(sum(sizes), 1), heads, kv_heads, 8, dtype, seed, batch=2)
+        made = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "head_dim": 8, "dtype": dtype, "group": group}
+        cache = KVCache(pattern, max_seq_len=sum(sizes) + 9, **made)
+        with counting() as traffic:
+            parts = zip(*(t.split(sizes, 1) for t in (q, k, v)))
+            parts = [attention(*some, pattern, causal=True, cache=cache, return_lse=True) for some in parts]
+        out, lse = (torch.cat(each, dim) for each, dim in zip(zip(*parts), (1, 2)))
+        found.append((out, lse, cache.live_rows(), traffic.total))
+    return found
+
+
+def generated(pattern):
+    """What a small model generates with the ranks' caches."""
+    torch.manual_seed(0)
+    model = LanguageModel(50, 32, 4, pattern, num_layers=2, group=dist.group.WORLD, dtype=torch.float64)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    tokens = torch.arange(60).reshape(2, 30) % 50
+    return model.generate(tokens, 20, temperature=0, lengths=[30, 11])
+
+
+def unequal_chunks():
+    cache = KVCache(Dense(), batch=1, heads=2, head_dim=8, max_seq_len=16, group=dist.group.WORLD)
+    q = torch.zeros(1, 2 + dist.get_rank(), 2, 8)
+    attention(q, q, q, Dense(), causal=True, cache=cache)
 
 
 def parity(cases, device="cpu", staged=False):

@@ -123,7 +123,7 @@ def test_old_gpus_get_the_torch_build_that_drives_them_and_a_chosen_index_wins(t
     assert done.returncode == 0 and ready, done.stderr
     assert ("torch==2.13.0+cu126" in calls and "whl/cu126" in calls) == old
     assert done.stdout.count("\n") == (2 if old else 1)
-    assert "-e ./lib[report,lab,gpu,test]" in calls
+    assert "-e ./lib[report,lab,gpu,transformers,test]" in calls
     calls = set_up(tmp_path, capability, index="cpu")[1][len(calls) :]
     assert "torch==2.13.0+cpu" in calls and "cu126" not in calls
 
@@ -207,14 +207,14 @@ LAYERS = [
     {"patterns", "block_patterns", "cost", "reference", "cache", "memory", "tracking", "checks", "hardware"},
     {"kernels"},
     {"engine"},
-    {"attention", "ring"},
-    {"estimate", "meta_run", "advise", "adaptive", "compat", "nn"},
+    {"attention", "ring", "kv_cache"},
+    {"estimate", "meta_run", "advise", "adaptive", "compat", "nn", "integrations"},
     {"measure"},
     {"report", "cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 PROBED = {"xformers", "flash_attn", "flash_attn_interface", "triton"}  # in kernels/ and hardware/ only
-TORCH_ALONE = set().union(*LAYERS[:6])
+TORCH_ALONE = set().union(*LAYERS[:6]) - {"integrations"}
 
 
 def modules() -> list[Path]:

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..attention import attention
 from ..checks import check_int
-from ..engine.kv_cache import KVCache
+from ..kv_cache import KVCache
 from ..patterns import Dense, Pattern, from_dict
 
 NAME = "ringlab"

@@ -1,228 +1,142 @@
-"""Generation: a cache of the K/V rows that later queries still see, and attention of new positions to it.
+"""The K/V rows that later queries of a sequence still see: which they are, where they lie, and attention to them.
 
 The rows of a K/V head lie one behind the other, by position. Rows that no later query sees are dropped when a segment,
 or a block, ends. One new position is two matrix products on the rows that are seen; more of them are a plan of dense
-calls, as elsewhere, on themselves and on the rows of the cache.
+calls, as elsewhere, on themselves and on the rows that are kept.
+
+One of several ranks keeps its part of the positions, and computes its part of a result: over these, and for some heads
+over the new positions themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..block_patterns import BlockSparse
-from ..checks import LARGEST, check_float_dtype, check_int, short_repr
-from ..kernels import device_of, supports_lower_right_causal
+from ..kernels import supports_lower_right_causal
 from ..kernels.base import HALF, Kernel, accumulation_dtype
 from ..patterns import Branch, Pattern
 from . import blocks, dilated, execute
-from .autograd import is_followed, positive_scale, without_autocast
 from .dilated import calls_on_rows, even_runs, fold_heads
-from .documents import integers
 from .execute import Plan
 
 ONE_READ = 2 << 20  # so many bytes are rather read in vain than left out by another pair of products
 NEVER = -(1 << 40)  # the last query of a row that none sees
+RUN = 16  # so many positions one after another are on one rank
 CONVERTED = 4096  # rows of half precision that are converted together
 
 
-class KVCache:
-    """The K/V rows of ``batch`` sequences that queries after them still see under causal attention, and no others.
+class LiveRows:
+    """What one rank keeps of ``batch`` sequences: rows k and v (b, h_kv, slots, d), and which they are."""
 
-    ``attention(q, k, v, pattern, causal=True, cache=cache)`` takes the rows of new positions, one or many, and returns
-    their rows of attention over all positions so far, whatever the pieces were. The sequences may differ in length:
-    ``lengths=`` of ``attention`` says how many of the new rows of each are not padding. The memory is allocated once:
-    ``cache.nbytes``, which ``cache_bytes`` tells beforehand.
-
-    A dense pattern keeps all rows, a window those within it, a dilated one the selected rows of the segments that are
-    open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most 11,263 of 1,048,576. Patterns with random blocks or a given mask
-    are those of ``max_seq_len`` positions. ``max_crop`` more positions can be taken back by ``crop``, for instance
-    those of a draft that was refused; their rows are kept as long.
-
-    ``heads`` and ``kv_heads`` (default: as many) are those of q and of k; ``dtype`` and ``device`` those of k and v.
-    Raises ValueError for sizes that do not fit.
-
-    >>> from ringlab import Dilated, attention
-    >>> cache = KVCache(Dilated([4, 8], [1, 2]), batch=1, heads=2, head_dim=8, max_seq_len=100)
-    >>> q = torch.randn(1, 7, 2, 8)
-    >>> parts = [attention(some, some, some, cache.pattern, causal=True, cache=cache) for some in q.split(3, 1)]
-    >>> torch.allclose(torch.cat(parts, 1), attention(q, q, q, cache.pattern, causal=True), atol=1e-6)
-    True
-    >>> cache.lengths, [rows.tolist() for rows in cache.live_rows()]
-    ([7], [[4, 5, 6], [1, 3, 4, 5, 6]])
-    """
-
-    def __init__(
-        self, pattern: Pattern, *, batch: int, heads: int, kv_heads: int | None = None, head_dim: int, max_seq_len: int,
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", max_crop: int = 0,
-    ):  # fmt: skip
-        self.rules = _checked(pattern, heads, kv_heads, max_seq_len, max_crop)
-        check_float_dtype(dtype)
-        sizes = (check_int(name, size, most=LARGEST) for name, size in (("batch", batch), ("head_dim", head_dim)))
-        shape = (next(sizes), self.rules.kv_heads, self.rules.slots, next(sizes))
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device_of(device)) for _ in range(2))
-        self._lanes = [_Lane(self.rules, range(batch))]
-
-    @property
-    def pattern(self) -> Pattern:
-        return self.rules.pattern
+    def __init__(self, rules: Rules, batch: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+        self.rules = rules
+        shape = batch, rules.kv_heads, rules.slots, head_dim
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.lanes = [Lane(rules, range(batch))]
 
     @property
     def lengths(self) -> list[int]:
         """How many positions each sequence has."""
-        found = {entry: lane.length for lane in self._lanes for entry in lane.entries}
+        found = {entry: lane.length for lane in self.lanes for entry in lane.entries}
         return [found[entry] for entry in range(len(found))]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the memory: rows of k and v, and tables that say which they are."""
-        return self.k.nbytes + self.v.nbytes + sum(lane.positions.nbytes + lane.codes.nbytes for lane in self._lanes)
+        return self.k.nbytes + self.v.nbytes + sum(lane.positions.nbytes + lane.codes.nbytes for lane in self.lanes)
 
-    def live_rows(self, entry: int = 0) -> list[Tensor]:
-        """The positions of the rows that are kept of a sequence, ascending, for each K/V head."""
-        lane = self._lane_of(entry)
+    @property
+    def used(self) -> int:
+        """How many slots hold a row of some sequence and head."""
+        return max(max(lane.counts) for lane in self.lanes)
+
+    def positions(self, entry: int) -> list[Tensor]:
+        """The positions of the rows of a sequence, ascending, for each K/V head."""
+        lane = self.lane_of(entry)
         found = [rows[:count].long() for rows, count in zip(lane.positions, lane.counts)]
         return found * (self.rules.kv_heads // len(found))
 
-    def crop(self, lengths: int | Sequence[int]) -> None:
-        """Forget the positions from ``lengths`` on, one number or one for each sequence.
+    def lane_of(self, entry: int) -> Lane:
+        return next(lane for lane in self.lanes if entry in lane.entries)
 
-        ValueError, and nothing changes, for a number beyond what is there, or where a row is needed that was dropped.
-        """
-        alike = not isinstance(lengths, Sequence | Tensor)
-        wanted = integers("lengths", [lengths] * len(self.k) if alike else lengths, self.k)
-        if len(wanted) != len(self.k):
-            raise ValueError(f"crop takes one length, or {len(self.k)} for the sequences, got {len(wanted)}")
-        for entry, length in enumerate(wanted):
-            lane = self._lane_of(entry)
-            if not 0 <= length <= lane.length:
-                raise ValueError(f"sequence {entry} has {lane.length} positions and cannot be cropped to {length}")
-            if length <= lane.dropped and length < lane.length:
-                kept = f"the rows before {lane.dropped + 1} are in part dropped; KVCache(max_crop=...) keeps them"
-                raise ValueError(f"sequence {entry} cannot be cropped to {length}: {kept}")
-        self._split(wanted)
-        for lane in self._lanes:
-            if (length := wanted[lane.entries[0]]) < lane.length:
+    def crop(self, lengths: list[int]) -> None:
+        """Forget the positions of each sequence from its length on."""
+        self.split(lengths)
+        for lane in self.lanes:
+            if (length := lengths[lane.entries[0]]) < lane.length:
                 for table, count in enumerate(lane.counts):
                     lane.counts[table] = int((lane.positions[table, :count] < length).sum())
                     self._clear(lane, table, lane.counts[table], count)
                 lane.length = length
                 lane.refresh()
 
-    def reorder(self, index: Tensor | Sequence[int]) -> None:
-        """Make sequence i a copy of what was sequence ``index[i]``, for beam search."""
-        index, b = integers("index", index, self.k), len(self.k)
-        if len(index) != b or not all(0 <= i < b for i in index):
-            raise ValueError(f"reorder takes the numbers of {b} sequences, got {short_repr(index)}")
-        used = self._used()
+    def reorder(self, index: list[int]) -> None:
+        """Make sequence i a copy of what was sequence ``index[i]``."""
+        used = self.used
         for rows in (self.k, self.v):
             rows[:, :, :used] = rows[index, :, :used]
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.entries = [i for i, old in enumerate(index) if old in lane.entries]
-        self._lanes = [lane for lane in self._lanes if lane.entries]
+        self.lanes = [lane for lane in self.lanes if lane.entries]
 
     def reset(self) -> None:
-        """Forget all positions."""
         self.k.zero_()
         self.v.zero_()
-        self._lanes = [_Lane(self.rules, range(len(self.k)))]
+        self.lanes = [Lane(self.rules, range(len(self.k)))]
 
-    def state_dict(self) -> dict:
-        """A copy of all that is kept; ``load_state_dict`` restores it into a cache that was made alike."""
-        k, v = (rows[:, :, : self._used()].clone() for rows in (self.k, self.v))
-        return {"made": self._made(), "k": k, "v": v, "lanes": [lane.state() for lane in self._lanes]}
+    def state(self) -> dict:
+        """A copy of all that is kept."""
+        k, v = (rows[:, :, : self.used].clone() for rows in (self.k, self.v))
+        return {"k": k, "v": v, "lanes": [lane.state() for lane in self.lanes]}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Restore what ``state_dict`` gave; ValueError for the state of a cache that was made otherwise."""
-        if state["made"] != self._made():
-            raise ValueError(f"the state is of another cache: {short_repr(state['made'])}, this is {self._made()}")
+    def restore(self, state: dict) -> None:
         self.reset()
         used = state["k"].shape[2]
         self.k[:, :, :used], self.v[:, :, :used] = state["k"], state["v"]
-        self._lanes = [_Lane(self.rules, **lane) for lane in state["lanes"]]
+        self.lanes = [Lane(self.rules, **lane) for lane in state["lanes"]]
 
-    def _made(self) -> str:
-        rules, (b, kv_heads, _, d) = self.rules, self.k.shape
-        heads = f"{rules.heads} heads, {kv_heads} K/V heads of {d}"
-        return f"{rules.pattern}, {b} x {rules.n} positions, {heads}, {self.k.dtype}, max_crop {rules.max_crop}"
-
-    def __repr__(self) -> str:
-        return f"KVCache({self._made()}, {self.nbytes:,} bytes)"
-
-    def _used(self) -> int:
-        return max(max(lane.counts) for lane in self._lanes)
-
-    def _lane_of(self, entry: int) -> _Lane:
-        found = [lane for lane in self._lanes if entry in lane.entries]
-        if not found:
-            raise ValueError(f"there is no sequence {short_repr(entry)} among {len(self.k)}")
-        return found[0]
-
-    def _split(self, values: list[int]) -> None:
+    def split(self, values: list[int]) -> None:
         """Divide the lanes so that all entries of one have the same value."""
         lanes = []
-        for lane in self._lanes:
+        for lane in self.lanes:
             alike: dict[int, list[int]] = {}
             for entry in lane.entries:
                 alike.setdefault(values[entry], []).append(entry)
             lane.entries, *others = alike.values()
-            lanes += [lane, *(_Lane(self.rules, **lane.state() | {"entries": entries}) for entries in others)]
-        self._lanes = lanes
+            lanes += [lane, *(Lane(self.rules, **lane.state() | {"entries": entries}) for entries in others)]
+        self.lanes = lanes
 
-    def _clear(self, lane: _Lane, table: int, start: int, stop: int) -> None:
+    def _clear(self, lane: Lane, table: int, start: int, stop: int) -> None:
         """Zero slots without a row: another head may have one there, and they are read with it, with weight 0."""
         for i in lane.slices():
             for rows in (self.k, self.v):
                 rows[i, self.rules.heads_of(table), start:stop] = 0
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool, lengths: list[int]) -> None:
-        """Raise ValueError in one line unless q, k, v, new positions of a pattern, fit this cache."""
-        if pattern != self.pattern:
-            raise ValueError(f"the cache is of another pattern: {self.pattern}, not {pattern}")
-        if not causal:
-            raise ValueError("a cache needs causal=True: what comes later is not there yet")
-        if is_followed(q, k, v):
-            raise ValueError("a cache is for generation, without gradients: call it under torch.no_grad()")
-        b, kv_heads, _, d = self.k.shape
-        if (len(k), *k.shape[2:], q.shape[2]) != (b, kv_heads, d, self.rules.heads):
-            made = f"a batch of {b}, {self.rules.heads} heads, {kv_heads} K/V heads, head_dim {d}"
-            raise ValueError(f"the cache is for {made}, got q {tuple(q.shape)}, k {tuple(k.shape)}")
-        if (k.dtype, k.device) != (self.k.dtype, self.k.device):
-            raise ValueError(f"the cache is {self.k.dtype} on {self.k.device}, k is {k.dtype} on {k.device}")
-        for entry, (have, new) in enumerate(zip(self.lengths, lengths)):
-            if have + new > self.rules.n:
-                full = f"{have} of {self.rules.n} positions are taken in sequence {entry}, and {new} are new"
-                raise ValueError(f"the cache is full: {full}")
+    def attend(self, q, k, v, lengths: list[int], scale: float, kernel: Kernel, execution) -> tuple[Tensor, Tensor]:
+        """out (b, c, h, d), lse (b, h, c) of c new positions, of entry i the first ``lengths[i]``; their rows are kept.
 
-    def attend(self, q, k, v, pattern, *, causal, scale: float, backend, execution, lengths: list[int] | None = None):
-        """out (b, c, h, d), lse (b, h, c) of c new positions (of entry i the first ``lengths[i]``), which it keeps."""
-        b, c, heads, _ = q.shape
-        lengths = [c] * b if lengths is None else lengths
-        self.check(q, k, v, pattern, causal, lengths)
-        kernel = kernels.choose(q.device, q.dtype, q.shape[3], causal=True, backend=backend).kernel
-        self._split(lengths)
+        Of several ranks this rank's part of both.
+        """
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = torch.full((b, c, heads), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
-        flip, scale = positive_scale(scale)
-        q = flip(q)
-        with without_autocast(q):
-            for lane in self._lanes:
-                if (count := lengths[lane.entries[0]]) == 1:
-                    self._step(lane, q, k, v, out, lse, scale)
-                elif count:
-                    for i in lane.slices():
-                        given = q[i, :count], k[i, :count], v[i, :count]
-                        o, l = self._chunk(lane, i, *given, scale, execution.tiled(kernel), execution)
-                        out[i, :count], lse[i, :count] = o, l.transpose(1, 2)
-                    self._store(lane, k, v, count)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, c, h)
+        self.split(lengths)
+        for lane in self.lanes:
+            if (count := lengths[lane.entries[0]]) == 1:
+                self._step(lane, q, k, v, out, lse, scale)
+            elif count:
+                for i in lane.slices():
+                    given = q[i, :count], k[i, :count], v[i, :count]
+                    o, l = self._chunk(lane, i, *given, scale, execution.tiled(kernel), execution)
+                    out[i, :count], lse[i, :count] = o, l.transpose(1, 2)
+                self._store(lane, k, v, count)
         return out, lse.transpose(1, 2)
 
-    def _chunk(self, lane: _Lane, entries: slice, q, k, v, scale: float, kernel: Kernel, execution):
+    def _chunk(self, lane: Lane, entries: slice, q, k, v, scale: float, kernel: Kernel, execution):
         """out (b, c, h, d), lse (b, h, c) of c new positions, over themselves and the rows of the cache."""
         rules, t, c = self.rules, lane.length, q.shape[1]
         heads, kv_heads, pattern = rules.heads, rules.kv_heads, rules.pattern
@@ -235,6 +149,8 @@ class KVCache:
             own = blocks.plan_between(*given, mine, heads, kv_heads, itself=True, **how)
         else:
             own = dilated.plan_for(q, k, pattern, execution.cached, n=rules.n, chunk=new)
+        if rules.ranks > 1:
+            own = _of_heads(own, rules.share, c)
         if own.narrow(q.dtype, heads // kv_heads, backward=False):
             own = own.in_head_blocks(max(1, heads // 8))
         out, lse = execute.forward(q, k, v, own, True, scale, kernel, pool=execution.scratch())
@@ -261,7 +177,7 @@ class KVCache:
             execute.forward(q, *rows, plan, True, scale, kernel, into=(out, lse))
         return out, lse
 
-    def _store(self, lane: _Lane, k: Tensor, v: Tensor, count: int) -> None:
+    def _store(self, lane: Lane, k: Tensor, v: Tensor, count: int) -> None:
         """Take ``count`` new rows of k and v, but for those that no later query sees."""
         t, tables = lane.length + count, len(lane.counts)
         new = torch.arange(lane.length, t, dtype=torch.int32)
@@ -276,18 +192,16 @@ class KVCache:
                     rows[i, heads, start:stop] = given[i, :, heads][:, kept.to(k.device)].transpose(1, 2)
             lane.positions[table, start:stop] = new[kept]
             lane.counts[table] = stop
-            lane.dropped = max(lane.dropped, *last[table].masked_fill(live, -1).amax(0, keepdim=True).tolist())
         lane.length = t
         lane.refresh()
 
-    def _drop(self, lane: _Lane, t: int) -> None:
+    def _drop(self, lane: Lane, t: int) -> None:
         """Drop the rows that no query from position ``t`` on sees, and move the others together."""
         last = self.rules.last(lane.positions[:, : max(lane.counts)])  # (tables, rows)
         for table, count in enumerate(lane.counts):
             live = last[table, :count] >= t - self.rules.max_crop
             if bool(live.all()):
                 continue
-            lane.dropped = max(lane.dropped, int(last[table, :count][~live].max()))
             first, heads = int(live.int().argmin()), self.rules.heads_of(table)
             moved = live.nonzero().flatten()[first:]
             stop = first + len(moved)
@@ -298,18 +212,20 @@ class KVCache:
             lane.counts[table] = stop
             self._clear(lane, table, stop, count)
 
-    def _step(self, lane: _Lane, q, k, v, out, lse, scale: float) -> None:
+    def _step(self, lane: Lane, q, k, v, out, lse, scale: float) -> None:
         """Write out (b, c, h, d) and lse (b, c, h) of one new position, and take its row."""
         rules, t, g = self.rules, lane.length, self.rules.heads // self.rules.kv_heads
         asked, shown, last = rules.row(t)
-        for i in lane.slices():
+        mine = rules.owns(t)
+        for i in lane.slices() if mine else ():
             for rows, given in ((self.k, k), (self.v, v)):
                 if len(set(lane.counts)) == 1:
                     rows[i, :, lane.counts[0]] = given[i, 0]
                 else:  # a table for each K/V head
                     rows[i, torch.arange(len(lane.counts)), torch.tensor(lane.counts)] = given[i, 0]
-        lane.add(t, asked, shown)
-        for tables, start, stop in self._reads(lane, asked):
+        if mine:
+            lane.add(t, asked, shown)
+        for tables, start, stop in self._reads(lane, asked, int(mine)):
             heads = slice(None) if rules.shared else tables
             bias = lane.bias(tables, start, stop, asked, lse)
             for i in lane.slices():
@@ -321,13 +237,13 @@ class KVCache:
                 o, l = one_query(*given, bias, scale)
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
-        lane.keep(t, shown, last)
+        lane.keep(t, shown, last if mine else [NEVER] * len(last))
         if t + 1 >= lane.until:
             self._drop(lane, t + 1)
             lane.refresh()
 
-    def _reads(self, lane: _Lane, asked: list[list[int]]) -> list[tuple[slice, int, int]]:
-        """(tables, first slot, end) to read for a query; those that see alike are read together."""
+    def _reads(self, lane: Lane, asked: list[list[int]], new: int) -> list[tuple[slice, int, int]]:
+        """(tables, first slot, end) to read for a query, with ``new`` rows; those that see alike are read together."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for table, bits in enumerate(asked):
             if any(bits):
@@ -338,7 +254,8 @@ class KVCache:
             for run in even_runs([(table,) for table in members]):
                 tables = _slice(run)
                 start = min(firsts[i] for firsts in lane.firsts[tables] for i in used)
-                found.append((tables, start, max(lane.counts[tables]) + 1, len(run)))
+                if start < (stop := max(lane.counts[tables]) + new):
+                    found.append((tables, start, stop, len(run)))
         if not found:
             return []
         first, end = min(start for _, start, *_ in found), max(stop for *_, stop, _ in found)
@@ -353,6 +270,13 @@ def _slice(run: list[tuple[int]]) -> slice:
     """The slice of an arithmetic progression."""
     (first,), (last,) = run[0], run[-1]
     return slice(first, last + 1, max(1, (last - first) // max(1, len(run) - 1)))
+
+
+def _of_heads(plan: Plan, heads: range, rows: int) -> Plan:
+    """The forward of a plan for some of its heads; the others see nothing."""
+    calls = (one for _, forward, _ in plan.blocks for call in forward for one in call.by_heads())
+    mine = tuple(filter(None, (call.part(heads.start, heads.stop) for call in calls)))
+    return replace(plan, blocks=((heads, mine, mine),), uncovered=((0, rows),), merges=True)
 
 
 def _neighbours(positions: Tensor) -> Iterator[range]:
@@ -387,17 +311,17 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
     return out.unflatten(0, (b, c)), (top + total.log()).squeeze(-1).unflatten(0, (b, c))
 
 
-class _Lane:
+class Lane:
     """Sequences of equal history, and which rows are kept of them.
 
     Slot i of a table holds the row at ``positions[table, i]``, for i below ``counts[table]``. A table is for one K/V
     head, or for all of them where all heads see alike. ``kinds[codes[table, head, slot]]`` are the branches by which
-    queries of the segments at ``length`` see a row, as bits. ``dropped`` is the last query that saw a dropped row;
-    until the position ``until`` no row is to be dropped and no segment ends.
+    queries of the segments at ``length`` see a row, as bits. ``peak`` is the greatest length so far. Until the position
+    ``until`` no row is to be dropped and no segment ends.
     """
 
-    def __init__(self, rules: _Rules, entries: Sequence[int], length: int = 0, dropped: int = -1, positions=()):
-        self.rules, self.entries, self.length, self.dropped = rules, list(entries), length, dropped
+    def __init__(self, rules: Rules, entries: Sequence[int], length: int = 0, peak: int = 0, positions=()):
+        self.rules, self.entries, self.length, self.peak = rules, list(entries), length, peak
         self.positions = torch.zeros(rules.tables, rules.slots, dtype=torch.int32)
         self.codes = torch.zeros(rules.tables, rules.seers, rules.slots, dtype=torch.int16)
         self.counts = [0] * rules.tables
@@ -408,7 +332,7 @@ class _Lane:
 
     def state(self) -> dict:
         rows = [positions[:count].clone() for positions, count in zip(self.positions, self.counts)]
-        return {"entries": self.entries, "length": self.length, "dropped": self.dropped, "positions": rows}
+        return {"entries": self.entries, "length": self.length, "peak": self.peak, "positions": rows}
 
     def slices(self) -> Iterator[slice]:
         """The entries, as few slices of the batch."""
@@ -417,6 +341,7 @@ class _Lane:
     def refresh(self) -> None:
         """Make the tables new after rows came or went, or a segment ended."""
         rules, used = self.rules, max(self.counts)
+        self.peak = max(self.peak, self.length)
         positions = self.positions[:, :used]
         there = torch.arange(used) < torch.tensor(self.counts)[:, None]  # (tables, used)
         bits = rules.visible(positions, self.length).masked_fill_(~there[:, None], 0)  # (tables, seers, used)
@@ -449,6 +374,7 @@ class _Lane:
     def keep(self, t: int, shown: list[list[int]], last: list[int]) -> None:
         """Keep the row at position t in the tables where a later query sees it."""
         self.length = t + 1
+        self.peak = max(self.peak, self.length)
         for table, until in enumerate(last):
             if until + self.rules.max_crop > t:
                 self.counts[table] += 1
@@ -456,7 +382,6 @@ class _Lane:
                 self.until = min(self.until, until + 1 + self.rules.max_crop)
             else:
                 self.codes[table, :, self.counts[table]] = 0
-                self.dropped = max(self.dropped, until)
 
     def bias(self, tables: slice, start: int, stop: int, asked: list[list[int]], like: Tensor) -> Tensor | None:
         """log M (tables, seers, rows) of the slots start .. stop - 1 for a query of the branches ``asked``."""
@@ -472,8 +397,8 @@ class _Lane:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rules:
-    """Which queries see which rows, for Dense and Dilated patterns over ``n`` positions.
+class Rules:
+    """Which queries see which rows, and which of ``ranks`` keeps them: Dense and Dilated patterns over ``n`` positions.
 
     Rows are looked at by tables, and by the ``seers`` of a table: the query heads of its K/V head, or one for all heads
     where these see alike. Positions are (tables, m).
@@ -484,6 +409,21 @@ class _Rules:
     kv_heads: int
     n: int
     max_crop: int
+    rank: int = 0
+    ranks: int = 1
+    run = RUN
+
+    @property
+    def share(self) -> range:
+        """The query heads for which this rank attends to new positions."""
+        at = (self.kv_heads * rank // self.ranks * (self.heads // self.kv_heads) for rank in (self.rank, self.rank + 1))
+        return range(*at)
+
+    def owns(self, positions: Tensor | int) -> Tensor | bool:
+        """Which positions this rank keeps: runs of them, by a hash, so that no rate of a pattern favours a rank."""
+        if self.ranks == 1:
+            return positions == positions
+        return ((positions // self.run * 2654435761 & 0xFFFFFFFF) >> 16) % self.ranks == self.rank
 
     @cached_property
     def branches(self) -> list[Branch]:
@@ -537,11 +477,22 @@ class _Rules:
                         final = offset + (size - 1 - offset) // r * r
                         starts = torch.arange(len(rows)) * size + (whole if size < w else 0)
                         rows.copy_(torch.maximum(rows, (starts + final)[:, None]))
-        return most_alive(last + self.max_crop)
+        return most_alive(last.masked_fill_(~self.owns(torch.arange(self.n)), NEVER) + self.max_crop)
+
+    def needs_dropped(self, length: int, peak: int) -> bool:
+        """Whether a query from ``length`` on sees a row that was dropped when there were ``peak`` positions."""
+        if length >= peak - self.max_crop:
+            return False
+        last = self.last_anywhere(torch.arange(length).expand(self.tables, -1))
+        return bool(((last >= length) & (last < peak - self.max_crop)).any())
 
     def last(self, positions: Tensor) -> Tensor:
-        """The last query that sees each row, or ``NEVER``: (tables, m)."""
+        """The last query that sees each row, ``NEVER`` if there is none or another rank keeps it: (tables, m)."""
         positions = positions.long()
+        return self.last_anywhere(positions).masked_fill_(~self.owns(positions), NEVER)
+
+    def last_anywhere(self, positions: Tensor) -> Tensor:
+        """The same, whichever rank keeps it."""
         found = torch.full(positions.shape, NEVER)
         for i, branch in enumerate(self.branches):
             start = positions // branch.length * branch.length
@@ -584,7 +535,7 @@ class _Rules:
         return min((t // b.length + 1) * b.length for b in self.branches)
 
 
-class _BlockRules(_Rules):
+class BlockRules(Rules):
     """The same for block-sparse patterns, where all heads see alike."""
 
     branches, bits, offsets = (), 1, torch.zeros(1, 1, 1)
@@ -600,11 +551,16 @@ class _BlockRules(_Rules):
         ends = ((found + 1) * self.pattern.block_size).clamp(max=self.n) - 1
         return torch.where(found < 0, NEVER, ends)
 
-    def _most(self, offsets) -> int:
-        return most_alive(self._last.repeat_interleave(self.pattern.block_size)[: self.n] + self.max_crop)
+    @property
+    def run(self):
+        return self.pattern.block_size
 
-    def last(self, positions):
-        return self._last[positions.long() // self.pattern.block_size]
+    def _most(self, offsets) -> int:
+        last = self._last.repeat_interleave(self.pattern.block_size)[: self.n]
+        return most_alive(last.masked_fill_(~self.owns(torch.arange(self.n)), NEVER) + self.max_crop)
+
+    def last_anywhere(self, positions):
+        return self._last[positions // self.pattern.block_size]
 
     def visible(self, positions, t):
         if t == self.n:
@@ -633,36 +589,9 @@ def most_alive(last: Tensor) -> int:
     return int((there.long() - gone).cumsum(0).max())
 
 
-def _checked(pattern, heads, kv_heads, max_seq_len, max_crop) -> _Rules:
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
-    heads = check_int("heads", heads, most=2**20)
-    kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads)
-    if heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}")
-    n, max_crop = check_int("max_seq_len", max_seq_len, most=2**31), check_int("max_crop", max_crop, 0, 2**31)
-    return _rules(pattern, heads, kv_heads, n, max_crop)
-
-
 @lru_cache(maxsize=64)
-def _rules(pattern: Pattern, heads: int, kv_heads: int, n: int, max_crop: int) -> _Rules:
-    kind = _BlockRules if isinstance(pattern, BlockSparse) else _Rules
-    return kind(pattern, heads, kv_heads, n, max_crop)
-
-
-def cache_bytes(
-    pattern: Pattern, *, max_seq_len: int, batch: int = 1, heads: int = 8, kv_heads: int | None = None,
-    head_dim: int = 64, dtype: torch.dtype = torch.float32, max_crop: int = 0,
-) -> int:  # fmt: skip
-    """The bytes that a ``KVCache`` made with these sizes takes at most, tables included.
-
-    >>> from ringlab import Dense, Dilated
-    >>> ladder = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
-    >>> [cache_bytes(pattern, max_seq_len=1 << 20) >> 20 for pattern in (Dense(), ladder)]
-    [4102, 42]
-    """
-    rules = _checked(pattern, heads, kv_heads, max_seq_len, max_crop)
-    check_float_dtype(dtype)
-    row = 2 * rules.kv_heads * check_int("head_dim", head_dim) * dtype.itemsize
-    table = rules.tables * (4 + 2 * rules.seers)
-    return check_int("batch", batch) * rules.slots * (row + table)
+def rules_of(
+    pattern: Pattern, heads: int, kv_heads: int, n: int, max_crop: int, rank: int = 0, ranks: int = 1
+) -> Rules:
+    kind = BlockRules if isinstance(pattern, BlockSparse) else Rules
+    return kind(pattern, heads, kv_heads, n, max_crop, rank, ranks)
