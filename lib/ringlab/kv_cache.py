@@ -82,6 +82,14 @@ class KVCache:
             raise ValueError(f"there is no sequence {short_repr(entry)} among {self.batch}")
         return [torch.cat(found).sort().values for found in zip(*(part.positions(entry) for part in self._parts))]
 
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Keep the rows of new positions without attending from them: of a prompt that was computed elsewhere."""
+        heads = self.rules.heads
+        lengths = [k.shape[1]] * self.batch
+        self._check(k[:, :1, :1].expand(-1, -1, heads, -1), k, v, self.pattern, True, lengths)
+        for part in self._parts:
+            part.append(k, v)
+
     def crop(self, lengths: int | Sequence[int]) -> None:
         """Forget the positions from ``lengths`` on, one number or one for each sequence.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ringlab import adaptive, block_patterns, memory, patterns
 from ringlab.measure import Point, cache_systems, peers
+from ringlab.measure.model_systems import STEPS, document_lengths
 from ringlab.measure.systems import BLOCK_SPARSE, SYSTEMS, Refused, build
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
@@ -21,6 +22,8 @@ NEEDS = {  # by system, where it is something else than the pattern of the publi
     "sgemm": {"passes": "fwd"},
     "flex": {"pattern": WINDOW, "passes": "fwd"},
     "adaptive": CHOSEN,
+    "generation": {"passes": "fwd", "causal": True, "pattern": PATTERN, "heads": 4, "kv_heads": 2},
+    "packed": {"seq_len": sum(document_lengths(2)), "options": {"documents": 2}, "causal": True},
     "cache_workload": {"pattern": WINDOW, "seq_len": 512},
     "pool_workload": {**POOL, "options": {"size_mb": 0.25}},
     **dict.fromkeys(BLOCK_SPARSE, {"pattern": WINDOW}),
@@ -57,7 +60,38 @@ def test_every_system_passes_its_own_check(point):
     if name not in ("plan_build", "cache_workload", "pool_workload"):  # which have no tensors of their own
         assert system.cost.flops > 0
         results = [t for name, t in output.named().items() if name != "lse"]
+        if name == "generation":
+            return  # its steps read the rows that they see
         assert sum(t.nbytes for t in [*inputs, *results]) == system.cost.floor_bytes
+
+
+@pytest.mark.parametrize("pattern", [patterns.Dense(), PATTERN, WINDOW], ids=str)
+def test_steps_of_generation_count_the_rows_that_they_see_and_are_checked(pattern):
+    system, inputs, output, _ = passes(call_of("generation", "fwd").but(pattern=pattern))
+    n, seen = 64, 0
+    for t in range(n, n + STEPS):
+        for h in range(4):
+            of = {"n": n + STEPS, "head": h, "heads": 4, "kv_heads": 2}
+            m = pattern.multiplicity(torch.tensor([t]), torch.arange(t + 1), **of)
+            seen += int((m > 0).sum())
+    assert system.cost.distinct_pairs == seen and system.cost.folded_flops == 4 * 8 * seen
+    assert output.counted["cache_bytes"] > 0 and torch.equal(system.run(inputs).out, output.out)
+    assert error(system, [inputs[0], inputs[1].flip(1), inputs[2]], output) > 0.01
+    with pytest.raises(Refused, match="generation is causal"):
+        build(call_of("generation", "fwd").but(causal=False), "cpu")
+
+
+def test_packed_documents_are_checked_one_by_one_and_equal_ones_have_as_many_tokens():
+    point = call_of("packed", "fwd+bwd")
+    system, inputs, output, _ = passes(point)
+    assert system.cost.pairs == sum(build(TINY.but(pattern=PUBLISHED, seq_len=n, causal=True), "cpu").cost.pairs
+                                    for n in document_lengths(2))  # fmt: skip
+    whole = build(point.but(system="ringlab", options={}), "cpu").run(inputs)
+    assert error(system, inputs, whole) > 0.01, "documents that see each other are wrong"
+    equal = passes(point.but(passes="fwd", options={"documents": 2, "equal": True}))[0]
+    assert abs(equal.cost.pairs / system.cost.pairs - 1) < 0.05
+    with pytest.raises(Refused, match="2 documents have 5163 tokens, not 64"):
+        build(point.but(seq_len=64), "cpu")
 
 
 @pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])

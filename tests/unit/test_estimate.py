@@ -154,7 +154,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
 
 @pytest.mark.parametrize("given, said", [
     ({"seq_len": -5}, "seq_len must be a positive"), ({"kv_heads": 0}, "kv_heads must be a positive integer, got 0"),
-    ({"profile": "gtx180"}, "unknown profile 'gtx180'"), ({"scheme": "ring"}, "for several ranks"),
+    ({"profile": "gtx180"}, "unknown profile 'gtx180'"), ({"layout": "zigzag"}, "for several ranks"),
     ({"ranks": 2, "scheme": "rng"}, "unknown scheme 'rng'"), ({"ranks": 16, "scheme": "ulysses"}, "more than 8 heads"),
     ({"passes": "bwd"}, "unknown passes 'bwd'"), ({"kv_heads": 3}, "multiple of K/V heads"),
     ({"dtype": torch.int32}, "dtype must be float64"), ({"ranks": 2, "layout": "zagzig"}, "unknown layout"),

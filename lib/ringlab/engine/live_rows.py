@@ -117,6 +117,11 @@ class LiveRows:
             for rows in (self.k, self.v):
                 rows[i, self.rules.heads_of(table), start:stop] = 0
 
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Take new rows k, v (b, c, h_kv, d), which see nothing."""
+        for lane in self.lanes:
+            self._store(lane, k, v, k.shape[1])
+
     def attend(self, q, k, v, lengths: list[int], scale: float, kernel: Kernel, execution) -> tuple[Tensor, Tensor]:
         """out (b, c, h, d), lse (b, h, c) of c new positions, of entry i the first ``lengths[i]``; their rows are kept.
 

@@ -22,13 +22,14 @@ from ..kernels import triton_config
 PACKAGE = Path(__file__).resolve().parent.parent
 # What a measured call runs, by folder or module of the package, and what of these only starts or tunes it.
 ENGINE = (
-    "patterns", "block_patterns", "cache", "memory", "attention", "adaptive", "compat", "kernels", "engine", "ring",
+    "patterns", "block_patterns", "cache", "memory", "attention", "kv_cache", "adaptive", "compat", "kernels", "engine",
+    "ring",
 )  # fmt: skip
 NOT_RUN = ("kernels/triton_tune", "ring/launch")
 # What decides how a call is timed and checked; in measure/ the others name the points, run them and keep the rows.
 METHOD = (
-    "cost", "reference", "tracking", "hardware", "measure/systems", "measure/cache_systems", "measure/peers",
-    "measure/workers", "measure/timing", "measure/stats",
+    "cost", "reference", "tracking", "hardware", "measure/systems", "measure/cache_systems",
+    "measure/model_systems", "measure/peers", "measure/workers", "measure/timing", "measure/stats",
 )  # fmt: skip
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.

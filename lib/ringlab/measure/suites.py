@@ -13,6 +13,7 @@ from .. import block_patterns, hardware, kernels
 from ..block_patterns import BlockSparse, bigbird, hierarchical, local_global, sliding_window
 from ..patterns import Dense, Dilated, Pattern
 from . import peers
+from .model_systems import STEPS, document_lengths
 from .points import Group, Point
 
 TWIN = {"twin": True}
@@ -395,12 +396,34 @@ def peer_groups(point: Point, half: int, longest: int) -> list[Group]:
     return groups + ([Group(BESIDE_CAUSAL, causal, timed=False)] if causal else [])
 
 
+GENERATION, PACKED = "generation", "packed documents"
+
+
+def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
+    """``generation``: a step from the cache over the position. ``packed documents``: uneven ones beside equal ones.
+
+    A rehearsal has no documents; a CPU takes one of the eight heads, and a tenth of the documents.
+    """
+    ns = _lengths(rehearsal, 4096, 16384, 65536, *([] if cpu else [262_144]))
+    step = point.but(system=GENERATION, causal=True)
+    kinds = ((n, p) for n in ns for p in (Dense(), LANDSCAPE_WINDOW, landscape_ladder(n)))
+    steps = [step.but(seq_len=n - STEPS, pattern=p) for n, p in kinds]  # where segments are full
+    groups = [Group(GENERATION, (*steps, again(steps[0])))]
+    if rehearsal:
+        return groups
+    count = 100 if cpu else 1000
+    one = point.but(system="packed", seq_len=sum(document_lengths(count)), causal=True, **(ONE_HEAD if cpu else {}))
+    kinds = Dense(), landscape_ladder(4096), LANDSCAPE_WINDOW
+    ways = {"documents": count}, {"documents": count, "equal": True}
+    return [*groups, Group(PACKED, [one.but(pattern=p, options=way) for p in kinds for way in ways])]
+
+
 def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
     """The field on one page, two and a half minutes on two CPU cores, most of them dense attention at the longest.
 
     ``landscape``: each system over three lengths, forward; FlexAttention at the longest only, because it compiles for
-    ten seconds. ``landscape training``: forward and backward at the two shorter ones. The other packages that are
-    installed have groups of their own, by ``peer_groups``; they take about a minute.
+    ten seconds. ``landscape training``: forward and backward at the two shorter ones. Then those of ``model_groups``.
+    The other packages that are installed have groups of their own, by ``peer_groups``; they take about a minute.
     """
     ns = _lengths(rehearsal, *([1024, 4096, 16384] if device == "cpu" else [4096, 16384, 65536]))
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
@@ -419,6 +442,7 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     # Dense attention takes seconds, and is what all others are compared with.
     return [
         Group(LANDSCAPE, dict.fromkeys(points), rounds=8), Group(LANDSCAPE_TRAINING, trained, rounds=8),
+        *model_groups(window, device == "cpu", rehearsal),
         *peer_groups(window, half, SHORTEST if rehearsal else 8 * half),
     ]  # fmt: skip
 

@@ -551,6 +551,8 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "plan_build": "ringlab.measure.cache_systems:plan_build",
     "cache_workload": "ringlab.measure.cache_systems:cache_workload",
     "pool_workload": "ringlab.measure.cache_systems:pool_workload",
+    "generation": "ringlab.measure.model_systems:generation",
+    "packed": "ringlab.measure.model_systems:packed",
     "flex": flex,
     "adaptive": adaptive,
     "dilated_attention_pytorch": "ringlab.measure.peers:dilated_attention_pytorch",
