@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -250,6 +252,58 @@ def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(t.dtype)
 
 
+def next_tokens(tokens: Tensor, cu_seqlens=None, lengths=None) -> Tensor:
+    """The targets (b, n) of whole sequences ``tokens`` (b, n): the token after each; -100 at the end of a document.
+
+    >>> next_tokens(torch.tensor([[5, 6, 7, 8]]), cu_seqlens=[0, 3, 4]).tolist()
+    [[6, 7, -100, -100]]
+    """
+    where = positions(tokens, cu_seqlens)  # (n,)
+    hidden = (where == 0).expand(tokens.shape)  # (b, n), the first tokens of documents
+    if lengths is not None:
+        hidden = hidden | (where >= torch.as_tensor(lengths, device=tokens.device)[:, None])
+    return F.pad(tokens.long().masked_fill(hidden, -100)[:, 1:], (0, 1), value=-100)
+
+
+def shard_sequence(t: Tensor, group, *, layout: str | ring.Layout = "contiguous", dim: int = 1) -> Tensor:
+    """This rank's part of a whole tensor along its sequence ``dim``, as ``attention`` takes it over ``group``.
+
+    ``layout`` is the attention's. Shard tokens, targets, and ``positions`` of a model that takes them.
+    """
+    ranks = Group.of(group)
+    if ranks.process_group is None:
+        return t  # simulated ranks take whole tensors
+    return layout_named(layout, t.shape[dim], ranks.size).shard(t, ranks.here[0], dim)
+
+
+def mean_loss(logits: Tensor, targets: Tensor, *groups) -> Tensor:
+    """The mean cross-entropy of ``logits`` (b, n, vocabulary) over the ``targets`` (b, n) that are not negative.
+
+    ``groups``: process groups, 1-D meshes, over whose ranks the tokens are shared out, as mesh["data"] and
+    mesh["sequence"]. The value is the mean over all of them, on every rank. Its gradients are those of that mean once
+    they are averaged over these ranks, as FSDP and DDP do, and ``average_gradients``. 0 where there is no target.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    found = [Group.sharing(group) for group in groups]
+    if not (shared := [group for group in found if group is not None and group.process_group is not None]):
+        return loss / (targets >= 0).sum().clamp(min=1)
+    total = torch.stack([loss.detach().double(), (targets >= 0).sum().double()])
+    for group in shared:
+        dist.all_reduce(total, group=group.process_group)
+    mine = loss * math.prod(group.size for group in shared) / total[1].clamp(min=1).to(loss.dtype)
+    return mine - mine.detach() + (total[0] / total[1].clamp(min=1)).to(loss.dtype)
+
+
+def average_gradients(module: nn.Module, *groups) -> None:
+    """Replace the gradients of replicated weights by their means over the ranks of ``groups``; FSDP and DDP do it."""
+    for group in filter(None, map(Group.sharing, groups)):
+        for parameter in module.parameters():
+            if parameter.grad is not None and group.process_group is not None:
+                dist.all_reduce(parameter.grad, group=group.process_group)
+                parameter.grad /= group.size
+
+
 class DecoderBlock(nn.Module):
     """A block of a decoder, as in Llama: causal attention, then SwiGLU, each after RMSNorm and added to x.
 
@@ -361,15 +415,11 @@ class LanguageModel(nn.Module):
         The first token of a document and padding are not predicted. Needs whole sequences, so no process group.
         """
         if ring.length_of(tokens, self.blocks[0].attention.options["group"], "contiguous") != tokens.shape[1]:
-            raise NotImplementedError("loss needs whole sequences: shift the targets before you shard them")
-        where = positions(tokens, cu_seqlens)  # (n,)
-        hidden = (where == 0).expand(tokens.shape)  # (b, n)
-        if lengths is not None:
-            hidden = hidden | (where >= torch.as_tensor(lengths, device=tokens.device)[:, None])
-        targets = tokens.long().masked_fill(hidden, -100)[:, 1:].flatten()
-        logits = self(tokens, cu_seqlens=cu_seqlens, lengths=lengths)[:, :-1].flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets, reduction="sum") / (targets >= 0).sum().clamp(min=1)
+            raise NotImplementedError(
+                "loss needs whole sequences: take mean_loss of shards, with targets of next_tokens"
+            )
+        logits = self(tokens, cu_seqlens=cu_seqlens, lengths=lengths)
+        return mean_loss(logits, next_tokens(tokens, cu_seqlens, lengths))
 
 
 def _split_projections(layer: MultiheadAttention, state: dict, prefix: str, *_) -> None:

@@ -13,16 +13,26 @@ from pathlib import Path
 import ringlab
 import torch
 import torch.distributed as dist
-from ringlab import Adaptive, Execution, KVCache, adaptive_attention, attention, kernels
+from ringlab import Adaptive, Execution, KVCache, Simulated, adaptive_attention, attention, kernels
 from ringlab.cache import PatternCache
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels.torch_kernels import Eager
-from ringlab.nn import LanguageModel, MultiheadAttention, positions
+from ringlab.nn import (
+    LanguageModel,
+    MultiheadAttention,
+    average_gradients,
+    mean_loss,
+    next_tokens,
+    positions,
+    shard_sequence,
+)  # fmt: skip
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import PlanMismatch, Problem, comm, contiguous, counting, launch
 from ringlab.ring.rank import rank_of
 from ringlab.ring.schemes import SCHEMES
 from ringlab.tracking import LiveStorageTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
@@ -74,6 +84,63 @@ def generated(pattern):
         torch.nn.init.normal_(p, std=0.3)
     tokens = torch.arange(60).reshape(2, 30) % 50
     return model.generate(tokens, 20, temperature=0, lengths=[30, 11])
+
+
+BORDERS = [0, 20, 32, 64]
+
+
+def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
+    """The losses of training on two packed sequences: on "one" device, on the ranks of "sequence", or "fsdp" with 2 x 2
+    ranks of sequence and data. ``kind``: our model, or one of transformers."""
+    groups, data = {}, [0, 1]
+    if how != "one":
+        shape = (dist.get_world_size(),) if how == "sequence" else (2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("sequence", "data")[: len(shape)])
+        groups = {name: mesh[name] for name in mesh.mesh_dim_names}
+        data = [mesh["data"].get_local_rank()] if "data" in groups else data
+    sequence = groups.get("sequence", Simulated(1))
+    torch.manual_seed(1)
+    pattern = Dilated([8, 32], [1, 2])
+    if kind == "ours":
+        model = LanguageModel(40, 32, 4, pattern, num_layers=2, group=groups.get("sequence"))
+        layers = model.blocks
+    else:
+        model = llama(pattern)
+        layers = model.model.layers
+    if how == "fsdp":
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer, generator, losses = torch.optim.AdamW(model.parameters(), 1e-2), torch.Generator().manual_seed(2), []
+    for _ in range(steps):
+        tokens = torch.randint(5, (2, 1, 64), generator=generator)[data]
+        logits, targets = [], []
+        for some in tokens:
+            targets.append(shard_sequence(next_tokens(some, BORDERS), sequence))
+            some, where = (shard_sequence(t, sequence) for t in (some, positions(some, BORDERS)[None]))
+            if kind == "ours":
+                logits.append(model(some, cu_seqlens=BORDERS))
+            else:
+                told = {"cu_seq_lens_q": torch.tensor(BORDERS), "ringlab_group": groups.get("sequence")}
+                logits.append(model(some, position_ids=where, use_cache=False, **told).logits)
+        loss = mean_loss(torch.cat(logits), torch.cat(targets), *groups.values())
+        optimizer.zero_grad()
+        loss.backward()
+        if how == "sequence":
+            average_gradients(model, sequence)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def llama(pattern):
+    from ringlab.integrations.transformers import register, set_pattern
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    register()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=40, num_key_value_heads=2, pad_token_id=0, **sizes)
+    return set_pattern(LlamaForCausalLM._from_config(config, attn_implementation="ringlab"), pattern)
 
 
 def unequal_chunks():

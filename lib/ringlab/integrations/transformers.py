@@ -42,6 +42,9 @@ def register() -> None:
     runs ``ringlab.attention`` over its pattern (see ``set_pattern``; dense by default), forward and backward. Padding,
     which ``attention_mask`` tells, is left out, on the right or the left. The documents of packed batches are told by
     ``position_ids`` that start anew, or by ``cu_seq_lens_q``. Positions count from the first token of each document.
+
+    ``model(..., ringlab_group=group, use_cache=False)`` takes shards of the sequence (``ringlab.nn.shard_sequence``):
+    of the tokens, and of their ``position_ids``; but ``cu_seq_lens_q`` of the whole.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, padding)
@@ -95,7 +98,7 @@ def _is_known(mask: Callable) -> bool:
 def attend(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *, dropout: float = 0.0,
     scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
-    position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **others,
+    position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, ringlab_group=None, **others,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """(out (b, n, h, d), None) for query (b, h, n, d), key and value (b, h_kv, n, d): what transformers calls."""
     for name, why in REFUSED.items():
@@ -112,14 +115,22 @@ def attend(
     if sliding_window is not None and sliding_window < seen:
         pattern = "give it a pattern, as sliding_window(...), and set config.sliding_window = None"
         raise NotImplementedError(f"a sliding window of {sliding_window} tokens is not supported: {pattern}")
+    if ringlab_group is not None and (layer or attention_mask is not None):
+        raise NotImplementedError("a ringlab_group takes whole documents, without a mask of padding and a cache")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pattern = pattern_of(module.config, module.layer_idx)
-    how = {"causal": causal or layer is not None, "scale": scaling, "cache": layer and layer.taken()}
+    how = {
+        "causal": causal or layer is not None,
+        "scale": scaling,
+        "cache": layer and layer.taken(),
+        "group": ringlab_group,
+    }
     if attention_mask is not None and attention_mask.dim() != 2:
         raise NotImplementedError("ringlab's attention takes a mask of padding (batch, tokens), no mask of pairs")
     if attention_mask is not None and not (real := attention_mask[:, -n:].bool()).all():
         return _padded(q, k, v, pattern, real, how), None
-    borders = None if layer else _borders(b, n, position_ids, cu_seq_lens_q, q.device)
+    where = None if ringlab_group is not None else position_ids  # those of shards tell no borders
+    borders = None if layer else _borders(b, n, where, cu_seq_lens_q, q.device)
     if borders is None:
         return attention(q, k, v, pattern, **how), None
     packed = (t.flatten(0, 1)[None] for t in (q, k, v))
