@@ -1,6 +1,8 @@
 """The tutorials run from top to bottom, and what they tell is so."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -92,3 +94,37 @@ def test_read_a_report(run, tmp_path):
 def test_without_a_report_it_says_what_to_do(run, tmp_path):
     with pytest.raises(FileNotFoundError, match="no report of 'cpu' here: run `make report`, or set `data`"):
         run("04-read-a-report", data=str(tmp_path))
+
+
+def test_from_other_libraries(run):
+    told = run("05-from-other-libraries")
+    assert max(told[f"{name}_difference"] for name in ("sdpa", "packed", "layer")) < 1e-5 and told["senders"] == [
+        1,
+        2,
+        3,
+    ]
+    seen = told["seen"]
+    assert sum(seen["torchscale"]) > sum(seen["dilated-attention-pytorch"])
+    assert set(told["kept"]["dense"]) == {384} and max(told["kept"]["dilated"]) < 120
+
+
+def test_a_model_of_transformers_trains_and_generates(capsys):
+    """With fewer steps and tokens than the example has."""
+    pytest.importorskip("transformers")
+    source = (FOLDER / "hugging_face.py").read_text()
+    assert len(source.splitlines()) <= 32
+    for much, few in (("range(40)", "range(10)"), ("max_new_tokens=200", "max_new_tokens=3")):
+        assert much in source
+        source = source.replace(much, few)
+    exec(compile(source, "hugging_face.py", "exec"), {})
+    assert re.search(r"step 9: loss [12]\.\d+\n.*the cache takes 0\.\d MiB", capsys.readouterr().out)
+
+
+def test_the_example_of_sharded_training_runs_under_torchrun(tmp_path):
+    source = (FOLDER / "train_sharded.py").read_text()
+    assert len(source.splitlines()) <= 60 and "range(20)" in source
+    (tmp_path / "few.py").write_text(source.replace("range(20)", "range(5)"))
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", tmp_path / "few.py"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.fullmatch(r"step 4: loss [1-4]\.\d+\n", done.stdout)
