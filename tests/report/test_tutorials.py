@@ -98,11 +98,8 @@ def test_without_a_report_it_says_what_to_do(run, tmp_path):
 
 def test_from_other_libraries(run):
     told = run("05-from-other-libraries")
-    assert max(told[f"{name}_difference"] for name in ("sdpa", "packed", "layer")) < 1e-5 and told["senders"] == [
-        1,
-        2,
-        3,
-    ]
+    assert max(told[f"{name}_difference"] for name in ("sdpa", "packed", "layer")) < 1e-5
+    assert told["senders"] == [1, 2], "two documents inside a shard, and no query after the last"
     seen = told["seen"]
     assert sum(seen["torchscale"]) > sum(seen["dilated-attention-pytorch"])
     assert set(told["kept"]["dense"]) == {384} and max(told["kept"]["dilated"]) < 120
