@@ -120,18 +120,16 @@ def attention(
             raise ValueError("with a cache, which knows its group, give no group, and lengths instead of cu_seqlens")
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be a ringlab.KVCache, got {type(cache).__name__}")
-        ring.check_one_device(scheme, layout)
         if lengths is not None:
             Documents.padded(lengths, q)
-            lengths = integers("lengths", lengths, q)
-        out, lse = outside_graphs(cache.attend)(q, k, v, pattern, lengths=lengths, **options)
-        return (out, lse) if return_lse else out
-    if cu_seqlens is not None or lengths is not None:
+            options["lengths"] = integers("lengths", lengths, q)
+    elif cu_seqlens is not None or lengths is not None:
         n = ring.length_of(q, group, layout)
         options["documents"] = documents_of(q, cu_seqlens, lengths, n)
     if group is None:
         ring.check_one_device(scheme, layout)
-        out, lse = local_attention(q, k, v, pattern, **options)
+        attend = local_attention if cache is None else outside_graphs(cache.attend)
+        out, lse = attend(q, k, v, pattern, **options)
     else:
         attend = outside_graphs(ring.attend_documents) if "documents" in options else ring.attend
         out, lse = attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .checks import LARGEST, check_float_dtype, check_int, short_repr
+from .checks import LARGEST, as_int, check_float_dtype, check_int, short_repr
 from .engine import Execution
 from .engine.autograd import is_followed, positive_scale, without_autocast
 from .engine.documents import integers
@@ -27,13 +27,15 @@ class KVCache:
 
     ``attention(q, k, v, pattern, causal=True, cache=cache)`` takes the rows of new positions, one or many, and returns
     their rows of attention over all positions so far, whatever the pieces were. The sequences may differ in length:
-    ``lengths=`` of ``attention`` says how many of the new rows of each are not padding. The memory is allocated once:
-    ``cache.nbytes``, which ``cache_bytes`` tells beforehand.
+    ``lengths=`` of ``attention`` says how many of the new rows of each are not padding. Those of equal history are
+    computed together. The memory for rows is allocated once; ``cache.nbytes``, with tables of their positions, is at
+    most what ``cache_bytes`` tells beforehand.
 
     A dense pattern keeps all rows, a window those within it, a dilated one the selected rows of the segments that are
     open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most 11,263 of 1,048,576. Patterns with random blocks or a given mask
     are those of ``max_seq_len`` positions. ``max_crop`` more positions can be taken back by ``crop``, for instance
-    those of a draft that was refused; their rows are kept as long.
+    those of a draft that was refused; their rows are kept as long. Over a ``group`` (ProcessGroup, 1-D mesh or
+    ``Simulated``) each rank keeps its part of the rows, and every rank passes all new positions.
 
     ``heads`` and ``kv_heads`` (default: as many) are those of q and of k; ``dtype`` and ``device`` those of k and v.
     Raises ValueError for sizes that do not fit.
@@ -78,15 +80,19 @@ class KVCache:
 
     def live_rows(self, entry: int = 0) -> list[Tensor]:
         """The positions of the rows that are kept here of a sequence, ascending, for each K/V head."""
-        if not 0 <= entry < self.batch:
+        if (entry := as_int(entry)) is None or not 0 <= entry < self.batch:
             raise ValueError(f"there is no sequence {short_repr(entry)} among {self.batch}")
         return [torch.cat(found).sort().values for found in zip(*(part.positions(entry) for part in self._parts))]
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Keep the rows of new positions without attending from them: of a prompt that was computed elsewhere."""
-        heads = self.rules.heads
-        lengths = [k.shape[1]] * self.batch
-        self._check(k[:, :1, :1].expand(-1, -1, heads, -1), k, v, self.pattern, True, lengths)
+        """Keep the rows k and v of new positions without attending from them: of a prompt computed elsewhere."""
+        if not (isinstance(k, Tensor) and isinstance(v, Tensor) and k.dim() == 4 and k.shape == v.shape and k.numel()):
+            found = [tuple(t.shape) if isinstance(t, Tensor) else short_repr(t) for t in (k, v)]
+            raise ValueError(f"append takes k and v (batch, seq, kv_heads, head_dim) of one shape, got {found}")
+        if v.dtype != k.dtype or v.device != k.device:
+            raise ValueError(f"k and v must agree: {k.dtype} on {k.device}, {v.dtype} on {v.device}")
+        q = k[:, :1, :1].expand(-1, -1, self.rules.heads, -1)
+        self._check(q, k, v, self.pattern, True, [k.shape[1]] * self.batch)
         for part in self._parts:
             part.append(k, v)
 
@@ -95,8 +101,8 @@ class KVCache:
 
         ValueError, and nothing changes, for a number beyond what is there, or where a row is needed that was dropped.
         """
-        alike = not isinstance(lengths, Sequence | Tensor)
-        wanted = integers("lengths", [lengths] * self.batch if alike else lengths, self._parts[0].k)
+        alike = as_int(lengths)
+        wanted = integers("lengths", lengths if alike is None else [alike] * self.batch, self._parts[0].k)
         if len(wanted) != self.batch:
             raise ValueError(f"crop takes one length, or {self.batch} for the sequences, got {len(wanted)}")
         for entry, length in enumerate(wanted):
@@ -128,8 +134,9 @@ class KVCache:
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what ``state_dict`` gave; ValueError for the state of a cache that was made otherwise."""
-        if state["made"] != self._made():
-            raise ValueError(f"the state is of another cache: {short_repr(state['made'])}, this is {self._made()}")
+        made = state.get("made") if isinstance(state, dict) else None
+        if made != self._made():
+            raise ValueError(f"the state is of another cache: {short_repr(made)}, this is {self._made()}")
         for part, saved in zip(self._parts, state["parts"]):
             part.restore(saved)
 

@@ -185,10 +185,12 @@ class MultiheadAttention(nn.Module):
         return out if key is None else (out, None)
 
     def make_cache(self, batch: int, max_seq_len: int, *, max_crop: int = 0) -> KVCache:
-        """An empty cache for calls with ``cache=``, in the layer's dtype and on its device; see ``ringlab.KVCache``."""
+        """An empty ``ringlab.KVCache`` for calls with ``cache=``, in the dtype of the layer or of autocast."""
         weight, sizes = self.k_proj.weight, {"heads": self.num_heads, "kv_heads": self.num_kv_heads}
         sizes |= {"head_dim": self.embed_dim // self.num_heads, "max_seq_len": max_seq_len, "max_crop": max_crop}
-        made = {"dtype": weight.dtype, "device": weight.device, "group": self.options["group"]}
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        made = {"dtype": dtype, "device": weight.device, "group": self.options["group"]}
         return KVCache(self.pattern, batch=batch, **made, **sizes)
 
     def _forward(self, x: Tensor, asked: dict, cache: KVCache | None) -> Tensor:
@@ -378,7 +380,9 @@ class LanguageModel(nn.Module):
         that of the caches (``ringlab.cache_bytes``, for each layer) and of ``PREFILL`` tokens at a time. Over a group
         every rank takes all tokens, with a ``generator`` of one seed, and keeps its part of the caches.
         """
-        b, n = tokens.shape
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
+            raise ValueError(f"tokens must be integers (batch, seq), got {checks.short_repr(tokens)}")
+        tokens, (b, n) = tokens.long(), tokens.shape
         if not checks.is_real(temperature) or not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature must be a number of at least 0, got {checks.short_repr(temperature)}")
         count = check_int("max_new_tokens", max_new_tokens)
@@ -403,7 +407,8 @@ class LanguageModel(nn.Module):
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:
-                new = torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+                logits = (logits - logits.amax(-1, keepdim=True)).double() / temperature  # no overflow at the largest
+                new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             out.scatter_(1, (at + i)[:, None], new)
             if i + 1 < count:
                 last = self.hidden(new, caches=caches)[:, 0]

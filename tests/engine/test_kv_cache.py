@@ -229,3 +229,33 @@ def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
     with pytest.raises(ValueError, match=words):
         do(cache)
     assert cache.lengths == [4]
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda k: (k, k[:1]), lambda k: (k, k[:, :, :1]), lambda k: (k, k[:, :3]), lambda k: (k, k[..., :4]),
+    lambda k: (k, k.double()), lambda k: (None, None), lambda k: (k[0], k[0]), lambda k: (k[:, :0], k[:, :0]),
+])  # fmt: skip
+def test_append_takes_rows_as_attention_does_and_refuses_others_unchanged(wrong):
+    pattern = DILATED[0]
+    q, k, v = tensors(2, 30, 4, 2, 8, F32)
+    made = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "max_seq_len": 40}
+    cache, other = KVCache(pattern, **made), KVCache(pattern, **made)
+    with pytest.raises(ValueError, match="append takes|must agree"):
+        cache.append(*wrong(k))
+    cache.append(k[:, :20], v[:, :20])
+    attention(q[:, :20], k[:, :20], v[:, :20], pattern, causal=True, cache=other)
+    a, b = (attention(q[:, 20:], k[:, 20:], v[:, 20:], pattern, causal=True, cache=c) for c in (cache, other))
+    assert torch.equal(a, b)
+
+
+def test_a_cache_made_in_inference_mode_serves_outside_and_narrow_values_come_back_narrow():
+    pattern = Dilated([4, 8], [1, 2])
+    q, k, v = tensors(1, 12, 2, 2, 8)
+    want = reference.attention(q, k, v[..., :4], pattern, causal=True)[0]
+    with torch.inference_mode():
+        cache = KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=40, dtype=F64)
+        first = attention(q[:, :5], k[:, :5], v[:, :5, :, :4], pattern, causal=True, cache=cache)
+    with torch.no_grad():
+        rest = [attention(q[:, i:j], k[:, i:j], v[:, i:j, :, :4], pattern, causal=True, cache=cache)
+                for i, j in ((5, 6), (6, 12))]  # fmt: skip
+    assert reference.error(torch.cat([first, *rest], 1), want, 1.0) <= 1e-12

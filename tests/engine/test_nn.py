@@ -284,3 +284,17 @@ def test_generate_refuses_in_one_line(change, words):
     model = LanguageModel(8, 16, 2, PATTERN, num_layers=1)
     with pytest.raises(ValueError, match=words):
         model.generate(**{"tokens": torch.tensor([[1, 2, 3]]), "max_new_tokens": 1} | change)
+
+
+def test_generation_under_autocast_and_from_other_integers():
+    torch.manual_seed(0)
+    model = LanguageModel(50, 32, 4, PATTERN, num_layers=2)
+    tokens = torch.randint(50, (2, 20), dtype=torch.int32)
+    want = model.generate(tokens.long(), 5, temperature=0)
+    assert torch.equal(model.generate(tokens, 5, temperature=0), want)
+    assert torch.equal(model.generate(tokens, 5, temperature=1e-300), want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.generate(tokens, 5).shape == (2, 25)
+    for wrong in (tokens[0], tokens.float(), tokens[:, :0], None):
+        with pytest.raises(ValueError, match="tokens must be integers"):
+            model.generate(wrong, 5)

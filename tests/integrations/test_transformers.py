@@ -1,5 +1,7 @@
 """Models of Hugging Face on our attention: dense is their SDPA; patterns are the same with and without a cache."""
 
+import copy
+
 import pytest
 import torch
 from ringlab import Dense, Dilated, blocks
@@ -163,3 +165,48 @@ def test_other_caches_windows_and_wrong_calls_are_refused():
         set_pattern(model, PATTERNS[:2])
     with pytest.raises(TypeError, match="set_pattern takes a ringlab pattern"):
         set_pattern(model, "dense")
+
+
+def test_a_mask_that_hides_other_tokens_than_before_is_refused_and_a_refused_call_leaves_the_cache():
+    ours, theirs = pair("llama", dtype=torch.float64)
+    cache, one = LiveCache(ours, 60), TOKENS[:, :1]
+    with pytest.raises(ValueError, match="no_grad"):
+        ours(TOKENS, past_key_values=cache)
+    with torch.no_grad():
+        past = theirs(TOKENS, attention_mask=LEFT.long()).past_key_values
+        ours(TOKENS, attention_mask=LEFT.long(), past_key_values=cache)
+        assert cache.get_seq_length() == 50
+        with pytest.raises(NotImplementedError, match="the mask hides other tokens than when the cache took them"):
+            ours(one, past_key_values=cache, attention_mask=torch.ones(3, 51))
+    cache.reset()
+    with torch.no_grad():
+        ours(TOKENS, attention_mask=LEFT.long(), past_key_values=cache)
+        more = {"attention_mask": torch.cat([LEFT, LEFT[:, -1:]], 1).long()}
+        got, want = (m(one, past_key_values=c, **more).logits for m, c in ((ours, cache), (theirs, past)))
+    assert torch.allclose(got, want, atol=1e-10)
+
+
+def test_documents_and_padding_are_told_apart():
+    model, where = model_of("llama"), torch.arange(50).remainder(25)[None].expand(3, -1)
+    with pytest.raises(NotImplementedError, match="start anew and padding do not go together"):
+        model(TOKENS, attention_mask=LEFT.long(), position_ids=where, use_cache=False)
+    ones = model(TOKENS, attention_mask=torch.ones(3, 50), position_ids=where, use_cache=False).logits
+    assert torch.equal(ones, model(TOKENS, position_ids=where, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", ["DiffLlama", "DeepseekV3"])
+def test_models_whose_attention_is_another_are_right_or_refused(kind):
+    """Two calls a layer for the same keys; values of another width, also in packed batches."""
+    torch.manual_seed(0)
+    own = {"DeepseekV3": {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+                          "v_head_dim": 12, "first_k_dense_replace": 3}}  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**SMALL | {"num_key_value_heads": 4} | own.get(kind, {}))
+    ours, theirs = (transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).double().eval() for _ in "12")
+    theirs.load_state_dict(ours.state_dict())
+    ours.set_attn_implementation("ringlab")
+    theirs.set_attn_implementation("sdpa")
+    where = torch.arange(50).remainder(25)[None].expand(3, -1)
+    for more in ({}, {"position_ids": where, "use_cache": False}):
+        assert torch.allclose(ours(TOKENS, **more).logits, theirs(TOKENS, **more).logits, atol=1e-10)
+    with pytest.raises(NotImplementedError, match="several times to the same keys|keys on to ringlab|head_dim"):
+        ours.generate(TOKENS, past_key_values=LiveCache(ours, 60), max_new_tokens=3)

@@ -34,6 +34,7 @@ CONVERTED = 4096  # rows of half precision that are converted together
 class LiveRows:
     """What one rank keeps of ``batch`` sequences: rows k and v (b, h_kv, slots, d), and which they are."""
 
+    @torch.inference_mode(False)  # or it could not be used outside of that mode
     def __init__(self, rules: Rules, batch: int, head_dim: int, dtype: torch.dtype, device: torch.device):
         self.rules = rules
         shape = batch, rules.kv_heads, rules.slots, head_dim
@@ -325,6 +326,7 @@ class Lane:
     ``until`` no row is to be dropped and no segment ends.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, rules: Rules, entries: Sequence[int], length: int = 0, peak: int = 0, positions=()):
         self.rules, self.entries, self.length, self.peak = rules, list(entries), length, peak
         self.positions = torch.zeros(rules.tables, rules.slots, dtype=torch.int32)

@@ -40,8 +40,9 @@ def register() -> None:
 
     It is an argument of ``from_pretrained``; ``model.set_attn_implementation("ringlab")`` does the same. A layer then
     runs ``ringlab.attention`` over its pattern (see ``set_pattern``; dense by default), forward and backward. Padding,
-    which ``attention_mask`` tells, is left out, on the right or the left. The documents of packed batches are told by
-    ``position_ids`` that start anew, or by ``cu_seq_lens_q``. Positions count from the first token of each document.
+    which ``attention_mask`` tells, is left out, on the right or the left. ``position_ids`` that start anew, without
+    padding, or ``cu_seq_lens_q`` tell the documents of packed batches; transformers' own attention needs
+    ``use_cache=False`` for that. Positions count from the first token of each document.
 
     ``model(..., ringlab_group=group, use_cache=False)`` takes shards of the sequence (``ringlab.nn.shard_sequence``):
     of the tokens, and of their ``position_ids``; but ``cu_seq_lens_q`` of the whole.
@@ -101,17 +102,18 @@ def attend(
     position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, ringlab_group=None, **others,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """(out (b, n, h, d), None) for query (b, h, n, d), key and value (b, h_kv, n, d): what transformers calls."""
+    layer = getattr(key, "ringlab_layer", None)
+    cache = layer and layer.taken()
     for name, why in REFUSED.items():
         if others.get(name) is not None:
             raise NotImplementedError(f"ringlab's attention cannot honour {name!r}: {why}")
     if dropout:
         raise NotImplementedError("attention dropout is not supported: set config.attention_dropout = 0.0")
-    layer = getattr(key, "ringlab_layer", None)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # (b, n, h, d)
-    (b, n), seen = q.shape[:2], layer.seen if layer else k.shape[1]
+    (b, n), seen = q.shape[:2], k.shape[1] + (layer.seen if layer else 0)
     if layer is None and k.shape[1] != n:
-        cache = "generate(..., past_key_values=ringlab.integrations.transformers.LiveCache(model, length))"
-        raise NotImplementedError(f"{n} queries on {k.shape[1]} keys of another cache: use {cache}")
+        ours = "generate(..., past_key_values=ringlab.integrations.transformers.LiveCache(model, length))"
+        raise NotImplementedError(f"{n} queries on {k.shape[1]} keys of another cache: use {ours}")
     if sliding_window is not None and sliding_window < seen:
         pattern = "give it a pattern, as sliding_window(...), and set config.sliding_window = None"
         raise NotImplementedError(f"a sliding window of {sliding_window} tokens is not supported: {pattern}")
@@ -122,19 +124,26 @@ def attend(
     how = {
         "causal": causal or layer is not None,
         "scale": scaling,
-        "cache": layer and layer.taken(),
+        "cache": cache,
         "group": ringlab_group,
     }
     if attention_mask is not None and attention_mask.dim() != 2:
         raise NotImplementedError("ringlab's attention takes a mask of padding (batch, tokens), no mask of pairs")
-    if attention_mask is not None and not (real := attention_mask[:, -n:].bool()).all():
-        return _padded(q, k, v, pattern, real, how), None
+    real = None if attention_mask is None else attention_mask[:, -n:].bool()
     where = None if ringlab_group is not None else position_ids  # those of shards tell no borders
-    borders = None if layer else _borders(b, n, where, cu_seq_lens_q, q.device)
-    if borders is None:
-        return attention(q, k, v, pattern, **how), None
-    packed = (t.flatten(0, 1)[None] for t in (q, k, v))
-    return attention(*packed, pattern, cu_seqlens=borders, **how).view(q.shape), None
+    borders = None if layer else _borders(b, n, where, cu_seq_lens_q, real)
+    if layer:
+        layer.check(attention_mask, n)
+    if real is not None and not real.all():
+        out = _padded(q, k, v, pattern, real, how)
+    elif borders is None:
+        out = attention(q, k, v, pattern, **how)
+    else:
+        packed = (t.flatten(0, 1)[None] for t in (q, k, v))
+        out = attention(*packed, pattern, cu_seqlens=borders.to(q.device), **how)[0].unflatten(0, (b, n))
+    if layer:
+        layer.keep(real, b, n)
+    return out, None
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, real: Tensor, how: dict) -> Tensor:
@@ -150,17 +159,24 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, real: Tensor, how
     return attention(*moved, pattern, lengths=lengths, **how)[entry, (at - first[:, None]) % n]
 
 
-def _borders(b: int, n: int, position_ids: Tensor | None, given: Tensor | None, device) -> Tensor | None:
+def _borders(b: int, n: int, position_ids: Tensor | None, given: Tensor | None, real: Tensor | None) -> Tensor | None:
     """The borders of the documents of a batch in one row, None if these are its entries."""
     if given is not None:
-        return given.to(device)
+        return given
     if position_ids is None or position_ids.shape[-1] != n or position_ids.dim() != 2:
         return None
-    starts = (position_ids.diff(dim=1) != 1).expand(b, -1).nonzero()
+    anew = (position_ids.diff(dim=1) != 1).expand(b, -1)  # (b, n - 1)
+    if real is not None and not real.all():
+        if (anew & real[:, 1:] & real[:, :-1]).any():
+            raise NotImplementedError(
+                "position_ids that start anew and padding do not go together: pack without padding"
+            )
+        return None
+    starts = anew.nonzero()
     if not len(starts):
         return None
     found = torch.cat([starts[:, 0] * n + starts[:, 1] + 1, torch.arange(0, b * n + 1, n, device=starts.device)])
-    return found.sort().values.to(device)
+    return found.sort().values
 
 
 class LiveCache(Cache):
@@ -194,6 +210,7 @@ class _Layer(CacheLayerMixin):
         self.pattern, self.heads, self.max_length, self.max_crop = pattern, heads, max_length, max_crop
         self.live: KVCache | None = None
         self.seen, self.waiting = 0, False
+        self.real: Tensor | None = None  # which of the tokens so far are no padding (b, seen); None: all
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         b, kv_heads, _, d = key_states.shape
@@ -206,15 +223,33 @@ class _Layer(CacheLayerMixin):
             raise NotImplementedError("the attention of this model does not pass its keys on to ringlab as they are")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.seen, self.waiting = self.seen + key_states.shape[2], True
+        self.waiting = True
         key_states = key_states.view_as(key_states)  # the attribute belongs to this call alone
         key_states.ringlab_layer = self
         return key_states, value_states
 
     def taken(self) -> KVCache:
-        """The cache, for the rows of the last ``update``."""
+        """The cache, for the rows of the last ``update``, which are taken once."""
+        if not self.waiting:
+            raise NotImplementedError("this model attends several times to the same keys: use it without a LiveCache")
         self.waiting = False
         return self.live
+
+    def check(self, mask: Tensor | None, n: int) -> None:
+        """Raise NotImplementedError if a mask (b, seen + n) hides other tokens than when they were kept."""
+        old = None if mask is None or mask[:, :-n].all() else mask[:, :-n].bool()  # None: nothing is hidden
+        other = (old is None) != (self.real is None) or (old is not None and not torch.equal(old, self.real))
+        if self.seen and other:
+            raise NotImplementedError("the mask hides other tokens than when the cache took them")
+
+    def keep(self, real: Tensor | None, b: int, n: int) -> None:
+        """Count n new tokens, of which those that are ``real`` (b, n) are no padding; None: all."""
+        if self.real is not None or (real is not None and not real.all()):
+            ones = torch.ones(b, self.seen + n, dtype=torch.bool, device=self.live.device)
+            ones[:, : self.seen] = ones[:, : self.seen] if self.real is None else self.real
+            ones[:, self.seen :] = ones[:, self.seen :] if real is None else real
+            self.real = ones
+        self.seen += n
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -226,12 +261,19 @@ class _Layer(CacheLayerMixin):
         return self.max_length
 
     def reset(self) -> None:
-        self.seen, self.waiting = 0, False
+        self.seen, self.waiting, self.real = 0, False, None
         if self.live:
             self.live.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.live.reorder(beam_idx)
+        self.real = None if self.real is None else self.real[beam_idx.to(self.real.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("a LiveCache is for one batch size: make it for the whole batch")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise NotImplementedError("a LiveCache is for one batch size: make it for the whole batch")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a number of them, negative as in transformers."""
@@ -240,3 +282,4 @@ class _Layer(CacheLayerMixin):
         if self.live and tokens_to_remove:
             self.live.crop([length + tokens_to_remove for length in self.live.lengths])
             self.seen += tokens_to_remove
+            self.real = None if self.real is None else self.real[:, : self.seen]
