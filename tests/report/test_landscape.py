@@ -191,12 +191,12 @@ def the_suite(name="cpu", device="cpu", installed=(), **how) -> list[Group]:
 
 @pytest.mark.parametrize("name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")])
 def test_the_suite_holds_the_field_at_a_like_number_of_keys(name, device):
-    points = [p for g in the_suite(name, device) for p in g.points]
-    assert {p.system for p in points} == {"dense_sdpa", "ringlab", "flex"}, (
+    groups = the_suite(name, device)
+    assert {p.system for g in groups for p in g.points} == {"dense_sdpa", "ringlab", "flex", "generation", "packed"}, (
         "other packages only where they are installed"
     )
-    for p in points:
-        assert p.system not in ("ringlab", "flex") or 270 <= document.density(p) * p.seq_len <= 460, p.label()
+    for p in (p for g in groups if g.name.startswith(suites.LANDSCAPE) for p in g.points):
+        assert p.system == "dense_sdpa" or 270 <= document.density(p) * p.seq_len <= 460, p.label()
 
 
 @pytest.mark.parametrize("rehearsal", [False, True])
