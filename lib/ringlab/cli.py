@@ -370,6 +370,8 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
     at_least = f", at least: {found.at_least}" if found.at_least else ""
     yield f"memory     {format_bytes(found.peak_bytes)} a rank{fits}{at_least}"
     yield from (f"  {part:<10} {format_bytes(held):>10}" for part, held in found.parts.items() if held)
+    if found.cache_bytes is not None:
+        yield f"cache      {format_bytes(found.cache_bytes)} a rank to generate, by ringlab.KVCache"
     if found.ranks > 1:
         total = format_bytes(sum(nbytes for _, nbytes in sent))
         yield f"sent       {total} in all" + ("" if sent else ": no rank needs rows of another")

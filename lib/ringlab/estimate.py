@@ -15,6 +15,7 @@ from . import cost, hardware
 from .block_patterns import BlockSparse, Given
 from .checks import LARGEST, check_int
 from .hardware import Rates
+from .kv_cache import cache_bytes
 from .meta_run import MetaCall
 from .patterns import Pattern
 
@@ -30,7 +31,8 @@ class Estimate:
     ``parts`` (bytes, see ``meta_run.PARTS``) and ``peak_bytes`` are of the rank that holds most, at its peak; the part
     ``gradients`` holds those of out, q, k and v. ``sent``: bytes of one call by (from rank, to rank). ``bounds``: lower
     bounds in seconds by resource, "compute", "memory", "network", where a rate is known. ``at_least``: why the peak may
-    be higher, or "".
+    be higher, or "". ``cache_bytes``: what a ``KVCache`` for as many positions takes on the rank with most; None where
+    the call is not causal.
     """
 
     cost: cost.Cost
@@ -41,6 +43,7 @@ class Estimate:
     sent: dict[tuple[int, int], int]
     bounds: dict[str, float] = field(default_factory=dict)
     at_least: str = ""
+    cache_bytes: int | None = None
 
     @property
     def bound_s(self) -> float:
@@ -92,8 +95,12 @@ def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
 def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
     """The Estimate of a checked call at a length."""
     run, scheme, at_least = call.at(seq_len)
+    cached = None
+    if call.causal:
+        names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "ranks")
+        cached = cache_bytes(call.pattern, max_seq_len=seq_len, **{name: getattr(call, name) for name in names})
     found = Estimate(cost_of(call, seq_len), call.ranks, scheme, run.parts(), run.peak_bytes, dict(run.traffic.sent),
-                     at_least=at_least)  # fmt: skip
+                     at_least=at_least, cache_bytes=cached)  # fmt: skip
     return found.bounded(rates_of(call, found.cost)) if call.profile else found
 
 

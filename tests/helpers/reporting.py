@@ -172,6 +172,7 @@ class Shown:
         with pytest.MonkeyPatch.context() as patch:
             for kind in ("bars", "lines"):
                 patch.setattr(figures, kind, self._draw)
+            patch.setattr(figures, "panels", lambda each, **_: [self._draw(some) for some in each.values()].clear())
             patch.setattr(figures, "show", self._show)
             for name in names:
                 self._keep(getattr(document, name)(page))

@@ -13,6 +13,7 @@ from reporting import Shown, longer, made_up, slower, study_of
 from ringlab import cost, hardware, measure, patterns
 from ringlab.block_patterns import sliding_window
 from ringlab.measure import Group, Point, peers, suites
+from ringlab.measure.model_systems import STEPS
 from ringlab.measure.points import Result
 from ringlab.measure.systems import build
 from ringlab.measure.workers import Worker
@@ -230,6 +231,10 @@ def test_a_wrong_package_is_not_timed(site, tmp_path):
 def row_of(point: Point, group: Group) -> Result:
     """A made-up row; another package takes half as long again as this library on its function."""
     row = replace(made_up(point.but(system="ringlab", options={}), group, False), point=point)
+    if point.system == "generation":
+        return replace(row, memory=row.memory | {"cache_bytes": point.seq_len * 2**10})
+    if point.system == "packed":
+        return row if row.option("equal") else longer(row, 1.1)
     return longer(row, next((x for name, x in SPEEDS.items() if of(name)(row)), 1.5 if row.option("version") else 1.0))
 
 
@@ -371,6 +376,22 @@ def test_a_wrong_package_is_shown_with_its_error():
 def test_without_packages_one_line_says_how_to_get_them():
     assert "No other package was measured: `make report PEERS=1` installs and measures dilated" in shown().text
     assert not [t for t in shown().tables if "Beside" in t.caption]
+
+
+def test_generation_and_documents_follow_the_rows():
+    found = shown()
+    lines = found.table("Data: a step").rows
+    assert len(lines) == 9 and {line[1] for line in lines} == {4096, 16384, 65536}
+    row = next(r for r in made() if r.point.system == "generation" and r.point.seq_len == 65520)
+    rate = STEPS / row.median
+    assert f"One layer at position 65,536: Dense {tables.number(rate)} tokens per second, 64 MiB" in found.text
+    assert any(value == pytest.approx(rate) for value in found.drawn) and 65520 / 2**10 in found.drawn
+    ratios = [line[3] for line in found.table("Packed documents").rows]
+    assert len(ratios) == 3 and all(ratio.startswith("1.1") for ratio in ratios)
+    lost = shown(
+        lambda r: replace(r, **LOST | {"status": "crashed"}) if r.point.system in ("generation", "packed") else r
+    )
+    assert "No step of generation was measured." in lost.text
 
 
 def test_density_and_cost_of_a_pair_are_counted():

@@ -39,11 +39,11 @@ def generation(point: Point, device) -> System:
     tensors, pattern = system.inputs, system.pattern
     sizes = {"batch": point.batch, "heads": point.heads, "kv_heads": point.kv_heads, "head_dim": point.head_dim}
     sizes |= {"max_seq_len": n + STEPS, "dtype": system.dtype}
-    counted = {"cache_bytes": cache_bytes(pattern, **sizes)}
     seen = visible(pattern, n, point.heads, point.kv_heads)
     pairs, distinct = (point.batch * sum(int(m.sum()) for m in each) for each in (seen, [m > 0 for m in seen]))
     rows = sum(int(torch.stack(seen[h : h + group]).any(0).sum()) for h in range(0, point.heads, group))
     read = 2 * point.batch * rows * point.head_dim * system.dtype.itemsize
+    counted = {"cache_bytes": cache_bytes(pattern, **sizes), "floor_bytes": read // STEPS}  # read again by each step
     flops = [4 * point.head_dim * count for count in (pairs, distinct)]
     system.cost = Cost(pairs, distinct, *flops, floor_bytes=read)
     system.shapes = lambda: [

@@ -148,6 +148,17 @@ def lines(
         return fig
 
 
+def panels(each: dict[str, dict], *, xlabel: str, colors: Sequence[str] = (BLUE, ORANGE, GREEN, PURPLE)):
+    """Panels one above the other over the same x, by their ylabel, each of ``lines``."""
+    with drawing(**{"axes.grid": True}):
+        fig, axes = plt.subplots(len(each), 1, figsize=(WIDTH, 2.5 * len(each)))
+        for ax, (ylabel, series) in zip(axes, each.items()):
+            _draw(ax, series, list(zip(colors, MARKERS)), ())
+            ax.set_title(ylabel, loc="left", fontsize=10)
+        axes[-1].set_xlabel(xlabel)
+        return fig
+
+
 def _draw(ax, series: dict, looks: Sequence[tuple[str, str]], dashed: Sequence[str]) -> None:
     ends = []
     for (name, points), (color, marker) in zip(series.items(), looks):

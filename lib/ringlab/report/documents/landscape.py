@@ -8,20 +8,21 @@ from dataclasses import dataclass
 
 from ...measure import peers as packages
 from ...measure import suites as suite
+from ...measure.model_systems import STEPS
 from .. import columns, figures
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures, limits, provenance, reading
 from ..rows import SHORT
 from ..study import Study, best, pattern_of, together
-from ..tables import Cell, Table, Text, interval, number
+from ..tables import Cell, Table, Text, interval, number, size
 from ..theme import INK
 from ..trust import objection, reason, status
 from .optimization import answer_of, fits_line
 from .session import density, pair_cost, percent
 
 __all__ = [
-    "answer", "failures", "limits", "peers", "provenance", "ranking", "reading", "time_figure",
-    "training", "unranked",
+    "answer", "documents", "failures", "generation", "limits", "peers", "provenance", "ranking", "reading",
+    "time_figure", "training", "unranked",
 ]  # fmt: skip
 COMPUTED = 131072  # tokens of the call that is computed where the device is absent
 RIGHT = "right"
@@ -248,6 +249,60 @@ def time_figure(study: Study) -> None:
         caption = f"Up to {number(most.value, 2)} times as fast as dense attention: {where}. Both axes are logarithmic."
     said = "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in series.items())
     figures.show(fig, "landscape-time", caption, f"{caption} {said}.", data, stamp=study.stamp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# in models: steps of generation, packed documents
+
+KINDS = {"dense": "Dense", "block_sparse": "Sliding window", "dilated": "LongNet from 256"}
+KIND_COLORS = {"Dense": figures.GREY} | COLORS
+
+
+def generation(study: Study) -> Text | None:
+    """Tokens per second and bytes of the cache over the position, of one layer."""
+    rows = [r for r in study.rows(system=suite.GENERATION) if columns.timed(r) and r.point == r.point.first]
+    if not rows:
+        return study.text("No step of generation was measured.")
+    speed: dict[str, list[tuple]] = {}
+    held: dict[str, list[tuple]] = {}
+    for r in sorted(rows, key=lambda r: r.point.seq_len):
+        name, n, (slow, quick) = KINDS[r.point.pattern["kind"]], r.point.seq_len + STEPS, (r.ci or (None, None))[::-1]
+        rates = [t and STEPS / t for t in (r.median, slow, quick)]
+        speed.setdefault(name, []).append((n, *rates))
+        held.setdefault(name, []).append((n, r.memory["cache_bytes"] / 2**20, None, None))
+    panels = {"Tokens per second, one layer": speed, "Cache (MiB)": held}
+    fig = figures.panels(panels, xlabel="Position", colors=[KIND_COLORS[name] for name in speed])
+    per_step = Column(">A step (ms)", lambda r: columns.time(r, 1e3 / STEPS))
+    data = table(
+        study, "Data: a step of generation",
+        [Column("Pattern", lambda r: str(pattern_of(r.point))), Column(">Position", lambda r: r.point.seq_len + STEPS),
+         per_step, Column(">Roofline (ms)", lambda r: r.bound_seconds and number(r.bound_seconds * 1e3 / STEPS)),
+         Column(">Cache", lambda r: size(r.memory["cache_bytes"])), Column(">Error", columns.error)],
+        rows, note="The roofline reads each visible row of k and v once, at the rate that the run's probe reached.",
+    )  # fmt: skip
+    most = max(n for n, *_ in speed.get("Dense") or speed[next(iter(speed))])
+    at = {name: next(((x[1], y[1]) for x, y in zip(p, held[name]) if x[0] == most), None) for name, p in speed.items()}
+    said = "; ".join(f"{x} {number(rate)} tokens per second, {number(mib)} MiB" for x, (rate, mib) in at.items())
+    caption = f"One layer at position {most:,}: {said}. A window and LongNet keep live rows alone."
+    figures.show(fig, "landscape-generation", caption, caption, data, stamp=study.stamp)
+    return None
+
+
+def documents(study: Study) -> Table | Text:
+    """Packed documents of different length beside equal ones with as many pairs, in turns."""
+    rows = study.rows(system="packed")
+    found = {(r.option("documents"), str(pattern_of(r.point)), r.option("equal", False)): r for r in rows}
+    if not found:
+        return study.text("No packed documents were measured.")
+    lines = [{"uneven": r, "equal": found.get((*key, True))} for (*key, equal), r in found.items() if not equal]
+    count, tokens = (f"{x:,}" for x in (lines[0]["uneven"].option("documents"), lines[0]["uneven"].point.seq_len))
+    return table(
+        study, "Packed documents: different lengths beside equal ones",
+        [Column("Pattern", lambda x: str(pattern_of(x["uneven"].point))), TIME.of("uneven", ">Different (ms)"),
+         TIME.of("equal", ">Equal (ms)"), columns.ratio(study, "uneven", "equal", ">Different over equal")],
+        lines, note=f"Causal, forward. {count} documents of 64 to 4,096 tokens, {tokens} in all; the equal ones have "
+        "as many tokens and pairs.",
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
