@@ -259,3 +259,18 @@ def test_a_cache_made_in_inference_mode_serves_outside_and_narrow_values_come_ba
         rest = [attention(q[:, i:j], k[:, i:j], v[:, i:j, :, :4], pattern, causal=True, cache=cache)
                 for i, j in ((5, 6), (6, 12))]  # fmt: skip
     assert reference.error(torch.cat([first, *rest], 1), want, 1.0) <= 1e-12
+
+
+def test_a_value_that_was_dropped_leaves_nothing_behind():
+    """Heads with fewer rows are read beyond them, with those that have more: what lay there has weight 0, NaN too."""
+    pattern = Dilated([4, 16], [1, 1], mixing="head_groups")
+    q, k, v = tensors(1, 32, 2, 2, 8)
+    want = reference.attention(q, k, v, pattern, causal=True)[0]
+    v[:, 2, 0] = torch.nan  # kept for position 3, and seen by no later one
+    cache = KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=32, dtype=F64)
+    out = torch.cat(
+        [attention(*some, pattern, causal=True, cache=cache) for some in zip(*(t.split(1, 1) for t in (q, k, v)))], 1
+    )
+    assert out[:, 2:4, 0].isnan().all()
+    out[:, 2:4, 0] = want[:, 2:4, 0]
+    assert reference.error(out, want, 1.0) <= 1e-12

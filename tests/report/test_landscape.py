@@ -327,7 +327,7 @@ def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
     line = next(r for r in found.table("Without a rank").rows if r[0] == "BigBird")
     assert line[1].text == "wrong" and "out is off by 1.3e+00, allowed 5.0e-06" in line[2]
     drawn = [label for labels in found.labels for label in labels]
-    assert "BigBird" not in drawn and drawn.count("Sliding window") == 1
+    assert "BigBird" not in drawn and drawn.count("Sliding window") == 3
     assert [r[0] for r in found.table("Data: time").rows].count("BigBird") == 0
     assert [r[0] for r in shown().table("Data: time").rows].count("BigBird") == 3
 
@@ -384,7 +384,10 @@ def test_generation_and_documents_follow_the_rows():
     assert len(lines) == 9 and {line[1] for line in lines} == {4096, 16384, 65536}
     row = next(r for r in made() if r.point.system == "generation" and r.point.seq_len == 65520)
     rate = STEPS / row.median
-    assert f"One layer at position 65,536: Dense {tables.number(rate)} tokens per second, 64 MiB" in found.text
+    assert (
+        f"One layer of 8 heads of 64 at position 65,536: Dense {tables.number(rate)} tokens per second, 64.0 MiB"
+        in found.text
+    )
     assert any(value == pytest.approx(rate) for value in found.drawn) and 65520 / 2**10 in found.drawn
     ratios = [line[3] for line in found.table("Packed documents").rows]
     assert len(ratios) == 3 and all(ratio.startswith("1.1") for ratio in ratios)

@@ -402,7 +402,7 @@ GENERATION, PACKED = "generation", "packed documents"
 def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
     """``generation``: a step from the cache over the position. ``packed documents``: uneven ones beside equal ones.
 
-    A rehearsal has no documents, a CPU a tenth of them.
+    A rehearsal has no documents, a CPU few of them.
     """
     ns = _lengths(rehearsal, 4096, 16384, 65536, *([] if cpu else [262_144]))
     step = point.but(system=GENERATION, causal=True)
@@ -411,11 +411,11 @@ def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
     groups = [Group(GENERATION, (*steps, again(steps[0])))]
     if rehearsal:
         return groups
-    count = 100 if cpu else 1000
+    count = 40 if cpu else 1000
     one = point.but(system="packed", seq_len=sum(document_lengths(count)), causal=True)
     kinds = Dense(), landscape_ladder(4096), LANDSCAPE_WINDOW
     ways = {"documents": count}, {"documents": count, "equal": True}
-    return [*groups, Group(PACKED, [one.but(pattern=p, options=way) for p in kinds for way in ways])]
+    return [*groups, Group(PACKED, [one.but(pattern=p, options=way) for p in kinds for way in ways], rounds=6)]
 
 
 def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:

@@ -283,7 +283,8 @@ def generation(study: Study) -> Text | None:
     most = max(n for n, *_ in speed.get("Dense") or speed[next(iter(speed))])
     at = {name: next(((x[1], y[1]) for x, y in zip(p, held[name]) if x[0] == most), None) for name, p in speed.items()}
     said = "; ".join(f"{x} {number(rate)} tokens per second, {number(mib)} MiB" for x, (rate, mib) in at.items())
-    caption = f"One layer at position {most:,}: {said}. A window and LongNet keep live rows alone."
+    heads = f"{rows[0].point.heads} heads of {rows[0].point.head_dim}"
+    caption = f"One layer of {heads} at position {most:,}: {said}. A window and LongNet keep live rows alone."
     figures.show(fig, "landscape-generation", caption, caption, data, stamp=study.stamp)
     return None
 
