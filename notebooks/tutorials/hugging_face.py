@@ -19,7 +19,8 @@ for step in range(40):
     lengths = torch.randint(50, 1000, (3,)).tolist()
     tokens = torch.cat([document[:n] for n in lengths])[None]
     where = torch.cat([torch.arange(n) for n in lengths])[None]  # positions start anew with each document
-    loss = model(tokens, position_ids=where, labels=tokens, use_cache=False).loss
+    labels = tokens.masked_fill(where == 0, -100)  # no document predicts the first token of the next
+    loss = model(tokens, position_ids=where, labels=labels, use_cache=False).loss
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

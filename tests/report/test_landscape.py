@@ -390,7 +390,7 @@ def test_generation_and_documents_follow_the_rows():
     )
     assert any(value == pytest.approx(rate) for value in found.drawn) and 65520 / 2**10 in found.drawn
     ratios = [line[3] for line in found.table("Packed documents").rows]
-    assert len(ratios) == 3 and all(ratio.startswith("1.1") for ratio in ratios)
+    assert len(ratios) == 3 and all(ratio.text.startswith("1.1") for ratio in ratios)
     lost = shown(
         lambda r: replace(r, **LOST | {"status": "crashed"}) if r.point.system in ("generation", "packed") else r
     )

@@ -54,7 +54,8 @@ def register() -> None:
 def set_pattern(model, pattern: Pattern | Sequence[Pattern]):
     """Give a model one pattern for all layers, or one for each, and return it.
 
-    It is kept in ``model.config.ringlab_pattern``, so that ``save_pretrained`` and ``from_pretrained`` carry it.
+    It is kept in ``model.config.ringlab_pattern``, which ``save_pretrained`` and ``from_pretrained`` carry; load with
+    ``attn_implementation="ringlab"``, or the model is dense. ValueError for a model that runs another attention.
     """
     patterns = [pattern] if isinstance(pattern, Pattern) else list(pattern)
     if not all(isinstance(p, Pattern) for p in patterns):
@@ -62,6 +63,8 @@ def set_pattern(model, pattern: Pattern | Sequence[Pattern]):
     layers = model.config.get_text_config().num_hidden_layers
     if len(patterns) not in (1, layers):
         raise ValueError(f"set_pattern takes one pattern, or {layers} for the layers, got {len(patterns)}")
+    if (runs := model.config.get_text_config()._attn_implementation) != NAME:
+        raise ValueError(f"the model runs {runs!r}, not patterns: model.set_attn_implementation({NAME!r}) comes first")
     model.config.get_text_config().ringlab_pattern = [p.to_dict() for p in patterns]
     return model
 
@@ -115,7 +118,7 @@ def attend(
         ours = "generate(..., past_key_values=ringlab.integrations.transformers.LiveCache(model, length))"
         raise NotImplementedError(f"{n} queries on {k.shape[1]} keys of another cache: use {ours}")
     if sliding_window is not None and sliding_window < seen:
-        pattern = "give it a pattern, as sliding_window(...), and set config.sliding_window = None"
+        pattern = "give it a pattern, as ringlab.blocks.sliding_window(...), and set config.sliding_window = None"
         raise NotImplementedError(f"a sliding window of {sliding_window} tokens is not supported: {pattern}")
     if ringlab_group is not None and (layer or attention_mask is not None):
         raise NotImplementedError("a ringlab_group takes whole documents, without a mask of padding and a cache")
@@ -183,7 +186,8 @@ class LiveCache(Cache):
     """The cache of a model for ``generate(..., past_key_values=cache)``: a ``ringlab.KVCache`` for each layer.
 
     For up to ``max_length`` tokens, prompt and padding included. ``max_crop``: so many tokens can be taken back, as
-    assisted generation does. Memory is allocated by the first call.
+    assisted generation does; ``crop(-2)`` takes back two, as of transformers' caches, and ``reset`` all. ``nbytes`` are
+    those of all layers, allocated by the first call; ``ringlab.cache_bytes`` tells those of each beforehand.
     """
 
     def __init__(self, model, max_length: int, *, max_crop: int = 0):
@@ -240,7 +244,7 @@ class _Layer(CacheLayerMixin):
         old = None if mask is None or mask[:, :-n].all() else mask[:, :-n].bool()  # None: nothing is hidden
         other = (old is None) != (self.real is None) or (old is not None and not torch.equal(old, self.real))
         if self.seen and other:
-            raise NotImplementedError("the mask hides other tokens than when the cache took them")
+            raise NotImplementedError("the mask hides other tokens than when the cache took them; reset() empties it")
 
     def keep(self, real: Tensor | None, b: int, n: int) -> None:
         """Count n new tokens, of which those that are ``real`` (b, n) are no padding; None: all."""
