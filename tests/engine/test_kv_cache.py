@@ -261,16 +261,19 @@ def test_a_cache_made_in_inference_mode_serves_outside_and_narrow_values_come_ba
     assert reference.error(torch.cat([first, *rest], 1), want, 1.0) <= 1e-12
 
 
-def test_a_value_that_was_dropped_leaves_nothing_behind():
+@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason=(
+    "the slot of a row that no later query sees is not zeroed, so NaN in it reaches heads that are read beyond theirs"
+)))])  # fmt: skip
+def test_a_value_that_was_dropped_leaves_nothing_behind(at):
     """Heads with fewer rows are read beyond them, with those that have more: what lay there has weight 0, NaN too."""
     pattern = Dilated([4, 16], [1, 1], mixing="head_groups")
     q, k, v = tensors(1, 32, 2, 2, 8)
     want = reference.attention(q, k, v, pattern, causal=True)[0]
-    v[:, 2, 0] = torch.nan  # kept for position 3, and seen by no later one
+    v[:, at, 0] = torch.nan  # the first head sees it up to position 3
     cache = KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=32, dtype=F64)
     out = torch.cat(
         [attention(*some, pattern, causal=True, cache=cache) for some in zip(*(t.split(1, 1) for t in (q, k, v)))], 1
     )
-    assert out[:, 2:4, 0].isnan().all()
-    out[:, 2:4, 0] = want[:, 2:4, 0]
+    assert out[:, at:4, 0].isnan().all()
+    out[:, at:4, 0] = want[:, at:4, 0]
     assert reference.error(out, want, 1.0) <= 1e-12
