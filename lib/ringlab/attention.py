@@ -21,6 +21,10 @@ MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")
 REFUSED = {
     **dict.fromkeys(MASKS, "masks are not arguments; use a pattern, causal=True, cu_seqlens or lengths"),
     **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "attention dropout is not supported"),
+    **dict.fromkeys(("softmax_scale", "sm_scale"), "it is called scale"),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "cu_seqlens alone says how long documents are"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "q and k share their documents: cu_seqlens"),
+    "window_size": "a window is a pattern: ringlab.blocks.sliding_window",
 }
 
 
@@ -77,7 +81,9 @@ def attention(
     Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
     NotImplementedError, with the reason, for a backend that cannot serve the device or dtype. Differentiable once, by
     ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise NotImplementedError.
-    Under ``torch.compile`` it runs as it is, between the graphs; ``backend="triton"`` within them.
+    ``torch.compile`` and ``torch.export`` take a call on one device whole, as the operator ``ringlab::attention``, for
+    any length; import ringlab before you load an exported program. With documents, a cache, simulated ranks or
+    ``execution`` options for memory, a compiled function runs it between its graphs.
 
     For code that called ``scaled_dot_product_attention``: ``is_causal`` is taken for ``causal``; ``enable_gqa``,
     ``dropout_p=0.0`` and ``attn_mask=None`` change nothing; under autocast q, k and v are cast as there.

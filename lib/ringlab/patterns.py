@@ -15,7 +15,12 @@ from .block_patterns import BlockSparse, part_from_dict
 from .checks import LARGEST, check_bool, check_choice, check_int, check_ints
 
 MIXINGS = ("lse", "head_groups")
-OFFSETS = ("head", "block", "branch", "kv_head")
+OFFSETS = {  # the first selected row of each segment; `group`: query heads of a K/V head
+    "head": lambda branch, head, rate, heads, group: head % rate,
+    "block": lambda branch, head, rate, heads, group: head // -(-heads // rate),
+    "branch": lambda branch, head, rate, heads, group: branch % rate,
+    "kv_head": lambda branch, head, rate, heads, group: head // group % rate,
+}
 SHADES, CELL = " ░▒▓█", 24  # for none to all of a cell; the positions of a cell that are sampled
 
 
@@ -100,14 +105,7 @@ class Dilated:
 
     def offset(self, branch: int, head: int, heads: int, kv_heads: int | None = None) -> int:
         """First selected row of a segment for ``head`` in ``branch``, in [0, rate)."""
-        rate = self.dilation_rates[branch]
-        if self.offsets == "head":
-            return head % rate
-        if self.offsets == "block":
-            return head // -(-heads // rate)
-        if self.offsets == "branch":
-            return branch % rate
-        return head // (heads // (kv_heads or heads)) % rate
+        return OFFSETS[self.offsets](branch, head, self.dilation_rates[branch], heads, heads // (kv_heads or heads))
 
     def heads_of(self, branch: int, heads: int) -> range:
         """The heads that run ``branch``: all of them, or the branch's group."""

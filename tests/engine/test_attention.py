@@ -3,7 +3,8 @@
 import pytest
 import torch
 from matrix import Case, differentiated, drawn, errors, judged, paths
-from ringlab import Dense, Dilated, Execution, Simulated, attention, blocks, memory, reference
+from ringlab import Dense, Dilated, Execution, Simulated, attention, blocks, memory, nn, reference
+from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.engine.execute import merge
 from ringlab.ring import SCHEMES
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +27,9 @@ GOOD = torch.zeros(1, 16, 4, 8)
         (dict(k=GOOD.double()), ValueError, "one dtype"),
         (dict(v=GOOD.to("meta")), ValueError, "one device"),
         (dict.fromkeys("qkv", GOOD[:, :0]), ValueError, "q is empty"),
+        (dict(softmax_scale=0.5), TypeError, "cannot honour 'softmax_scale': it is called scale"),
+        (dict(max_seqlen=16), TypeError, "'max_seqlen': cu_seqlens alone says how long documents are"),
+        (dict(window_size=(4, 0)), TypeError, "'window_size': a window is a pattern: ringlab.blocks.sliding_window"),
         (dict(q=GOOD.to_sparse()), ValueError, "q must be a plain tensor, got a torch.sparse_coo one"),
         (dict.fromkeys("qkv", GOOD.to("meta")), NotImplementedError, "runs on cpu and cuda tensors, got meta"),
         (dict(pattern="dense"), TypeError, "pattern must be a ringlab pattern, got str"),
@@ -196,19 +200,30 @@ def test_autocast_casts_as_torchs_attention_does(ranks):
 
 
 @pytest.mark.parametrize("group", [None, Simulated(2)])
-def test_torch_compile_runs_around_it_at_any_length(group):
-    """Plans change with n: traced, the second length ended inside the compiler."""
+def test_torch_compile_takes_it_at_any_length(group):
+    """On one device as one operator, without a break; over simulated ranks, whose plans change with n, around it."""
     torch._dynamo.reset()
 
-    def step(q):
-        return attention(2 * q, q, q, LADDER, group=group) + 1
+    def step(q, pattern):
+        return attention(2 * q, q, q, pattern, group=group) + 1
 
-    compiled = torch.compile(step, backend="eager")
-    for n in (32, 48):
-        q = torch.randn(1, n, 2, 8, requires_grad=True)
-        out = compiled(q)
-        assert torch.equal(out, step(q))
-        out.sum().backward()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=group is None and IN_GRAPHS)
+    for pattern in (LADDER, Dilated([8], [1]), blocks.local_global(1, 1, block_size=8)):  # one code, three patterns
+        for n in (32, 48):
+            q = torch.randn(1, n, 2, 8, requires_grad=True)
+            out, want = compiled(q, pattern), step(q, pattern)
+            assert torch.equal(out, want)
+            assert torch.equal(*(torch.autograd.grad(some.square().sum(), q)[0] for some in (out, want)))
+
+
+def test_an_exported_layer_equals_the_layer_at_any_length(tmp_path):
+    layer = nn.MultiheadAttention(16, 2, Dilated([8, 16], [1, 2]), causal=True, rotary_base=1e4)
+    shapes = ({1: torch.export.Dim("n", min=2, max=100)},)
+    torch.export.save(
+        torch.export.export(layer, (torch.randn(2, 32, 16),), dynamic_shapes=shapes), tmp_path / "layer.pt2"
+    )
+    x = torch.randn(2, 57, 16)
+    assert torch.equal(torch.export.load(tmp_path / "layer.pt2").module()(x), layer(x))
 
 
 @pytest.mark.parametrize("power", [1, 2])

@@ -261,9 +261,7 @@ def test_a_cache_made_in_inference_mode_serves_outside_and_narrow_values_come_ba
     assert reference.error(torch.cat([first, *rest], 1), want, 1.0) <= 1e-12
 
 
-@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason=(
-    "the slot of a row that no later query sees is not zeroed, so NaN in it reaches heads that are read beyond theirs"
-)))])  # fmt: skip
+@pytest.mark.parametrize("at", [2, 3])
 def test_a_value_that_was_dropped_leaves_nothing_behind(at):
     """Heads with fewer rows are read beyond them, with those that have more: what lay there has weight 0, NaN too."""
     pattern = Dilated([4, 16], [1, 1], mixing="head_groups")

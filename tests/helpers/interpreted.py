@@ -21,7 +21,7 @@ from gluon_machine import running
 from matrix import NAMES, Case, differentiated, errors, judged
 from ringlab import Dense, Dilated, Execution, attention, block_patterns, estimate, kernels, reference
 from ringlab import cache as caches
-from ringlab.engine.autograd import IN_GRAPHS
+from ringlab.engine.autograd import IN_GRAPHS, _text, operator
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import KERNELS, experimental, tile_schedule, triton, triton_config, triton_tune
 from ringlab.kernels.experimental import fused_merge
@@ -296,8 +296,8 @@ def compiled(pattern, n, heads, kv_heads, d):
     graph = torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")
     a, b = (differentiated(*f(q, k, v), (q, k, v), torch.ones_like(q), torch.ones(1, heads, n)) for f in (step, graph))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    text = triton._text(pattern)
-    checks = torch.library.opcheck(triton.triton_attention, (q, k, v, text, True, 0.25), test_utils=tests)
+    call = q, k, v, _text(pattern, "triton"), True, 0.25, True
+    checks = torch.library.opcheck(operator, call, test_utils=tests)
     show("compiled", same={name: torch.equal(a[name], b[name]) for name in NAMES}, checks=checks)
 
 

@@ -250,7 +250,7 @@ def any_layout(rng: random.Random, ranks: int, n: int) -> Layout:
 def any_dilated(rng: random.Random, longest: int = 80) -> Dilated:
     lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 3))]
     rates = [min(w, rng.choice([1, 1, 2, 3, 4, 9, rng.randint(1, w)])) for w in lengths]
-    return Dilated(lengths, rates, rng.choice(MIXINGS), rng.choice(OFFSETS))
+    return Dilated(lengths, rates, rng.choice(MIXINGS), rng.choice([*OFFSETS]))
 
 
 def any_case(rng: random.Random) -> Case:

@@ -12,7 +12,7 @@ def test_pairs_equal_the_multiplicity_matrix():
         n, kv_heads = rng.randint(1, 60), rng.randint(1, 4)
         heads = kv_heads * rng.choice([1, 2])
         lengths = [rng.randint(1, 70) for _ in range(rng.randint(1, 3))]
-        p = Dilated(lengths, [rng.randint(1, w) for w in lengths], rng.choice(MIXINGS), rng.choice(OFFSETS))
+        p = Dilated(lengths, [rng.randint(1, w) for w in lengths], rng.choice(MIXINGS), rng.choice([*OFFSETS]))
         causal, x = rng.random() < 0.5, torch.arange(n)
         m = torch.stack([p.multiplicity(x, x, head=h, heads=heads, kv_heads=kv_heads) for h in range(heads)])
         m = m * (x[None] <= x[:, None]) if causal else m

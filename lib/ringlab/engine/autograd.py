@@ -1,8 +1,10 @@
-"""Attention on one device: which path runs, and its autograd rule."""
+"""Attention on one device: which path runs, its autograd rule, and the operator that compiled graphs call."""
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,14 +13,15 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..block_patterns import BlockSparse
-from ..kernels import triton
-from ..kernels.base import device_type_of
-from ..patterns import Pattern
+from ..kernels.base import accumulation_dtype, device_type_of
+from ..patterns import Pattern, from_dict
 from . import Execution, blocks, execute, gather
 from .dilated import make_plan, plan_for
 from .documents import Documents
 
-IN_GRAPHS = triton.IN_GRAPHS
+# ``_text`` is a constant of the compiled graph. torch.compiler.assume_constant_result sets the same attribute but loads
+# the compiler with this module. With other versions of torch, attention is called outside of the graph.
+IN_GRAPHS = (2, 13) <= torch.__version__ < (2, 14)
 
 
 def local_attention(
@@ -26,10 +29,10 @@ def local_attention(
     documents: Documents | None = None,
 ):  # fmt: skip
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
-    if documents is None and backend == "triton" and IN_GRAPHS and torch.compiler.is_compiling() and execution.plain:
-        flip, positive = positive_scale(scale)
-        return triton.attend(flip(q), k, v, pattern, causal, positive)
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    if documents is None and torch.compiler.is_compiling() and execution.plain:
+        if IN_GRAPHS or torch.compiler.is_exporting():
+            return operator(q, k, v, _text(pattern, backend), causal, scale, is_followed(q, k, v))
+    q, k, v = _rows_dense(q, k, v)
     call = _Attention.apply if is_followed(q, k, v) else forward
     return outside_graphs(call)(q, k, v, pattern, causal, scale, backend, execution, documents)  # plans are lists
 
@@ -96,7 +99,7 @@ def backward(
             dq, dk, dv = kernel.gradients(dout, dlse, q, k, v, out, lse, pattern, causal, scale, execution.cached)
             return flip(dq), dk, dv
         kernel, d, tensors = execution.tiled(kernel), q.shape[3], fold_lse_gradient(dout, q, k, v, out, lse, dlse)
-        tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:5]] + [lse]
+        tensors = [*_rows_dense(*tensors[:5]), lse]
         _, q, k, *_ = tensors
         if alike and execution.merge == "fused":
             plan, fused_merge = _fused(q, k, pattern, execution)
@@ -186,6 +189,74 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
 
 
 _Attention = differentiable_once(forward, backward, 3)
+
+
+def _text(pattern: Pattern, backend: str | tuple[str, ...]) -> str:
+    return json.dumps([pattern.to_dict(), backend])
+
+
+if IN_GRAPHS:
+    _text._dynamo_marked_constant = True
+
+
+@lru_cache(maxsize=256)
+def _of_text(text: str) -> tuple[Pattern, str | tuple[str, ...], Execution]:
+    pattern, backend = json.loads(text)
+    return from_dict(pattern), backend if isinstance(backend, str) else tuple(backend), Execution()
+
+
+def _rows_dense(*tensors: Tensor) -> list[Tensor]:
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+@torch.library.custom_op("ringlab::attention", mutates_args=())
+def operator(
+    q: Tensor, k: Tensor, v: Tensor, text: str, causal: bool, scale: float, followed: bool
+) -> tuple[Tensor, Tensor]:
+    """``forward`` for the pattern and backend of a text: torch.compile and torch.export keep it whole."""
+    pattern, backend, execution = _of_text(text)
+    backend = _kernel_for(q, causal, followed, backend).name  # no tensor in here asks for its gradient
+    out, lse = forward(*_rows_dense(q, k, v), pattern, causal, scale, backend, execution)
+    return out, lse.contiguous()
+
+
+@operator.register_fake
+def _(q, k, v, text, causal, scale, followed):
+    b, n, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(b, heads, n, dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.custom_op("ringlab::attention_backward", mutates_args=())
+def operator_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, text: str,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``backward``, likewise."""
+    pattern, backend, execution = _of_text(text)
+    grads = backward(dout, dlse, *_rows_dense(q, k, v), out, lse, pattern, causal, scale, backend, execution)
+    return tuple(grad.contiguous() for grad in grads)
+
+
+@operator_backward.register_fake
+def _(dout, dlse, q, k, v, *rest):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, *ctx.rest, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 7
+    dout = torch.zeros_like(out) if dout is None else dout
+    return *operator_backward(dout, dlse, q, k, v, out, lse, *ctx.rest), None, None, None, None
+
+
+operator.register_autograd(_backward, setup_context=_setup)
 
 
 def positive_scale(scale: float):

@@ -70,7 +70,11 @@ class Documents:
             raise ValueError(f"cu_seqlens needs a batch of 1, got {q.shape[0]}: pack the sequences, or use lengths")
         borders, n = integers("cu_seqlens", cu_seqlens, q), n or q.shape[1]
         if len(borders) < 2 or borders[0] != 0 or borders[-1] != n or any(a > b for a, b in pairwise(borders)):
-            raise ValueError(f"cu_seqlens must ascend from 0 to the sequence length {n}, got {short_repr(borders)}")
+            shards = (
+                "" if n == q.shape[1] else " (if shards differ in length, give layout=ringlab.ring.contiguous(n, p))"
+            )
+            wanted = f"cu_seqlens must ascend from 0 to the sequence length {n}{shards}"
+            raise ValueError(f"{wanted}, got {short_repr(borders)}")
         return _documents(tuple((0, a, b) for a, b in pairwise(borders)), n)
 
     @staticmethod

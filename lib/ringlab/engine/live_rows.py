@@ -113,10 +113,9 @@ class LiveRows:
         self.lanes = lanes
 
     def _clear(self, lane: Lane, table: int, start: int, stop: int) -> None:
-        """Zero slots without a row: another head may have one there, and they are read with it, with weight 0."""
+        """Zero slots of v without a row: another head may have one there, and they are read with it, with weight 0."""
         for i in lane.slices():
-            for rows in (self.k, self.v):
-                rows[i, self.rules.heads_of(table), start:stop] = 0
+            self.v[i, self.rules.heads_of(table), start:stop] = 0
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Take new rows k, v (b, c, h_kv, d), which see nothing."""
@@ -243,7 +242,10 @@ class LiveRows:
                 o, l = one_query(*given, bias, scale)
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
-        lane.keep(t, shown, last if mine else [NEVER] * len(last))
+        left = lane.keep(t, last if mine else [NEVER] * len(last))
+        if mine and left and len(lane.counts) > 1:
+            for i in lane.slices():
+                self.v[i, torch.tensor(left), torch.tensor([lane.counts[table] for table in left])] = 0
         if t + 1 >= lane.until:
             self._drop(lane, t + 1)
             lane.refresh()
@@ -378,17 +380,19 @@ class Lane:
             each, at = torch.arange(len(self.counts)), torch.tensor(self.counts)
             self.positions[each, at], self.codes[each, :, at] = t, codes
 
-    def keep(self, t: int, shown: list[list[int]], last: list[int]) -> None:
-        """Keep the row at position t in the tables where a later query sees it."""
+    def keep(self, t: int, last: list[int]) -> list[int]:
+        """Keep the row at position t in the tables where a later query sees it; returns the other tables."""
+        left = []
         self.length = t + 1
         self.peak = max(self.peak, self.length)
         for table, until in enumerate(last):
             if until + self.rules.max_crop > t:
                 self.counts[table] += 1
-                self.hidden |= 0 in shown[table]
                 self.until = min(self.until, until + 1 + self.rules.max_crop)
             else:
                 self.codes[table, :, self.counts[table]] = 0
+                left.append(table)
+        return left
 
     def bias(self, tables: slice, start: int, stop: int, asked: list[list[int]], like: Tensor) -> Tensor | None:
         """log M (tables, seers, rows) of the slots start .. stop - 1 for a query of the branches ``asked``."""

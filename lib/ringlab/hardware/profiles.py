@@ -18,7 +18,6 @@ from .capability import Capability
 from .detect import Gpu, Machine, Peaks, detect, obstacle
 
 FOLDER = Path(__file__).parent / "profiles"
-ORDER = ("cpu", "gtx1080", "v100", "t4", "rtx3090", "rtx4090", "a100", "h100", "h200", "generic")
 MARGIN = 1.1  # measured rates are raised by this before they bound anything: a probe can be disturbed
 
 
@@ -190,9 +189,12 @@ def _plain(entry):
 
 @cache
 def profiles() -> dict[str, Profile]:
-    """Return all profiles by name: cpu first, then GPUs by age, generic last."""
-    names = {path.stem for path in FOLDER.glob("*.toml")}
-    return {name: load(FOLDER / f"{name}.toml") for name in (*ORDER, *sorted(names - {*ORDER}))}
+    """Return all profiles by name: cpu first, then GPUs by compute capability, generic last."""
+    found = sorted(
+        map(load, FOLDER.glob("*.toml")),
+        key=lambda p: (p.kind != "cpu", p.name == "generic", p.capability or (), p.name),
+    )
+    return {profile.name: profile for profile in found}
 
 
 def get_profile(name: str) -> Profile:

@@ -7,16 +7,12 @@ results are allocated, one row sum per query and, for half precision in several 
 Tile sizes are those that ``triton_tune`` found for this GPU, else the defaults. Values are tested by Triton's
 interpreter, and all sizes compile for compute capability 8.0 to 12.0 without spills. The speed was never measured, so
 ``backend="auto"`` does not choose this kernel.
-
-The last part makes the kernel an operator, so that torch.compile traces a call without a graph break.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,7 +20,7 @@ from torch import Tensor
 
 from .. import cache as caches
 from ..block_patterns import BlockSparse
-from ..patterns import Dense, Pattern, from_dict
+from ..patterns import Dense, Pattern
 from . import tile_schedule, triton_config
 from .base import HALF, capability, needs_cuda, wants_dtype
 from .external import missing
@@ -203,81 +199,3 @@ def start(name, launch: Launch, read, arguments, result, scale, causal, join, **
     with torch.cuda.device_of(q):
         kernel(*arguments, schedule.tiles, schedule.entries, scale * LOG2E, programs, heads, heads // k.shape[2], n,
                *strides, **constants)  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the operator
-
-_KERNEL = TritonKernel()
-# ``_text`` is a constant of the compiled graph. torch.compiler.assume_constant_result sets the same attribute but loads
-# the compiler with this module. With other versions of torch, attention is called outside of the graph.
-IN_GRAPHS = (2, 13) <= torch.__version__ < (2, 14)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) and lse (b, h, n) for a positive ``scale``; differentiable once. For compiled graphs, IN_GRAPHS.
-
-    Raises NotImplementedError, with the reason, where the kernels cannot run.
-    """
-    return triton_attention(q, k, v, _text(pattern), causal, scale)
-
-
-def _text(pattern: Pattern) -> str:
-    return json.dumps(pattern.to_dict())
-
-
-if IN_GRAPHS:
-    _text._dynamo_marked_constant = True
-
-
-@lru_cache(maxsize=256)
-def _pattern(text: str) -> Pattern:
-    return from_dict(json.loads(text))
-
-
-@torch.library.custom_op("ringlab::triton_attention", mutates_args=())
-def triton_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: str, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """out and lse."""
-    if why := _KERNEL.refuses(q.device, q.dtype, q.shape[3]):
-        raise NotImplementedError(f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}")
-    return _KERNEL.attend(*map(dense_rows, (q, k, v)), _pattern(pattern), causal, scale)
-
-
-@triton_attention.register_fake
-def _(q, k, v, pattern, causal, scale):
-    b, n, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(b, heads, n, dtype=torch.float32)
-
-
-@torch.library.custom_op("ringlab::triton_attention_backward", mutates_args=())
-def triton_attention_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: str,
-    causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv."""
-    q, k, v = map(dense_rows, (q, k, v))
-    return _KERNEL.gradients(dout, dlse, q, k, v, out, lse, _pattern(pattern), causal, scale)
-
-
-@triton_attention_backward.register_fake
-def _(dout, dlse, q, k, v, *rest):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
-
-
-def _setup(ctx, inputs, output):
-    q, k, v, *ctx.rest = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _backward(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * 6
-    dout = torch.zeros_like(out) if dout is None else dout
-    return *triton_attention_backward(dout, dlse, q, k, v, out, lse, *ctx.rest), None, None, None
-
-
-triton_attention.register_autograd(_backward, setup_context=_setup)

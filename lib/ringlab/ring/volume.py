@@ -45,11 +45,13 @@ def sent_bytes(
         rows, gradients = sum(plan.sent), sum(plan.received)
     elif scheme == "all_gather":
         rows, gradients = (p - 1) * own * kv_heads, foreign * kv_heads
-    else:
+    elif scheme == "ring":
         # A shard at distance t from home is sent on where it goes further; its gradient leaves every rank it reached.
         hops, sizes = problem.hops, layout.sizes
         rows = kv_heads * sum(sizes[rank - t] for t in range(p) if hops[rank - t] > t)
         gradients = kv_heads * sum(sizes[rank - t] for t in range(1, p) if hops[rank - t] >= t)
+    else:
+        raise ValueError(f"the bytes of the scheme {scheme!r} are not counted")
     again = 0 if scheme == "plan" else rows  # the plan keeps the rows that it received
     return 2 * batch * head_dim * (rows * narrow + (again * narrow + gradients * broad if trains else 0))
 
