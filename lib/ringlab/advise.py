@@ -179,7 +179,8 @@ class Advice:
 
     ``advice["scheme"]`` is a choice's value. ``need_bytes`` is what the rank that needs most needs, ``budget_bytes``
     what it has (None: not known); where that is less, ``longest`` is a length of this pattern that fits, near the
-    longest, and ``enough_ranks`` a number of ranks that hold the sequence.
+    longest, and ``enough_ranks`` a number of ranks that hold the sequence. ``cache_bytes``: what the caches of all
+    layers take for generating up to this length, on the rank with most (None: not causal, or not estimated).
     """
 
     call: MetaCall  # its shape, passes, ranks and profile
@@ -191,6 +192,7 @@ class Advice:
     proposals: tuple[Proposal, ...] = ()
     longest: int | None = None
     enough_ranks: int | None = None
+    cache_bytes: int | None = None
 
     def __getitem__(self, name: str):
         return self.choices[name].value
@@ -226,12 +228,21 @@ class Advice:
         ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
         return f"does not fit: {have}; {longest}{ranks}"
 
+    def _memories(self) -> list[tuple[str, str]]:
+        """What is said of memory: of the call, and of the caches for generation."""
+        if self.cache_bytes is None:
+            return [("memory", self.memory)]
+        caches = "a cache" if self.layers == 1 else f"the caches of {self.layers} layers"
+        said = f"{caches} for {self.seq_len:,} tokens: {format_bytes(self.cache_bytes)}"
+        return [("memory", self.memory), ("generation", said)]
+
     def text(self) -> str:
         """For a terminal: the choices, the measured comparisons, and the patterns that were compared."""
         lines = [self.title, ""]
         for c in self.choices.values():
             lines += [f"{c.name:15}{c.shown}", f"{'':15}{c.how}: {c.why}"]
-        lines += [f"{'memory':15}{ESTIMATE}: {self.memory}", ""]
+        lines += [f"{name:15}{ESTIMATE}: {said}" for name, said in self._memories()]
+        lines += [""]
         measured = [f"  {e.text}" for c in self.choices.values() for e in c.evidence]
         lines += ["measured:", *measured] if measured else ["measured: nothing that bears on it"]
         return "\n".join([*lines, "", *columns([PATTERN_COLUMNS, *map(self._figures, self.proposals)])])
@@ -240,7 +251,7 @@ class Advice:
         """Two tables in Markdown: the choices with their evidence, and the patterns that were compared."""
         rows = [("What", "Choice", "How", "Why", "Measured")]
         rows += [(c.name, c.shown, c.how, c.why, "; ".join(e.text for e in c.evidence)) for c in self.choices.values()]
-        rows += [("memory", "", ESTIMATE, self.memory, "")]
+        rows += [(name, "", ESTIMATE, said, "") for name, said in self._memories()]
         return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._figures, self.proposals)])}"
 
     def code(self) -> str:
@@ -429,6 +440,8 @@ class _Advisor:
         if self.estimates:
             kept = checkpointing.value
             found["need_bytes"] = self._need(placed.estimate, kept)
+            if c.causal:
+                found["cache_bytes"] = self.layers * placed.estimate.cache_bytes
             found["proposals"] = self._proposals(pattern.value, isinstance(wanted, Pattern), kept)
             if not self._fits(placed.estimate, kept):
                 found["longest"] = self._longest(placed, kept)

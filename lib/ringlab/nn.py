@@ -26,6 +26,10 @@ from .ring.layout import layout_named
 PREFILL = 8192  # tokens of a prompt that are computed together
 
 
+class _NotTorchs(Tensor):
+    """A weight that torch's encoder does not hand to its own kernel."""
+
+
 class MultiheadAttention(nn.Module):
     """Self-attention over a pattern with q, k, v and output projections: (b, n, embed_dim) to (b, n, embed_dim).
 
@@ -113,6 +117,10 @@ class MultiheadAttention(nn.Module):
 
     # What torch's encoder asks of its attention; these keep it from running its own kernel in our place.
     batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, False
+
+    @property
+    def in_proj_weight(self) -> Tensor:
+        return self.q_proj.weight.as_subclass(_NotTorchs)
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, pattern: Pattern, **options) -> MultiheadAttention:

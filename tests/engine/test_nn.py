@@ -72,6 +72,13 @@ def test_it_takes_the_place_of_torchs_layer(causal):
     for mode in (True, False):
         with torch.set_grad_enabled(mode):
             assert apart([encoder.train(mode)(x, **how)[~padding]], [want[~padding]]) <= 1e-12
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
+    stack = torch.nn.TransformerEncoder(layer, 2)  # which would run its own kernel on nested tensors in evaluation
+    want = stack(x, src_key_padding_mask=padding)
+    for layer in stack.layers:
+        layer.self_attn = MultiheadAttention.from_torch(layer.self_attn, Dense())
+    with torch.no_grad():
+        assert apart([stack.eval()(x, src_key_padding_mask=padding)[~padding]], [want[~padding]]) <= 1e-12
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -144,6 +144,7 @@ def forward(change: dict, **how):
     ({"attention_mask": torch.ones(3, 50).scatter_(1, torch.tensor([[3]] * 3), 0)}, "padding between tokens"),
     ({"attention_mask": torch.ones(3, 1, 50, 50)}, "a mask of padding"),
     ({"softcap": 30.0}, "soft-capped scores are not supported"),
+    ({"output_attentions": True}, "keeps no weights"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_in_one_line(change, words):
     with pytest.raises(NotImplementedError, match=words) as caught:

@@ -42,6 +42,8 @@ def test_forward_derivatives_are_refused():
     q = torch.zeros(1, 8, 2, 8)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         attention(q, q, q, Dense(), group=Simulated(2))
+    with pytest.raises(NotImplementedError, match="does not support torch.func"):
+        torch.func.grad(lambda q: attention(q, q, q, Dense(), group=Simulated(2)).sum())(q)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

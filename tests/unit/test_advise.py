@@ -10,7 +10,7 @@ import pytest
 import ringlab
 import torch
 from reporting import GOOD, made_up, whole_suite
-from ringlab import Dense, Dilated, Evidence, Execution, Simulated, advise, cli, hardware
+from ringlab import Dense, Dilated, Evidence, Execution, Simulated, advise, cache_bytes, cli, hardware
 from ringlab.advise import ladder, local
 from ringlab.cost import count_pairs
 from ringlab.estimate import estimate, longest
@@ -95,6 +95,11 @@ def test_memory_agrees_with_the_estimate():
     assert kept["checkpointing"] and kept.need_bytes == found.peak_bytes + 4 * found.parts["q"] and kept.fits
     assert "checkpoint(attend, q, k, v" in kept.code()
     exec(kept.code().replace("seq_len = 8192", "seq_len = 64"), {})
+    assert deep.cache_bytes is None and "generation" not in deep.text()
+    deep = advise(GTX, 8192, layers=5, causal=True, **shape)
+    sizes = dict(max_seq_len=8192, heads=2, head_dim=16, dtype=deep["dtype"], ranks=2)
+    assert deep.cache_bytes == 5 * cache_bytes(shape["pattern"], **sizes)
+    assert "the caches of 5 layers for 8,192 tokens: " in deep.text() and "generation" in deep.table()
 
 
 def test_a_kernel_that_forms_scores_is_tiled_where_they_do_not_fit():

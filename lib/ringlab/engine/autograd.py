@@ -37,14 +37,16 @@ def local_attention(
     return outside_graphs(call)(q, k, v, pattern, causal, scale, backend, execution, documents)  # plans are lists
 
 
-_in_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+in_transform = getattr(torch._C, "_are_functorch_transforms_active", None)  # None: another version of torch
 
 
 def is_followed(*tensors: Tensor | None) -> bool:
     """Whether autograd or a transform of torch.func must see the call; a plain function is faster."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
-    return _in_transform() or getattr(forward_ad, "_current_level", 0) >= 0  # -1 outside of forward-mode derivatives
+    return (
+        in_transform is None or in_transform() or getattr(forward_ad, "_current_level", 0) >= 0
+    )  # -1 outside of forward-mode derivatives
 
 
 def outside_graphs(call):
@@ -143,7 +145,11 @@ class NoVmap(torch.autograd.Function):
     @classmethod
     def apply(cls, *args):
         """As torch's, which outside of transforms spends longer than a small call on looking for default arguments."""
-        return super().apply(*args) if _in_transform() else super(torch.autograd.Function, cls).apply(*args)
+        return (
+            super().apply(*args)
+            if in_transform is None or in_transform()
+            else super(torch.autograd.Function, cls).apply(*args)
+        )
 
     @staticmethod
     def vmap(info, in_dims, *args):

@@ -110,6 +110,10 @@ def attend(
     for name, why in REFUSED.items():
         if others.get(name) is not None:
             raise NotImplementedError(f"ringlab's attention cannot honour {name!r}: {why}")
+    if others.get("output_attentions"):
+        raise NotImplementedError(
+            "ringlab's attention keeps no weights; ringlab.reference.weights has those of short ones"
+        )
     if dropout:
         raise NotImplementedError("attention dropout is not supported: set config.attention_dropout = 0.0")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # (b, n, h, d)

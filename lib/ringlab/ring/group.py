@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from .. import kernels
 from ..checks import check_choice, check_int, short_repr
 from ..engine import Execution
-from ..engine.autograd import IN_GRAPHS, is_followed, local_attention, positive_scale, without_autocast
+from ..engine.autograd import IN_GRAPHS, in_transform, is_followed, local_attention, positive_scale, without_autocast
 from ..engine.documents import Documents
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
@@ -225,8 +225,10 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     options = {"causal": causal, "scale": scale, "backend": backend, "execution": execution}
     if compiling and (simulated or not IN_GRAPHS):
         return torch.compiler.disable(attend)(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
-    if not compiling and getattr(forward_ad, "_current_level", -1) >= 0:  # an operator would drop the tangents
-        raise NotImplementedError("attention over a group does not support forward-mode derivatives; use backward")
+    if not compiling and (
+        in_transform and in_transform() or getattr(forward_ad, "_current_level", -1) >= 0
+    ):  # operators know neither
+        raise NotImplementedError("attention over a group does not support torch.func and forward-mode derivatives; use backward")
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
     group = Group.of(group)
     shape, where = (*q.shape[1:3], k.shape[2]), (group.size, group.process_group)
