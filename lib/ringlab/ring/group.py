@@ -228,7 +228,7 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     if not compiling and (
         in_transform and in_transform() or getattr(forward_ad, "_current_level", -1) >= 0
     ):  # operators know neither
-        raise NotImplementedError("attention over a group does not support torch.func and forward-mode derivatives; use backward")
+        raise NotImplementedError("attention over a group does not support torch.func or forward-mode derivatives")
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
     group = Group.of(group)
     shape, where = (*q.shape[1:3], k.shape[2]), (group.size, group.process_group)
