@@ -30,7 +30,7 @@ def local_attention(
 ):  # fmt: skip
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
     if documents is None and torch.compiler.is_compiling() and execution.plain:
-        if IN_GRAPHS or torch.compiler.is_exporting():
+        if (IN_GRAPHS or torch.compiler.is_exporting()) and not (in_transform and in_transform()):
             return operator(q, k, v, _text(pattern, backend), causal, scale, is_followed(q, k, v))
     q, k, v = _rows_dense(q, k, v)
     call = _Attention.apply if is_followed(q, k, v) else forward
