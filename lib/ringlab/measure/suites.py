@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import product
 
 from .. import block_patterns, hardware, kernels
+from ..advise import PAPER, ladder
 from ..block_patterns import BlockSparse, bigbird, hierarchical, local_global, sliding_window
 from ..patterns import Dense, Dilated, Pattern
 from . import peers
@@ -351,7 +352,7 @@ def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
 # the landscape: attention functions of the field on one page
 
 # A query of the sparse patterns sees 270 to 450 keys on average at every length: they differ in which keys, not in how
-# many.
+# many. Beside them stands LongNet's own ladder, which `advise` proposes.
 LANDSCAPE, LANDSCAPE_TRAINING = "landscape", "landscape training"
 LANDSCAPE_WINDOW = WINDOW  # five blocks: 320 keys
 BIGBIRD = bigbird(1, 1, 1, block_size=64)  # three, a global and a random one
@@ -429,7 +430,8 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
     points = [dense(window.but(seq_len=n)) for n in ns]
     for n in ns:
-        here = LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL, landscape_ladder(n)
+        here = [LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL, landscape_ladder(n)]
+        here += [ladder(n)] if n > PAPER else []
         points += [window.but(seq_len=n, pattern=pattern) for pattern in here]
     points.append(window.but(seq_len=ns[0], options=TWIN))
     if not rehearsal:

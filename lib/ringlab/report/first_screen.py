@@ -32,7 +32,7 @@ OVERVIEW = (8192, 131072, 1048576)
 WORDS = {"fwd": "forward", "fwd+bwd": "in training"}  # passes, as readers call them
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
 RANKS = 2  # for what moves between devices
-LINES = {"dense": ("Dense", figures.GREY), "advised": ("LongNet from 2,048", figures.PURPLE),
+LINES = {"dense": ("Dense", figures.GREY), "advised": (field.ADVISED, figures.PURPLE),
          "local": ("Window and global block", figures.BLUE)}  # fmt: skip
 
 
@@ -121,7 +121,11 @@ def fastest(study: Study) -> str:
     tied = " and ".join(other.name for other, _ in first[1:])
     said += f". {tied} {'is' if len(first) == 2 else 'are'} within noise of it" if tied else ""
     pairs = percent(field.density(row.point), 2)
-    said += f". It computes {pairs} of the query–key pairs.{_training(study, entry)}"
+    said += f". {entry.name} computes {pairs} of the query–key pairs.{_training(study, entry)}"
+    named = {entry.name: row for _, entry, row in ranked}
+    if (advised := named.get(field.ADVISED)) is not None and (ratio := study.ratio(dense, advised)):
+        speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as dense attention"
+        said += f" {field.ADVISED}, which the table below advises, takes {speed}."
     return f"{said} This ranks speed, not how well a model learns."
 
 
@@ -134,7 +138,7 @@ def _training(study: Study, entry) -> str:
     n = row.point.seq_len
     ratio = study.ratio(next((r for r in field.DENSE.rows(study, **group) if r.point.seq_len == n), None), row)
     less = f", {number(ratio.value, 2)} times as fast as dense attention" if ratio and entry is not field.DENSE else ""
-    return f" In training at {n:,} tokens it takes {number(row.median * 1e3)} ms{less}."
+    return f" In training at {n:,} tokens {entry.name} takes {number(row.median * 1e3)} ms{less}."
 
 
 def _measured_figure(study: Study, measured: dict[str, list]) -> Figure:
@@ -166,8 +170,8 @@ def _memory(study: Study, most: dict[str, tuple[int, int]]) -> str:
     said = " or ".join(f"{sparse:,} tokens {WORDS[passes]}" for passes, (sparse, _) in most.items())
     dense = " or ".join(f"{whole:,}" for _, whole in most.values())
     return (
-        f"**{size(study.memory_bytes)} hold {said}** with LongNet from 2,048, computed; dense attention {dense}. "
-        "Sparse patterns save time, not memory."
+        f"**{size(study.memory_bytes)} hold {said}** with {field.ADVISED}, computed; dense attention {dense}. "
+        "Sparse patterns save time in such a call, not memory; in generation their cache is smaller."
     )
 
 

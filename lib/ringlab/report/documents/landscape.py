@@ -6,6 +6,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...advise import ladder
 from ...measure import peers as packages
 from ...measure import suites as suite
 from ...measure.model_systems import STEPS
@@ -67,6 +68,7 @@ def _always(pattern) -> Callable[[int], object]:
     return lambda seq_len: pattern
 
 
+ADVISED = "LongNet from 2,048"  # what `advise` proposes
 FIELD = (
     Entry("Dense SDPA", "every key", "dense_sdpa", _always(suite.Dense()), figures.GREY),
     Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.LANDSCAPE_WINDOW), figures.BLUE),
@@ -74,7 +76,8 @@ FIELD = (
     Entry("Local and global", "neighbours and global blocks, as Longformer", "ringlab", _always(suite.LOCAL_GLOBAL),
           figures.GREEN),
     Entry("LongNet from 256", "dilated segments, one softmax over all", "ringlab", suite.landscape_ladder,
-          figures.PURPLE),
+          figures.SKY),
+    Entry(ADVISED, "the same, with segments as in its paper", "ringlab", ladder, figures.PURPLE),
     Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
           _always(suite.LOCAL_GLOBAL), figures.RED),
 )  # fmt: skip
