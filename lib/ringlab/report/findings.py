@@ -15,7 +15,7 @@ from .claims import WORDS, Verdict
 from .rows import SHORT, label, pass_of
 from .study import Study
 from .tables import Cell, Table, Text, number, size
-from .trust import objection, reason, status
+from .trust import NORMAL, objection, reason, status
 
 
 def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
@@ -58,7 +58,8 @@ def trust_line(study: Study) -> str:
     twice = f"{agreed} of {again} times agree with an earlier run" if again else "no second run to compare with"
     floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
     if study.pace:
-        floor += f", in different parts of the run by about {number(100 * study.pace, 1)} %"
+        pace = 100 * 2**0.5 * NORMAL * study.pace  # of two rows, 95 % of them
+        floor += f"; a call in different parts of the run, by up to about {number(pace, 2)} %"
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"

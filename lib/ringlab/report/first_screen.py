@@ -235,8 +235,10 @@ def _bound(advice: Advice, name: str) -> Cell | None:
 
 def _overview(study: Study, n: int, advised: dict) -> str:
     advice = advised[n, "fwd"]
-    if isinstance(advice, str) or advice.fits is False:
+    if isinstance(advice, str):
         return "does not fit"
+    if advice.fits is False:
+        return f"does not fit{f'; {advice.enough_ranks} devices hold it' if advice.enough_ranks else ''}"
     training = advised[n, "fwd+bwd"]
     also = "fits" if isinstance(training, Advice) and training.fits else "fits forward only"
     return f"{_time(study, n, advice).text}, {also}"
@@ -256,6 +258,7 @@ def _decisions(study: Study, advised: dict) -> Table:
             _bound(known, "local"), _bound(known, "dense"),
         ])  # fmt: skip
         sent.add(_sent(known))
+    measured = any(isinstance(cell, Cell) and cell.text[0].isdigit() for line in lines for cell in line[3:5])
     return Table(
         "What to use, by length",
         [">Tokens", "Use", ">Query–key pairs", ">Forward", ">Training", ">Window, forward",
@@ -263,9 +266,9 @@ def _decisions(study: Study, advised: dict) -> Table:
         lines,
         note="Use: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the sequence, "
         "so that every query reaches all of it. Window: about 2,048 neighbours and one global block. ≥ marks a "
-        "computed lower bound, other times are measured. Below a time stands the peak of memory, computed."
-        f"{_said_of(sent)} `python -m ringlab advise --profile {study.profile.name} --seq-len N` answers for other "
-        "lengths and shapes.",
+        f"computed lower bound{', other times are measured' if measured else ''}. Below a time stands the peak of "
+        f"memory, computed.{_said_of(sent)} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
+        "answers for other lengths and shapes.",
     )  # fmt: skip
 
 

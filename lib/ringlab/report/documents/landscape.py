@@ -129,7 +129,7 @@ def standing(study: Study, seq_len: int) -> list[tuple[int, Entry, object]]:
 def answer(study: Study) -> Text:
     """The fastest, what a pair costs, what is wrong or absent; trust, and what was not measured."""
     computed = fits_line(study, suite.landscape_ladder(COMPUTED), COMPUTED) if study.rehearsal else ""
-    return answer_of(study, computed, _fastest_line(study), _pair_line(study), _wrong_line(study))
+    return answer_of(study, computed, _fastest_line(study), _pair_line(study), _wrong_line(study), _model_line(study))
 
 
 def _cost(ratio) -> str | None:
@@ -172,6 +172,22 @@ def _wrong_line(study: Study) -> str:
     said = "; ".join(f"{word}: {', '.join(names)}" for word, names in named.items() if names and word != RIGHT)
     right, here = len(named[RIGHT]), len(named[RIGHT] + named[WRONG])
     return f"**Right**: {right} of the {here} systems that are here{f'. Not ranked: {said}' if said else ''}."
+
+
+def _model_line(study: Study) -> str:
+    """A step of generation and packed documents, at the longest position and for the dearest pattern."""
+    steps = [r for r in study.rows(system=suite.GENERATION) if columns.timed(r) and r.point == r.point.first]
+    if not steps:
+        return ""
+    n = max(r.point.seq_len for r in steps)
+    said = [f"{KINDS[r.point.pattern['kind']]} {number(r.median * 1e3 / STEPS)} ms and {size(r.memory['cache_bytes'])}"
+            for r in steps if r.point.seq_len == n]  # fmt: skip
+    found = [x for _, _, x in _packed(study) if x]
+    dear = max(found, key=lambda x: x.value, default=None)
+    more = f" Documents of different length take {times(dear).plain} the time of equal ones, or less." if dear else ""
+    return (
+        f"**In models**: a step of generation at position {n + STEPS:,} takes, with its cache, {'; '.join(said)}.{more}"
+    )
 
 
 def ranking(study: Study) -> Table:
@@ -218,7 +234,7 @@ def unranked(study: Study) -> Table | Text:
     checked += "shortest."
     found = [(e, v) for e in FIELD if (v := verdict(study, e)).word != RIGHT]
     if not found:
-        return study.text(f"Every system is here and right. {checked}")
+        return study.text(f"Every system of this ranking is right. {checked}")
     return study.table(
         "Without a rank", ["System", "Verdict", "Why"],
         [[e.name, Cell(v.word, kind="bad" if v.word == WRONG else "none"), v.why] for e, v in found],
@@ -278,8 +294,9 @@ def generation(study: Study) -> Text | None:
     per_step = Column(">A step (ms)", lambda r: columns.time(r, 1e3 / STEPS))
     data = table(
         study, "Data: a step of generation",
-        [Column("Pattern", lambda r: str(pattern_of(r.point))), Column(">Position", lambda r: r.point.seq_len + STEPS),
-         per_step, Column(">Roofline (ms)", lambda r: r.bound_seconds and number(r.bound_seconds * 1e3 / STEPS)),
+        [Column("Pattern", lambda r: KINDS[r.point.pattern["kind"]]),
+         Column(">Position", lambda r: r.point.seq_len + STEPS), per_step,
+         Column(">Roofline (ms)", lambda r: r.bound_seconds and number(r.bound_seconds * 1e3 / STEPS)),
          Column(">Cache", lambda r: size(r.memory["cache_bytes"])), Column(">Error", columns.error)],
         rows, note="The roofline reads each visible row of k and v once, at the rate that the run's probe reached.",
     )  # fmt: skip
@@ -292,17 +309,23 @@ def generation(study: Study) -> Text | None:
     return None
 
 
-def documents(study: Study) -> Table | Text:
-    """Packed documents of different length beside equal ones with as many pairs, in turns."""
+def _packed(study: Study) -> list[tuple]:
+    """(row of different lengths, row of equal ones, their ratio) for each pattern of packed documents."""
     rows = study.rows(system="packed")
     found = {(r.option("documents"), str(pattern_of(r.point)), r.option("equal", False)): r for r in rows}
-    if not found:
+    pairs = [(r, found.get((*key, True))) for (*key, equal), r in found.items() if not equal]
+    return [(r, other, study.ratio(r, other)) for r, other in pairs]
+
+
+def documents(study: Study) -> Table | Text:
+    """Packed documents of different length beside equal ones with as many pairs, in turns."""
+    lines = [{"uneven": uneven, "equal": equal} for uneven, equal, _ in _packed(study)]
+    if not lines:
         return study.text("No packed documents were measured.")
-    lines = [{"uneven": r, "equal": found.get((*key, True))} for (*key, equal), r in found.items() if not equal]
     count, tokens = (f"{x:,}" for x in (lines[0]["uneven"].option("documents"), lines[0]["uneven"].point.seq_len))
     return table(
         study, "Packed documents: different lengths beside equal ones",
-        [Column("Pattern", lambda x: str(pattern_of(x["uneven"].point))), TIME.of("uneven", ">Different (ms)"),
+        [Column("Pattern", lambda x: KINDS[x["uneven"].point.pattern["kind"]]), TIME.of("uneven", ">Different (ms)"),
          TIME.of("equal", ">Equal (ms)"), columns.ratio(study, "uneven", "equal", ">Different over equal")],
         lines, note=f"Causal, forward. {count} documents of 64 to 4,096 tokens, {tokens} in all; the equal ones have "
         "as many tokens and pairs.",

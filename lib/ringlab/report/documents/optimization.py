@@ -90,8 +90,8 @@ def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
     gpu, dtype, bound = study.profile, rows.hardware_dtype(study), ""
     ours, dense = (_bound(gpu, p, dtype, seq_len) for p in (pattern, patterns.Dense()))
     if study.rehearsal and ours and dense:
-        bound = f"computed for {gpu.title} in {SHORT[dtype]}, the call takes at least {ours} ms over {seq_len:,} "
-        bound += f"tokens on one device, dense attention {dense} ms; "
+        bound = f"computed for {gpu.title} in {SHORT[dtype]}, over {seq_len:,} tokens on one device: {pattern} takes "
+        bound += f"at least {ours} ms, dense attention {dense} ms; "
     if not study.memory_bytes:
         return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
     how = {"dtype": getattr(torch, dtype), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}

@@ -182,7 +182,7 @@ def _extreme_line(study: Study) -> str:
 
 
 def _journey_line(study: Study) -> str:
-    first, last = way(study, "rows"), way(study, "views")
+    first, last = in_table(study, suite.ORIGINAL), in_table(study, OURS)
     if (ratio := study.ratio(first, last)) is None:
         return "**The optimization steps**: not measured."
     counted = [operators(r) for r in (first, last)]
@@ -227,7 +227,8 @@ def block_sparse(study: Study) -> Table:
     def faster(line: dict) -> Cell | None:
         row, first = line["row"], line["original"]
         same = row and first and row.point.dtype == first.point.dtype
-        return times(study.ratio(first, row)) if same else None
+        ratio = study.ratio(first, row) if same else None
+        return times(ratio) if ratio and ratio.paired else None
 
     def paper(key: str, unit: str = ""):
         return lambda line: f"{line['printed'][key]:g}{unit}" if key in line["printed"] else None
