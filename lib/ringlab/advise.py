@@ -87,7 +87,9 @@ class Evidence:
     def turned(self) -> Evidence:
         """The same comparison from the other side."""
         sides = {"setting": self.against, "against": self.setting}
-        return replace(self, **sides, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low)
+        return replace(
+            self, **sides, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low if self.low else math.inf
+        )
 
     @property
     def text(self) -> str:

@@ -173,13 +173,16 @@ def test_how_long_a_sequence_fits_is_what_longest_says():
             most = longest(rows.pattern(), about.memory_bytes, dtype=dtype, profile=name, passes=passes)
             assert f"{most:,} tokens" in said or f", {most:,} in training" in said
     assert said is single.answer(about).lines[0] or said == single.answer(about).lines[0], "computed figures come first"
-    assert "computed for NVIDIA GeForce GTX 1080 in fp32, the call takes at least 2.90 ms" in said
+    assert "computed for NVIDIA GeForce GTX 1080 in fp32, over 8,192 tokens on one device: dilated" in said
+    assert "takes at least 2.90 ms" in said
 
 
 @pytest.mark.parametrize("number", PAGES)
 def test_a_rehearsal_opens_with_what_is_computed_and_holds_the_times_of_a_cpu_in_one_line(number):
     first, second, *others = PAGES[number].answer(page(number, None, "gtx1080", True)).lines
-    assert "computed for NVIDIA GeForce GTX 1080 in fp32, the call takes at least" in first and "8 GiB" in first
+    assert (
+        "computed for NVIDIA GeForce GTX 1080 in fp32, over" in first and "takes at least" in first and "8 GiB" in first
+    )
     assert second.startswith("**Measured on a CPU, not on that GPU**: ") and second.count("**") == 2
     assert [line.split("**")[1] for line in others] == ["Trust", "Not measured"]
     assert "Measured on" not in PAGES[number].answer(page(number)).markdown

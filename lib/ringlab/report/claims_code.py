@@ -6,6 +6,7 @@ claim. ``judged`` gives the verdict on every claim of a document.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -96,7 +97,7 @@ def dtype_first(study: Study, claim: dict, document: str) -> Finding:
 
 def quotient(a: Ratio, b: Ratio) -> Ratio:
     """One ratio over another; below 1 at all ends where their intervals lie apart and the first is the smaller."""
-    return replace(a, value=a.value / b.value, low=a.low / b.high, high=a.high / b.low)
+    return replace(a, value=a.value / b.value, low=a.low / b.high, high=a.high / b.low if b.low else math.inf)
 
 
 def cache_gain(study: Study, claim: dict, document: str) -> Finding:
