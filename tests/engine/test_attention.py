@@ -216,7 +216,6 @@ def test_torch_compile_takes_it_at_any_length(group):
             assert torch.equal(*(torch.autograd.grad(some.square().sum(), q)[0] for some in (out, want)))
 
 
-@pytest.mark.xfail(strict=True, reason="the operator of compiled graphs drops the tangents of forward mode in silence")
 def test_forward_mode_around_a_compiled_call_is_refused():
     torch._dynamo.reset()
     q = torch.randn(1, 32, 2, 8)

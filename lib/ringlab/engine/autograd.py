@@ -30,7 +30,7 @@ def local_attention(
 ):  # fmt: skip
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q, k, v, through out and lse."""
     if documents is None and torch.compiler.is_compiling() and execution.plain:
-        if (IN_GRAPHS or torch.compiler.is_exporting()) and not (in_transform and in_transform()):
+        if (IN_GRAPHS or torch.compiler.is_exporting()) and not _transformed():
             return operator(q, k, v, _text(pattern, backend), causal, scale, is_followed(q, k, v))
     q, k, v = _rows_dense(q, k, v)
     call = _Attention.apply if is_followed(q, k, v) else forward
@@ -40,13 +40,15 @@ def local_attention(
 in_transform = getattr(torch._C, "_are_functorch_transforms_active", None)  # None: another version of torch
 
 
+def _transformed() -> bool:
+    """Whether a transform of torch.func or a forward-mode derivative is active, or may be."""
+    level = getattr(forward_ad, "_current_level", 0)  # -1 outside of forward-mode derivatives
+    return in_transform is None or in_transform() or level >= 0
+
+
 def is_followed(*tensors: Tensor | None) -> bool:
-    """Whether autograd or a transform of torch.func must see the call; a plain function is faster."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return True
-    return (
-        in_transform is None or in_transform() or getattr(forward_ad, "_current_level", 0) >= 0
-    )  # -1 outside of forward-mode derivatives
+    """Whether autograd or a transform must see the call; a plain function is faster."""
+    return _transformed() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
 
 
 def outside_graphs(call):
