@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import ring
+from .block_patterns import PerHead
 from .checks import FLOATS, check_backend, check_bool, check_unknown, is_real, short_repr
 from .engine import Execution
 from .engine.autograd import local_attention, outside_graphs
@@ -19,7 +20,7 @@ from .patterns import Dense, Pattern
 DEFAULT = Execution()
 MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")
 REFUSED = {
-    **dict.fromkeys(MASKS, "masks are not arguments; use a pattern, causal=True, cu_seqlens or lengths"),
+    **dict.fromkeys(MASKS, "masks are not arguments; use a pattern (blocks.from_mask), causal, cu_seqlens or lengths"),
     **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "attention dropout is not supported"),
     **dict.fromkeys(("softmax_scale", "sm_scale"), "it is called scale"),
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "cu_seqlens alone says how long documents are"),
@@ -102,7 +103,7 @@ def attention(
     check_unknown("attention()", others, REFUSED)
     q, k, v = as_autocast(q, k, v)
     check_tensors(q, k, v, shards=group is not None)
-    if not isinstance(pattern, Pattern):
+    if not isinstance(pattern, Pattern | PerHead):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     if q.shape[1] != k.shape[1]:
         parts = (cu_seqlens, lengths, cache, group)
@@ -135,12 +136,31 @@ def attention(
     if group is None:
         ring.check_one_device(scheme, layout)
         attend = local_attention if cache is None else outside_graphs(cache.attend)
-        out, lse = attend(q, k, v, pattern, **options)
     else:
         attend = outside_graphs(ring.attend_documents) if "documents" in options else ring.attend
-        out, lse = attend(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+        options |= {"group": group, "scheme": scheme, "layout": layout}
+    if isinstance(pattern, PerHead):
+        out, lse = _by_head(attend, q, k, v, pattern, options)
+    else:
+        out, lse = attend(q, k, v, pattern, **options)
     out = out if out.shape[3] == width else out[..., :width].contiguous()
     return (out, lse) if return_lse else out
+
+
+def _by_head(attend, q: Tensor, k: Tensor, v: Tensor, pattern: PerHead, options: dict) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d), lse (b, h, n): one call for the heads of each pattern."""
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    if len(pattern.patterns) != heads:
+        raise ValueError(f"the pattern is for {len(pattern.patterns)} query heads, q has {heads}")
+    outs, lses, order = [], [], []
+    for one, mine in pattern.heads().items():
+        theirs = [head // group for head in mine]
+        if len(mine) == group * len(set(theirs)):  # all query heads of their K/V heads
+            theirs = theirs[::group]
+        out, lse = attend(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], one, **options)
+        outs, lses, order = [*outs, out], [*lses, lse], order + mine
+    back = sorted(range(heads), key=order.__getitem__)
+    return torch.cat(outs, 2)[:, :, back], torch.cat(lses, 1)[:, back]
 
 
 def as_autocast(*tensors: Tensor) -> list[Tensor]:

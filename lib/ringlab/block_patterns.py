@@ -360,6 +360,34 @@ class BlockSparse:
         return f"blocks of {self.block_size}: {', '.join(map(str, self.parts))}"
 
 
+@dataclass(frozen=True)
+class PerHead:
+    """A block-sparse pattern for each query head, for ``attention`` without a cache; made by ``from_mask``.
+
+    Heads of one pattern are computed together.
+    """
+
+    patterns: tuple[BlockSparse, ...]
+
+    def __post_init__(self):
+        if not isinstance(self.patterns, tuple) or not all(isinstance(p, BlockSparse) for p in self.patterns):
+            raise ValueError(f"PerHead takes a tuple of block-sparse patterns, got {short_repr(self.patterns)}")
+
+    def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
+        """M of one head, as int64 (q, k)."""
+        return self.patterns[head].multiplicity(queries, keys, n=n, head=head, heads=heads)
+
+    def heads(self) -> dict[BlockSparse, list[int]]:
+        """The query heads of each pattern."""
+        found: dict[BlockSparse, list[int]] = {}
+        for head, pattern in enumerate(self.patterns):
+            found.setdefault(pattern, []).append(head)
+        return found
+
+    def __str__(self) -> str:
+        return f"by head: {'; '.join(map(str, self.patterns))}"
+
+
 def sliding_window(before: int, *, block_size: int = 128) -> BlockSparse:
     """``before`` blocks either way: a sliding window of (2 before + 1) * block_size positions."""
     return BlockSparse([Window(before)], block_size)
@@ -386,14 +414,67 @@ def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> Blo
     return BlockSparse([Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size)
 
 
-def from_mask(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
-    """The pattern of a bool mask (blocks, blocks), queries by keys; ValueError for anything else."""
+def from_mask(mask: Tensor, *, block_size: int = 128, causal: bool = False) -> BlockSparse | PerHead:
+    """The pattern of a mask of blocks, queries by keys: bool (blocks, blocks), or (heads, blocks, blocks).
+
+    Or of a ``BlockMask`` of FlexAttention, which has its own block size; it is for one batch entry. A pattern shows
+    blocks whole, so its ``mask_mod`` is called for the blocks that it may cut. Give ``causal=True``, here and to
+    ``attention``, for a mask that also hides later keys.
+
+    ValueError for anything else, and for a block that is cut in another way: use smaller blocks, or ``cu_seqlens`` for
+    documents.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> window = create_block_mask(lambda b, h, q, k: (q >= k) & (q // 16 - k // 16 < 2), None, None, 64, 64, "cpu", 16)
+    >>> from_mask(window, causal=True).blocks(64).int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
+    check_bool("causal", causal)
+    if hasattr(mask, "mask_mod"):
+        mask, block_size = _blocks_of(mask, causal)
+    elif causal:
+        raise ValueError("a mask of blocks is not causal itself: give causal=True to attention alone")
     got = type(mask).__name__
     if plain := isinstance(mask, Tensor) and not mask.is_nested:  # a nested tensor has no shape
         got += f" of {mask.dtype}, shape {tuple(mask.shape)}, {mask.layout} on {mask.device}"
         plain = mask.dtype == torch.bool and mask.layout == torch.strided and not mask.is_meta
-    if not plain or mask.dim() != 2 or not mask.shape[0] == mask.shape[1] > 0:
+    if not plain or mask.dim() not in (2, 3) or not mask.shape[-2] == mask.shape[-1] > 0 or not len(mask):
         wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
         raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
-    rows = tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in mask.tolist())
-    return BlockSparse([Given(rows)], block_size)
+    each = mask if mask.dim() == 3 else mask[None]
+    rows = [tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in head) for head in each.tolist()]
+    found = tuple(BlockSparse([Given(row)], block_size) for row in rows)
+    return found[0] if len(set(found)) == 1 else PerHead(found)
+
+
+def _blocks_of(mask, causal: bool) -> tuple[Tensor, int]:
+    """Which blocks a BlockMask shows, bool (heads, blocks, blocks), and their size."""
+    (size, across), (n, keys) = mask.BLOCK_SIZE, mask.seq_lengths
+    if size != across or n != keys or len(mask.kv_num_blocks) != 1:
+        got = f"blocks of {mask.BLOCK_SIZE}, lengths {mask.seq_lengths}, {len(mask.kv_num_blocks)} entries"
+        raise ValueError(f"a BlockMask must have square blocks, q and k of one length and one batch entry, got {got}")
+    count = block_count(n, size)
+
+    def listed(numbers: Tensor | None, indices: Tensor | None) -> Tensor:  # (heads, blocks, blocks)
+        if numbers is None:
+            return torch.zeros(mask.kv_num_blocks.shape[1], count, count, dtype=torch.bool)
+        there = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
+        found = torch.zeros(*indices.shape[1:3], count + 1, dtype=torch.bool, device=indices.device)
+        return found.scatter_(2, torch.where(there, indices, count)[0].long(), True)[..., :count].cpu()
+
+    seen, cut = listed(mask.full_kv_num_blocks, mask.full_kv_indices), listed(mask.kv_num_blocks, mask.kv_indices)
+    device, shown_to = (
+        mask.kv_indices.device,
+        torch.vmap(torch.vmap(mask.mask_mod, (None,) * 3 + (0,)), (None, None, 0, None)),
+    )
+    for head, row, col in (seen | cut).nonzero().tolist():
+        q, k = (torch.arange(x * size, min(n, (x + 1) * size), device=device) for x in (row, col))
+        wanted = (k <= q[:, None]) | torch.tensor(not causal, device=device)  # (q, k)
+        shown = torch.ones_like(wanted)
+        if not seen[head, row, col]:
+            shown = shown_to(*(torch.tensor(x, device=device) for x in (0, head)), q, k)
+        if shown.any() and not torch.equal(shown, wanted):
+            how = "neither whole nor cut by causal" if causal else "not seen whole; is the mask causal?"
+            raise ValueError(f"head {head}: block {col} of keys is {how} for block {row} of queries")
+        seen[head, row, col] = shown.any()
+    return seen, size

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from . import checks, ring
 from .advise import Advice, Auto
 from .attention import DEFAULT, REFUSED, attention
+from .block_patterns import PerHead
 from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_unknown
 from .engine import Execution
 from .engine.documents import Documents, integers
@@ -80,7 +81,7 @@ class MultiheadAttention(nn.Module):
         check_unknown("MultiheadAttention", refused, REFUSED)
         embed_dim, num_heads = check_int("embed_dim", embed_dim, most=LARGEST), check_int("num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
-        if not isinstance(pattern, Pattern):
+        if not isinstance(pattern, Pattern | PerHead):
             raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
         if embed_dim % num_heads or num_heads % num_kv_heads:
             wanted = "num_heads must divide embed_dim and num_kv_heads num_heads"
@@ -356,7 +357,7 @@ class LanguageModel(nn.Module):
     ):  # fmt: skip
         super().__init__()
         vocabulary, num_layers = check_int("vocabulary", vocabulary), check_int("num_layers", num_layers)
-        patterns = [pattern] * num_layers if isinstance(pattern, Pattern) else list(pattern)
+        patterns = [pattern] * num_layers if isinstance(pattern, Pattern | PerHead) else list(pattern)
         if len(patterns) != num_layers:
             raise ValueError(f"pattern must be one, or {num_layers} for the layers, got {len(patterns)}")
         made = {"device": options.get("device"), "dtype": options.get("dtype")}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .block_patterns import BlockSparse, part_from_dict
+from .block_patterns import BlockSparse, PerHead, part_from_dict
 from .checks import LARGEST, check_bool, check_choice, check_int, check_ints
 
 MIXINGS = ("lse", "head_groups")
@@ -194,7 +194,7 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
     n, width = check_int("n", n, most=LARGEST), check_int("width", width, most=LARGEST)
     head, heads = check_int("head", head, 0), check_int("heads", heads)
     check_bool("causal", causal)
-    if not isinstance(pattern, Pattern):
+    if not isinstance(pattern, Pattern | PerHead):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
     cells = min(n, width)
     generator = torch.Generator().manual_seed(0)

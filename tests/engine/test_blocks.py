@@ -14,6 +14,7 @@ from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, 
 from ringlab.cost import count_pairs
 from ringlab.measure import Point, systems
 from ringlab.ring.launch import launch
+from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -226,6 +227,52 @@ def parts(*given):
 
 WINDOW = {"part": "window", "before": 1}
 MASK = torch.ones(7, 7, dtype=torch.bool)
+EACH = torch.rand(4, 4, 4, generator=torch.Generator().manual_seed(3)) < 0.6  # (heads, blocks, blocks)
+
+
+def block_mask(rule, heads=None, batch=None, n=64):
+    return flex_attention.create_block_mask(rule, batch, heads, n, n, "cpu", 16)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("group", [None, ringlab.Simulated(2)])
+def test_each_head_has_its_own_mask(kv_heads, group):
+    """Equal to torch's attention with the mask of all heads; two heads share theirs."""
+    mask = EACH.clone()
+    mask[3] = mask[0]
+    pattern = blocks.from_mask(mask, block_size=16)
+    q, k, v = (torch.randn(2, 64, heads, 8, dtype=F64, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+    whole = mask.repeat_interleave(16, 1).repeat_interleave(16, 2).tril()  # (heads, n, n)
+    out, lse = attention(q, k, v, pattern, causal=True, return_lse=True, group=group)
+    bias = torch.zeros(whole.shape, dtype=F64).masked_fill_(~whole, -torch.inf)
+    inputs = (t.transpose(1, 2) for t in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=True).transpose(1, 2)
+    want = torch.where(whole.any(-1).T[None, :, :, None], want, 0.0)
+    assert reference.error(out, want, 1.0) <= 1e-12
+    assert torch.equal(lse == -torch.inf, ~whole.any(-1).expand(2, 4, 64))
+    assert reference.error(reference.attention(q, k, v, pattern, causal=True)[0], want, 1.0) <= 1e-12
+    dout = torch.randn_like(out)
+    for dx, wanted in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout)):
+        assert reference.error(dx, wanted.nan_to_num(), 1.0) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "rule, causal",
+    [
+        (lambda b, h, q, k: k >= 0, False),
+        (lambda b, h, q, k: q >= k, True),
+        (lambda b, h, q, k: (q >= k) & ((q // 16 - k // 16 < 2) | (k < 16)), True),
+        (lambda b, h, q, k: (q // 32 == k // 32) & (h % 2 == 0) | (k < 16), False),
+    ],
+)
+@pytest.mark.parametrize("n", [64, 90])
+def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
+    pattern = blocks.from_mask(block_mask(rule, 4, n=n), causal=causal)
+    shown = flex_attention.create_mask(rule, None, 4, n, n, "cpu")[0]
+    at = torch.arange(n)
+    for head in range(4):
+        seen = pattern.multiplicity(at, at, n=n, head=head, heads=4) > 0
+        assert torch.equal(seen.tril() if causal else seen, shown[head])
 
 
 @pytest.mark.parametrize(
@@ -243,6 +290,18 @@ MASK = torch.ones(7, 7, dtype=torch.bool)
         (lambda: blocks.from_mask(MASK.to_sparse()), r"got Tensor of .*, shape \(7, 7\), torch.sparse_coo on cpu"),
         (lambda: blocks.from_mask(MASK.to("meta")), r"neither nested, sparse nor meta, got .*, torch.strided on meta"),
         (lambda: blocks.from_mask(torch.nested.nested_tensor([MASK[0]], layout=torch.jagged)), "got NestedTensor$"),
+        (lambda: blocks.from_mask(MASK, causal=True), "is not causal itself"),
+        (
+            lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k)),
+            "head 0: block 0 .* not seen whole; is the mask c",
+        ),
+        (
+            lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q - k < 9), causal=True),
+            "neither whole nor cut by causal",
+        ),
+        (lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k, 1, 2)), "one batch entry, got .* 2 entries"),
+        (lambda: blocks.PerHead([]), r"PerHead takes a tuple of block-sparse patterns, got \[\]"),
+        (lambda: attention(*[torch.ones(1, 64, 3, 8)] * 3, blocks.from_mask(EACH)), "for 4 query heads, q has 3"),
         (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
         (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "must have one window, or none and one"),
         (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "must have one window, or none and one"),
