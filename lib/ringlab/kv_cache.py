@@ -27,9 +27,8 @@ class KVCache:
 
     ``attention(q, k, v, pattern, causal=True, cache=cache)`` takes the rows of new positions, one or many, and returns
     their rows of attention over all positions so far, whatever the pieces were. The sequences may differ in length:
-    ``lengths=`` of ``attention`` says how many of the new rows of each are not padding. Those of equal history are
-    computed together. The memory for rows is allocated once; ``cache.nbytes``, with tables of their positions, is at
-    most what ``cache_bytes`` tells beforehand.
+    ``lengths=`` of ``attention`` says how many of the new rows of each are not padding. The memory for rows is
+    allocated once; ``cache.nbytes``, with tables of their positions, is at most what ``cache_bytes`` tells beforehand.
 
     A dense pattern keeps all rows, a window those within it, a dilated one the selected rows of the segments that are
     open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most 11,263 of 1,048,576. Patterns with random blocks or a given mask
@@ -71,7 +70,7 @@ class KVCache:
     @property
     def lengths(self) -> list[int]:
         """How many positions each sequence has."""
-        return self._parts[0].lengths
+        return self._parts[0].length.tolist()
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +81,7 @@ class KVCache:
         """The positions of the rows that are kept here of a sequence, ascending, for each K/V head."""
         if (entry := as_int(entry)) is None or not 0 <= entry < self.batch:
             raise ValueError(f"there is no sequence {short_repr(entry)} among {self.batch}")
-        return [torch.cat(found).sort().values for found in zip(*(part.positions(entry) for part in self._parts))]
+        return [torch.cat(found).sort().values for found in zip(*(part.rows_of(entry) for part in self._parts))]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Keep the rows k and v of new positions without attending from them: of a prompt computed elsewhere."""
@@ -105,11 +104,10 @@ class KVCache:
         wanted = integers("lengths", lengths if alike is None else [alike] * self.batch, self._parts[0].k)
         if len(wanted) != self.batch:
             raise ValueError(f"crop takes one length, or {self.batch} for the sequences, got {len(wanted)}")
-        for entry, length in enumerate(wanted):
-            lane = self._parts[0].lane_of(entry)
-            if not 0 <= length <= lane.length:
-                raise ValueError(f"sequence {entry} has {lane.length} positions and cannot be cropped to {length}")
-            if length < lane.length and self.rules.needs_dropped(length, lane.peak):
+        for entry, (length, have, peak) in enumerate(zip(wanted, self.lengths, self._parts[0].peak.tolist())):
+            if not 0 <= length <= have:
+                raise ValueError(f"sequence {entry} has {have} positions and cannot be cropped to {length}")
+            if length < have and self.rules.needs_dropped(length, max(have, peak)):
                 why = "rows that it saw are dropped; KVCache(max_crop=...) keeps them for longer"
                 raise ValueError(f"sequence {entry} cannot be cropped to {length}: {why}")
         for part in self._parts:
@@ -228,5 +226,5 @@ def cache_bytes(
     rules = max(each, key=lambda rules: rules.slots)
     check_float_dtype(dtype)
     row = 2 * rules.kv_heads * check_int("head_dim", head_dim) * dtype.itemsize
-    table = rules.tables * (4 + 2 * rules.seers)
+    table = rules.tables * (4 + rules.word.itemsize * rules.seers)
     return check_int("batch", batch) * rules.slots * (row + table)

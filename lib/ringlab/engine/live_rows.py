@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -32,95 +32,82 @@ CONVERTED = 4096  # rows of half precision that are converted together
 
 
 class LiveRows:
-    """What one rank keeps of ``batch`` sequences: rows k and v (b, h_kv, slots, d), and which they are."""
+    """What one rank keeps of ``batch`` sequences: rows k and v (b, h_kv, slots, d), and which they are.
+
+    A table says what lies in the slots of one K/V head, or of all where all heads see alike. The first
+    ``counts[entry, table]`` slots hold rows, ascending by position; v and ``shown`` are 0 in the others. ``shown``
+    tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts`` the first slot that it sees by
+    each.
+    ``peak`` is the greatest length before the last crop. Until ``until`` no row is dropped and no segment ends.
+    """
 
     @torch.inference_mode(False)  # or it could not be used outside of that mode
     def __init__(self, rules: Rules, batch: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.rules = rules
-        shape = batch, rules.kv_heads, rules.slots, head_dim
+        self.rules, tables, slots = rules, rules.tables, rules.slots
+        shape = batch, rules.kv_heads, slots, head_dim
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        self.lanes = [Lane(rules, range(batch))]
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many positions each sequence has."""
-        found = {entry: lane.length for lane in self.lanes for entry in lane.entries}
-        return [found[entry] for entry in range(len(found))]
+        self.shown = torch.zeros(batch, tables, rules.seers, slots, dtype=rules.word, device=device)
+        self.positions = torch.zeros(batch, tables, slots, dtype=torch.int32)
+        self.counts = torch.zeros(batch, tables, dtype=torch.int64)
+        self.firsts = torch.zeros(batch, tables, rules.bits, dtype=torch.int64)
+        self.length, self.peak, self.until = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
+        self.all_seen = torch.ones(batch, dtype=torch.bool)  # no row is kept for later queries alone
+        self._refresh(list(range(batch)))
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes + sum(lane.positions.nbytes + lane.codes.nbytes for lane in self.lanes)
+        return sum(t.nbytes for t in (self.k, self.v, self.positions, self.shown))
 
     @property
     def used(self) -> int:
         """How many slots hold a row of some sequence and head."""
-        return max(max(lane.counts) for lane in self.lanes)
+        return int(self.counts.max())
 
-    def positions(self, entry: int) -> list[Tensor]:
-        """The positions of the rows of a sequence, ascending, for each K/V head."""
-        lane = self.lane_of(entry)
-        found = [rows[:count].long() for rows, count in zip(lane.positions, lane.counts)]
+    def rows_of(self, entry: int) -> list[Tensor]:
+        """The positions of the rows that are kept of a sequence, ascending, for each K/V head."""
+        found = [rows[:count].long() for rows, count in zip(self.positions[entry], self.counts[entry])]
         return found * (self.rules.kv_heads // len(found))
-
-    def lane_of(self, entry: int) -> Lane:
-        return next(lane for lane in self.lanes if entry in lane.entries)
 
     def crop(self, lengths: list[int]) -> None:
         """Forget the positions of each sequence from its length on."""
-        self.split(lengths)
-        for lane in self.lanes:
-            if (length := lengths[lane.entries[0]]) < lane.length:
-                for table, count in enumerate(lane.counts):
-                    lane.counts[table] = int((lane.positions[table, :count] < length).sum())
-                    self._clear(lane, table, lane.counts[table], count)
-                lane.length = length
-                lane.refresh()
+        for entry, length in enumerate(lengths):
+            if length < self.length[entry]:
+                for table, count in enumerate(self.counts[entry].tolist()):
+                    left = int((self.positions[entry, table, :count] < length).sum())
+                    self.v[entry, self.rules.heads_of(table), left:count] = 0
+                    self.counts[entry, table] = left
+                self.peak[entry] = max(self.peak[entry], self.length[entry])
+                self.length[entry] = length
+                self._refresh([entry])
 
     def reorder(self, index: list[int]) -> None:
         """Make sequence i a copy of what was sequence ``index[i]``."""
-        used = self.used
-        for rows in (self.k, self.v):
-            rows[:, :, :used] = rows[index, :, :used]
-        for lane in self.lanes:
-            lane.entries = [i for i, old in enumerate(index) if old in lane.entries]
-        self.lanes = [lane for lane in self.lanes if lane.entries]
+        rows = [t[:, :, : self.used] for t in (self.k, self.v)]
+        for t in (*rows, self.shown, self.positions, self.counts, self.firsts, self.length, self.peak, self.until,
+                  self.all_seen):  # fmt: skip
+            t.copy_(t[index])
 
     def reset(self) -> None:
-        self.k.zero_()
-        self.v.zero_()
-        self.lanes = [Lane(self.rules, range(len(self.k)))]
+        for t in (self.k, self.v, self.counts, self.length, self.peak):
+            t.zero_()
+        self._refresh(list(range(len(self.k))))
 
     def state(self) -> dict:
         """A copy of all that is kept."""
-        k, v = (rows[:, :, : self.used].clone() for rows in (self.k, self.v))
-        return {"k": k, "v": v, "lanes": [lane.state() for lane in self.lanes]}
+        rows = {name: getattr(self, name)[:, :, : self.used].clone() for name in ("k", "v", "positions")}
+        return rows | {name: getattr(self, name).clone() for name in ("counts", "length", "peak")}
 
     def restore(self, state: dict) -> None:
         self.reset()
-        used = state["k"].shape[2]
-        self.k[:, :, :used], self.v[:, :, :used] = state["k"], state["v"]
-        self.lanes = [Lane(self.rules, **lane) for lane in state["lanes"]]
-
-    def split(self, values: list[int]) -> None:
-        """Divide the lanes so that all entries of one have the same value."""
-        lanes = []
-        for lane in self.lanes:
-            alike: dict[int, list[int]] = {}
-            for entry in lane.entries:
-                alike.setdefault(values[entry], []).append(entry)
-            lane.entries, *others = alike.values()
-            lanes += [lane, *(Lane(self.rules, **lane.state() | {"entries": entries}) for entries in others)]
-        self.lanes = lanes
-
-    def _clear(self, lane: Lane, table: int, start: int, stop: int) -> None:
-        """Zero slots of v without a row: another head may have one there, and they are read with it, with weight 0."""
-        for i in lane.slices():
-            self.v[i, self.rules.heads_of(table), start:stop] = 0
+        for name, saved in state.items():
+            t = getattr(self, name)
+            (t[:, :, : saved.shape[2]] if saved.dim() > 2 else t).copy_(saved)
+        self._refresh(list(range(len(self.k))))
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Take new rows k, v (b, c, h_kv, d), which see nothing."""
-        for lane in self.lanes:
-            self._store(lane, k, v, k.shape[1])
+        for entries in self._alike([k.shape[1]] * len(k)):
+            self._store(entries, k, v, k.shape[1])
 
     def attend(self, q, k, v, lengths: list[int], scale: float, kernel: Kernel, execution) -> tuple[Tensor, Tensor]:
         """out (b, c, h, d), lse (b, h, c) of c new positions, of entry i the first ``lengths[i]``; their rows are kept.
@@ -129,23 +116,34 @@ class LiveRows:
         """
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, c, h)
-        self.split(lengths)
-        for lane in self.lanes:
-            if (count := lengths[lane.entries[0]]) == 1:
-                self._step(lane, q, k, v, out, lse, scale)
-            elif count:
-                for i in lane.slices():
-                    given = q[i, :count], k[i, :count], v[i, :count]
-                    o, l = self._chunk(lane, i, *given, scale, execution.tiled(kernel), execution)
-                    out[i, :count], lse[i, :count] = o, l.transpose(1, 2)
-                self._store(lane, k, v, count)
+        if single := [entry for entry, count in enumerate(lengths) if count == 1]:
+            self._step(single, q, k, v, out, lse, scale)
+        for entries in self._alike([count if count > 1 else 0 for count in lengths]):
+            count = lengths[entries[0]]
+            for i in _slices(entries):
+                given = q[i, :count], k[i, :count], v[i, :count]
+                o, l = self._chunk(entries[0], i, *given, scale, execution.tiled(kernel), execution)
+                out[i, :count], lse[i, :count] = o, l.transpose(1, 2)
+            self._store(entries, k, v, count)
         return out, lse.transpose(1, 2)
 
-    def _chunk(self, lane: Lane, entries: slice, q, k, v, scale: float, kernel: Kernel, execution):
-        """out (b, c, h, d), lse (b, h, c) of c new positions, over themselves and the rows of the cache."""
-        rules, t, c = self.rules, lane.length, q.shape[1]
+    def _alike(self, counts: list[int]) -> list[list[int]]:
+        """The entries that have new rows, together those of equal history and as many."""
+        found: dict[tuple, list[int]] = {}
+        for entry, count in enumerate(counts):
+            if count:
+                rows = tuple(tuple(rows.tolist()) for rows in self.rows_of(entry)[: self.rules.tables])
+                found.setdefault((count, int(self.length[entry]), rows), []).append(entry)
+        return list(found.values())
+
+    def _chunk(self, entry: int, entries: slice, q, k, v, scale: float, kernel: Kernel, execution):
+        """out (b, c, h, d), lse (b, h, c) of c new positions, over themselves and the rows of the cache.
+
+        All ``entries`` have the history of ``entry``.
+        """
+        rules, t, c = self.rules, int(self.length[entry]), q.shape[1]
         heads, kv_heads, pattern = rules.heads, rules.kv_heads, rules.pattern
-        new, held = range(t, t + c), max(lane.counts)
+        new, held = range(t, t + c), self.rows_of(entry)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if isinstance(pattern, BlockSparse):
             mine = blocks.BlockParts.of([new], pattern.block_size)
@@ -159,17 +157,15 @@ class LiveRows:
         if own.narrow(q.dtype, heads // kv_heads, backward=False):
             own = own.in_head_blocks(max(1, heads // 8))
         out, lse = execute.forward(q, k, v, own, True, scale, kernel, pool=execution.scratch())
-        if not held:
+        if not any(map(len, held)):
             return out, lse
         if isinstance(pattern, BlockSparse):
-            theirs = blocks.BlockParts.of(list(_neighbours(lane.positions[0, :held])), pattern.block_size)
+            theirs = blocks.BlockParts.of(list(_neighbours(held[0])), pattern.block_size)
             plan = blocks.plan_between(*given, theirs, heads, kv_heads, itself=False, **how)
-            rows = [x[entries, :, :held].transpose(1, 2) for x in (self.k, self.v)]  # (b, held, h_kv, d)
+            rows = [x[entries, :, : len(held[0])].transpose(1, 2) for x in (self.k, self.v)]  # (b, held, h_kv, d)
         else:
-            where, calls = {}, []
-            for h, (count, positions) in enumerate(zip(lane.counts, lane.positions)):
-                for head in range(kv_heads)[rules.heads_of(h)]:
-                    where[head] = positions[:count], head * rules.slots + torch.arange(count)
+            calls = []
+            where = {h: (rows, h * rules.slots + torch.arange(len(rows))) for h, rows in enumerate(held)}
             for branch in rules.branches:
                 start = t // branch.length * branch.length
                 asking = range(t, min(start + branch.length, t + c))
@@ -182,96 +178,152 @@ class LiveRows:
             execute.forward(q, *rows, plan, True, scale, kernel, into=(out, lse))
         return out, lse
 
-    def _store(self, lane: Lane, k: Tensor, v: Tensor, count: int) -> None:
-        """Take ``count`` new rows of k and v, but for those that no later query sees."""
-        t, tables = lane.length + count, len(lane.counts)
-        new = torch.arange(lane.length, t, dtype=torch.int32)
-        self._drop(lane, t)
-        last = self.rules.last(new.expand(tables, -1))  # (tables, count)
-        for table in range(tables):
-            live, heads = last[table] >= t - self.rules.max_crop, self.rules.heads_of(table)
-            kept = live.nonzero().flatten()
-            start, stop = lane.counts[table], lane.counts[table] + len(kept)
-            for i in lane.slices():
+    def _store(self, entries: list[int], k: Tensor, v: Tensor, count: int) -> None:
+        """Take ``count`` new rows of k and v of entries of equal history, but for those that no later query sees."""
+        rules, first = self.rules, int(self.length[entries[0]])
+        t, new = first + count, torch.arange(first, first + count)
+        self._drop(entries, torch.full((len(entries),), t))
+        live = rules.last(new.expand(rules.tables, -1)) >= t - rules.max_crop  # (tables, count)
+        for table, start in enumerate(self.counts[entries[0]].tolist()):
+            kept, heads = live[table].nonzero().flatten(), rules.heads_of(table)
+            stop = start + len(kept)
+            for i in _slices(entries):
                 for rows, given in ((self.k, k), (self.v, v)):
                     rows[i, heads, start:stop] = given[i, :, heads][:, kept.to(k.device)].transpose(1, 2)
-            lane.positions[table, start:stop] = new[kept]
-            lane.counts[table] = stop
-        lane.length = t
-        lane.refresh()
+                self.positions[i, table, start:stop] = new[kept].int()
+            self.counts[entries, table] = stop
+        self.length[entries] = t
+        self._refresh(entries)
 
-    def _drop(self, lane: Lane, t: int) -> None:
-        """Drop the rows that no query from position ``t`` on sees, and move the others together."""
-        last = self.rules.last(lane.positions[:, : max(lane.counts)])  # (tables, rows)
-        for table, count in enumerate(lane.counts):
-            live = last[table, :count] >= t - self.rules.max_crop
-            if bool(live.all()):
-                continue
-            first, heads = int(live.int().argmin()), self.rules.heads_of(table)
-            moved = live.nonzero().flatten()[first:]
+    def _drop(self, entries: list[int], t: Tensor) -> None:
+        """Drop the rows that no query from the positions ``t`` (entries,) on sees, and move the others together."""
+        positions, there = self._rows(entries)
+        live = there & (self.rules.last(positions) >= (t - self.rules.max_crop)[:, None, None])
+        alike: dict[tuple, list[int]] = {}  # entries and tables of which the same slots stay
+        for i, table in (there & ~live).any(-1).nonzero().tolist():
+            alike.setdefault((table, tuple(live[i, table].tolist())), []).append(i)
+        for (table, _), mine in alike.items():
+            stays, heads = live[mine[0], table], self.rules.heads_of(table)
+            first = int(stays.int().argmin())
+            moved = stays.nonzero().flatten()[first:]
             stop = first + len(moved)
-            for i in lane.slices():
+            for i in _slices([entries[x] for x in mine]):
                 for rows in (self.k, self.v):
                     rows[i, heads, first:stop] = rows[i, heads][:, :, moved.to(rows.device)]
-            lane.positions[table, first:stop] = lane.positions[table, moved]
-            lane.counts[table] = stop
-            self._clear(lane, table, stop, count)
+                self.v[i, heads, stop : len(stays)] = 0
+                self.positions[i, table, first:stop] = self.positions[i, table][:, moved]
+                self.counts[i, table] = stop
 
-    def _step(self, lane: Lane, q, k, v, out, lse, scale: float) -> None:
-        """Write out (b, c, h, d) and lse (b, c, h) of one new position, and take its row."""
-        rules, t, g = self.rules, lane.length, self.rules.heads // self.rules.kv_heads
-        asked, shown, last = rules.row(t)
-        mine = rules.owns(t)
-        for i in lane.slices() if mine else ():
-            for rows, given in ((self.k, k), (self.v, v)):
-                if len(set(lane.counts)) == 1:
-                    rows[i, :, lane.counts[0]] = given[i, 0]
-                else:  # a table for each K/V head
-                    rows[i, torch.arange(len(lane.counts)), torch.tensor(lane.counts)] = given[i, 0]
-        if mine:
-            lane.add(t, asked, shown)
-        for tables, start, stop in self._reads(lane, asked, int(mine)):
+    def _rows(self, entries: list[int]) -> tuple[Tensor, Tensor]:
+        """The positions (entries, tables, m) of the slots in use, and which hold a row."""
+        counts = self.counts[entries]
+        used = int(counts.max())
+        return self.positions[entries, :, :used], torch.arange(used) < counts[:, :, None]
+
+    def _refresh(self, entries: list[int]) -> None:
+        """Make new what is known of the rows, after some came or went, or a segment ended."""
+        rules, length = self.rules, self.length[entries]
+        positions, there = self._rows(entries)
+        bits = rules.visible(positions, length).masked_fill_(~there[:, :, None], 0)  # (entries, tables, seers, m)
+        self.shown[entries] = 0
+        self.shown[entries, :, :, : bits.shape[-1]] = bits.to(self.shown)
+        self.all_seen[entries] = ~((bits == 0) & there[:, :, None]).flatten(1).any(1)
+        self.firsts[entries] = self.counts[entries][:, :, None].expand(-1, -1, rules.bits)
+        self.until[entries] = rules.end(length)
+        if bits.shape[-1]:
+            seen = torch.stack([(bits >> i & 1).any(2) for i in range(rules.bits)], 2)  # (entries, tables, bits, m)
+            self.firsts[entries] = torch.where(seen.any(-1), seen.int().argmax(-1), self.firsts[entries])
+            leaves = rules.last(positions).masked_fill_(~there, rules.n).amin((1, 2))
+            self.until[entries] = torch.minimum(self.until[entries], leaves + 1 + rules.max_crop)
+
+    def _step(self, entries: list[int], q, k, v, out, lse, scale: float) -> None:
+        """Write out (b, c, h, d) and lse (b, c, h) of one new position of each of ``entries``, and take their rows."""
+        rules, g, every = self.rules, self.rules.heads // self.rules.kv_heads, len(entries) == len(self.k)
+        each = slice(None) if every else torch.tensor(entries)
+        t, counts = self.length[each], self.counts[each]  # (entries,), (entries, tables)
+        asked, shown, last = rules.row(t)  # (entries, tables, seers) twice, (entries, tables)
+        given = k[each, 0], v[each, 0]  # (entries, h_kv, d)
+        if rules.ranks > 1:
+            mine = rules.owns(t)[:, None]
+            given = (x.masked_fill(~mine[:, :, None].to(x.device), 0) for x in given)
+            shown, last = shown.masked_fill(~mine[:, :, None], 0), last.masked_fill(~mine, NEVER)
+        used = int(counts.max())
+        level = bool((counts == used).all())
+        slots = torch.tensor(entries)[:, None], torch.arange(rules.tables), counts  # (entries, tables)
+        at, head = (slice(None), slice(None), used) if every and level else slots, torch.arange(rules.kv_heads)
+        for rows, x in zip((self.k, self.v), given):
+            rows[at if every and level else (slots[0], head, counts.expand(-1, len(head)))] = x
+        self.positions[at] = t[:, None].int()
+        self.shown[at[0], at[1], :, at[2]] = shown.to(self.shown)
+        plain = False  # whether each query sees each row, once
+        if rules.bits == 1 and level:
+            self.all_seen[each] &= (shown > 0).flatten(1).all(1)
+            plain = bool(self.all_seen[each].all() and (asked > 0).all())
+        for some, tables, start, stop in self._reads(each, asked, counts, used):
             heads = slice(None) if rules.shared else tables
-            bias = lane.bias(tables, start, stop, asked, lse)
-            for i in lane.slices():
-                given = (
-                    q[i, 0].unflatten(1, (-1, g))[:, heads],
-                    self.k[i, heads, start:stop],
-                    self.v[i, heads, start:stop],
-                )
-                o, l = one_query(*given, bias, scale)
+            for run in even_runs([(entries[x], x) for x in some]):
+                i, j = (_slice([(x,) for x in column]) for column in zip(*run))
+                bias = None
+                if not plain:
+                    seen = self.shown[i, tables, :, start:stop] & asked[j, tables, :, None].to(self.shown)
+                    bias = log_counts(seen, rules.bits, lse.dtype)  # (entries, tables, seers, m)
+                rows = self.k[i, heads, start:stop], self.v[i, heads, start:stop]
+                o, l = one_query(q[i, 0].unflatten(1, (-1, g))[:, heads], *rows, bias, scale)
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
-        left = lane.keep(t, last if mine else [NEVER] * len(last))
-        if mine and left and len(lane.counts) > 1:
-            for i in lane.slices():
-                self.v[i, torch.tensor(left), torch.tensor([lane.counts[table] for table in left])] = 0
-        if t + 1 >= lane.until:
-            self._drop(lane, t + 1)
-            lane.refresh()
+        kept = last + rules.max_crop > t[:, None]  # (entries, tables)
+        if not kept.all():
+            entry, table, slot = (x.expand_as(kept)[~kept] for x in slots)
+            self.shown[entry, table, :, slot] = 0
+            self.v[(entry, slice(None), slot) if rules.shared else (entry, table, slot)] = 0
+        leaves = (last + 1 + rules.max_crop).masked_fill_(~kept, rules.n + 1).amin(1)
+        self.until[each] = until = torch.minimum(self.until[each], leaves)
+        self.counts[each] += kept
+        self.length[each] += 1
+        if due := [entry for entry, ends in zip(entries, (self.length[each] >= until).tolist()) if ends]:
+            self._drop(due, self.length[due])
+            self._refresh(due)
 
-    def _reads(self, lane: Lane, asked: list[list[int]], new: int) -> list[tuple[slice, int, int]]:
-        """(tables, first slot, end) to read for a query, with ``new`` rows; those that see alike are read together."""
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for table, bits in enumerate(asked):
-            if any(bits):
-                alike.setdefault(tuple(bits), []).append(table)
+    def _reads(self, each, asked: Tensor, counts: Tensor, used: int) -> list[tuple[Sequence[int], slice, int, int]]:
+        """(numbers of entries, tables, first slot, end) to read for new queries; what sees alike is read together."""
+        everything = range(len(asked)), slice(0, asked.shape[1]), 0, used + 1
+        if len(asked) * asked.shape[1] == 1 or self._bytes([everything]) <= ONE_READ:
+            return [everything]
+        by_bits = asked.unsqueeze(-1) >> torch.arange(self.rules.bits) & 1  # (entries, tables, seers, bits)
+        firsts = self.firsts[each].masked_fill(~by_bits.bool().any(2), self.rules.slots).amin(-1)  # (entries, tables)
+        alike: dict[tuple, list[int]] = {}
+        for i, told in enumerate(torch.cat([asked.flatten(1), firsts, counts], 1).tolist()):
+            alike.setdefault(tuple(told), []).append(i)
         found = []
-        for bits, members in alike.items():
-            used = [i for i in range(self.rules.bits) if any(x >> i & 1 for x in bits)]
-            for run in even_runs([(table,) for table in members]):
-                tables = _slice(run)
-                start = min(firsts[i] for firsts in lane.firsts[tables] for i in used)
-                if start < (stop := max(lane.counts[tables]) + new):
-                    found.append((tables, start, stop, len(run)))
-        if not found:
-            return []
-        first, end = min(start for _, start, *_ in found), max(stop for *_, stop, _ in found)
-        more = len(asked) * (end - first) - sum(count * (stop - start) for _, start, stop, count in found)
-        row = 2 * len(lane.entries) * self.k.shape[3] * self.k.element_size() * (self.rules.kv_heads // len(asked))
-        if more * row <= ONE_READ * (len(found) - 1):
-            return [(slice(0, len(asked)), first, end)]
-        return [some[:3] for some in found]
+        for some in alike.values():
+            first, count = firsts[some[0]].tolist(), counts[some[0]].tolist()
+            members: dict[tuple[int, ...], list[int]] = {}
+            for table, bits in enumerate(asked[some[0]].tolist()):
+                if any(bits):
+                    members.setdefault(tuple(bits), []).append(table)
+            reads = []
+            for run in (run for tables in members.values() for run in even_runs([(table,) for table in tables])):
+                ends = min(first[table] for (table,) in run), max(count[table] for (table,) in run) + 1
+                reads.append((some, _slice(run), *ends))
+            found += self._joined(reads, some)
+        return self._joined(found, everything[0])
+
+    def _joined(self, reads: list[tuple], entries: Sequence[int]) -> list[tuple]:
+        """These reads, or one of all tables of ``entries`` if it reads few bytes in vain."""
+        if len(reads) < 2:
+            return reads
+        one = entries, slice(0, self.rules.tables), min(read[2] for read in reads), max(read[3] for read in reads)
+        return [one] if self._bytes([one]) - self._bytes(reads) <= ONE_READ * (len(reads) - 1) else reads
+
+    def _bytes(self, reads: list[tuple]) -> int:
+        tables = range(self.rules.tables)
+        rows = sum(len(entries) * len(tables[some]) * (stop - start) for entries, some, start, stop in reads)
+        return rows * 2 * self.k.shape[3] * self.k.element_size() * (self.rules.kv_heads // len(tables))
+
+
+def _slices(entries: list[int]) -> Iterator[slice]:
+    """The entries, as few slices of the batch."""
+    return map(_slice, even_runs([(entry,) for entry in entries]))
 
 
 def _slice(run: list[tuple[int]]) -> slice:
@@ -296,15 +348,18 @@ def _neighbours(positions: Tensor) -> Iterator[range]:
 def one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """out (b, c, g, d), lse (b, c, g) of the queries q (b, c, g, d) over all rows k and v (b, c, m, d).
 
-    ``bias`` (c, g or 1, m) is log M, -inf where a query does not see a row; None: 0. Two matrix products.
+    ``bias`` (b, c or 1, g or 1, m) is log M, -inf where a query does not see a row; None: 0. Two matrix products.
     """
     b, c, g, d = q.shape
     if b > 1 and k.stride(0) != c * k.stride(1):  # (b, c) is no one dimension of matrices
-        parts = [one_query(q[i : i + 1], k[i : i + 1], v[i : i + 1], bias, scale) for i in range(b)]
+        parts = []
+        for i in range(b):
+            one = slice(i, i + 1)
+            parts.append(one_query(q[one], k[one], v[one], None if bias is None else bias[one], scale))
         return torch.cat([o for o, _ in parts]), torch.cat([l for _, l in parts])
     q, k, v = ((x.to(accumulation_dtype(x.dtype)) if x is q else x).flatten(0, 1) for x in (q, k, v))  # (b * c, ., d)
     step = CONVERTED if k.dtype in HALF else k.shape[1]
-    pieces = list(zip(k.split(step, 1), v.split(step, 1)))
+    pieces = list(zip(k.split(step, 1), v.split(step, 1))) if step < k.shape[1] else [(k, v)]
     scores = [torch.bmm(q * scale, k_.to(q.dtype).mT) for k_, _ in pieces]  # (b * c, g, m)
     scores = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
     if bias is not None:
@@ -314,97 +369,24 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
     top.masked_fill_(top == -torch.inf, 0.0)
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)  # (b * c, g, 1)
-    out = sum(torch.bmm(w, v_.to(q.dtype)) for w, (_, v_) in zip(weights.split(step, -1), pieces))
+    parts = zip(weights.split(step, -1), pieces)
+    out = reduce(Tensor.add_, (torch.bmm(w, v_.to(q.dtype)) for w, (_, v_) in parts))
     out = out / total.masked_fill(total == 0, 1.0)  # a query that sees nothing gets 0
     return out.unflatten(0, (b, c)), (top + total.log()).squeeze(-1).unflatten(0, (b, c))
 
 
-class Lane:
-    """Sequences of equal history, and which rows are kept of them.
+def log_counts(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """The logarithm of how many of ``bits`` bits are set in each word."""
+    if bits > 12:
+        return sum(words >> i & 1 for i in range(bits)).to(dtype).log()
+    return _logs(bits, dtype, words.device).index_select(0, words.flatten().long()).view(words.shape)
 
-    Slot i of a table holds the row at ``positions[table, i]``, for i below ``counts[table]``. A table is for one K/V
-    head, or for all of them where all heads see alike. ``kinds[codes[table, head, slot]]`` are the branches by which
-    queries of the segments at ``length`` see a row, as bits. ``peak`` is the greatest length so far. Until the position
-    ``until`` no row is to be dropped and no segment ends.
-    """
 
-    @torch.inference_mode(False)
-    def __init__(self, rules: Rules, entries: Sequence[int], length: int = 0, peak: int = 0, positions=()):
-        self.rules, self.entries, self.length, self.peak = rules, list(entries), length, peak
-        self.positions = torch.zeros(rules.tables, rules.slots, dtype=torch.int32)
-        self.codes = torch.zeros(rules.tables, rules.seers, rules.slots, dtype=torch.int16)
-        self.counts = [0] * rules.tables
-        for table, rows in enumerate(positions):
-            self.counts[table] = len(rows)
-            self.positions[table, : len(rows)] = rows
-        self.refresh()
-
-    def state(self) -> dict:
-        rows = [positions[:count].clone() for positions, count in zip(self.positions, self.counts)]
-        return {"entries": self.entries, "length": self.length, "peak": self.peak, "positions": rows}
-
-    def slices(self) -> Iterator[slice]:
-        """The entries, as few slices of the batch."""
-        return map(_slice, even_runs([(entry,) for entry in self.entries]))
-
-    def refresh(self) -> None:
-        """Make the tables new after rows came or went, or a segment ended."""
-        rules, used = self.rules, max(self.counts)
-        self.peak = max(self.peak, self.length)
-        positions = self.positions[:, :used]
-        there = torch.arange(used) < torch.tensor(self.counts)[:, None]  # (tables, used)
-        bits = rules.visible(positions, self.length).masked_fill_(~there[:, None], 0)  # (tables, seers, used)
-        kinds = bits.unique()
-        kinds = kinds[kinds > 0]
-        self.codes.zero_()
-        self.codes[:, :, :used] = torch.where(bits > 0, torch.searchsorted(kinds, bits) + 1, 0)
-        self.kinds = [0, *kinds.tolist()]
-        self.hidden = bool(((bits == 0) & there[:, None]).any())  # rows that are kept for later queries alone
-        seen = torch.stack([(bits >> i & 1).any(1) for i in range(rules.bits)], 1)  # (tables, bits, used)
-        first = seen.int().argmax(-1) if used else torch.zeros(seen.shape[:2], dtype=torch.int64)
-        self.firsts = torch.where(seen.any(-1), first, torch.tensor(self.counts)[:, None]).tolist()
-        leaves = rules.last(positions)[there].amin(0, keepdim=True) if there.any() else torch.tensor([rules.n])
-        self.until = min(rules.end(self.length), int(leaves) + 1 + rules.max_crop)
-        self.weights: dict[tuple, Tensor] = {}
-
-    def add(self, t: int, asked: list[list[int]], shown: list[list[int]]) -> None:
-        """Write the row at position t into the tables; ``keep`` decides whether it stays."""
-        for bits in {bits for some in shown for bits in some} - set(self.kinds):
-            self.kinds.append(bits)
-            self.weights.clear()
-        self.hidden |= any(a and not b for some in zip(asked, shown) for a, b in zip(*some))
-        codes = torch.tensor([[self.kinds.index(bits) for bits in some] for some in shown], dtype=torch.int16)
-        if len(set(self.counts)) == 1:
-            self.positions[:, self.counts[0]], self.codes[:, :, self.counts[0]] = t, codes
-        else:
-            each, at = torch.arange(len(self.counts)), torch.tensor(self.counts)
-            self.positions[each, at], self.codes[each, :, at] = t, codes
-
-    def keep(self, t: int, last: list[int]) -> list[int]:
-        """Keep the row at position t in the tables where a later query sees it; returns the other tables."""
-        left = []
-        self.length = t + 1
-        self.peak = max(self.peak, self.length)
-        for table, until in enumerate(last):
-            if until + self.rules.max_crop > t:
-                self.counts[table] += 1
-                self.until = min(self.until, until + 1 + self.rules.max_crop)
-            else:
-                self.codes[table, :, self.counts[table]] = 0
-                left.append(table)
-        return left
-
-    def bias(self, tables: slice, start: int, stop: int, asked: list[list[int]], like: Tensor) -> Tensor | None:
-        """log M (tables, seers, rows) of the slots start .. stop - 1 for a query of the branches ``asked``."""
-        key = tuple(map(tuple, asked[tables]))
-        each = [bits for some in key for bits in some]
-        if not self.hidden and len(self.kinds) == 2 and len(set(self.counts[tables])) == 1:
-            if all((bits & self.kinds[1]).bit_count() == 1 for bits in each):
-                return None
-        if key not in self.weights:
-            counts = [[(bits & kind).bit_count() for kind in self.kinds] for bits in each]
-            self.weights[key] = torch.tensor(counts, dtype=like.dtype).log().unflatten(0, (len(key), -1))
-        return self.weights[key].gather(-1, self.codes[tables, :, start:stop].long()).to(like.device)
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _logs(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    words = torch.arange(1 << bits, device=device)
+    return sum(words >> i & 1 for i in range(bits)).to(dtype).log()
 
 
 @dataclass(frozen=True, eq=False)
@@ -466,6 +448,11 @@ class Rules:
     def seers(self) -> int:
         return self.offsets.shape[1]
 
+    @property
+    def word(self) -> torch.dtype:
+        """Of a bit for each branch."""
+        return torch.int16 if self.bits < 16 else torch.int32 if self.bits < 32 else torch.int64
+
     def heads_of(self, table: int) -> slice:
         """The K/V heads of a table."""
         return slice(None) if self.shared else slice(table, table + 1)
@@ -515,35 +502,36 @@ class Rules:
                 found = torch.maximum(found, torch.where(sees, final, NEVER))
         return found
 
-    def visible(self, positions: Tensor, t: int) -> Tensor:
-        """By which branches a query at ``t`` could see each row, as bits: (tables, seers, m)."""
-        positions = positions.long()
-        found = torch.zeros(len(positions), self.seers, positions.shape[1], dtype=torch.int64)
+    def visible(self, positions: Tensor, t: Tensor) -> Tensor:
+        """By which branches a query at t (e,) could see each row (e, tables, m), as bits: (e, tables, seers, m)."""
+        found = torch.zeros(*positions.shape[:2], self.seers, positions.shape[2], dtype=torch.int64)
         for i, branch in enumerate(self.branches):
             start = t // branch.length * branch.length
-            at = (positions - start).unsqueeze(1)  # (tables, 1, m)
+            at = (positions.long() - start[:, None, None]).unsqueeze(2)  # (e, tables, 1, m)
             inside = (at >= 0) & (at < branch.length)
             found += (inside & (at % branch.rate == self.offsets[:, :, i, None])).long() << i
         return found
 
-    def row(self, t: int) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Of the position t: the bits of its query and of its row, by tables and seers, and the row's last query."""
+    def row(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the positions t (e,): the bits of queries and of rows (e, tables, seers); last queries (e, tables)."""
         w, r, powers = self._sizes
-        start = t - t % w
-        sees = t % w % r == self.offsets  # (tables, seers, branches)
+        t = t[:, None, None, None]
+        start = t - t % w  # (e, 1, 1, branches)
+        sees = t % w % r == self.offsets  # (e, tables, seers, branches)
         left = (self.n - start).clamp(max=w) - 1 - self.offsets
-        final = torch.where(sees, start + self.offsets + left // r * r, NEVER).amax((1, 2))
-        bits = (sees * powers).sum(-1).tolist()
-        return bits, bits, final.tolist()
+        final = torch.where(sees, start + self.offsets + left // r * r, NEVER).amax((2, 3))
+        bits = (sees * powers).sum(-1)
+        return bits, bits, final
 
     @cached_property
     def _sizes(self) -> tuple[Tensor, Tensor, Tensor]:
         lengths, rates = (torch.tensor([getattr(b, name) for b in self.branches]) for name in ("length", "rate"))
         return lengths, rates, 2 ** torch.arange(self.bits)
 
-    def end(self, t: int) -> int:
-        """The next position from which other rows are seen: where a segment ends."""
-        return min((t // b.length + 1) * b.length for b in self.branches)
+    def end(self, t: Tensor) -> Tensor:
+        """The next positions from which other rows are seen: where a segment ends."""
+        w, *_ = self._sizes
+        return ((t[:, None] // w + 1) * w).amin(1)
 
 
 class BlockRules(Rules):
@@ -574,15 +562,16 @@ class BlockRules(Rules):
         return self._last[positions // self.pattern.block_size]
 
     def visible(self, positions, t):
-        if t == self.n:
-            return torch.zeros(1, 1, positions.shape[1], dtype=torch.int64)
-        numbers, where = (positions[0].long() // self.pattern.block_size).unique(return_inverse=True)
-        queries = torch.tensor([t // self.pattern.block_size])
-        return self.pattern.blocks(self.n, queries, numbers)[:, where].long()[None]
+        size = self.pattern.block_size
+        numbers, where = (positions[:, 0].long() // size).unique(return_inverse=True)  # (blocks,), (e, m)
+        queries, which = (t.clamp(max=self.n - 1) // size).unique(return_inverse=True)  # (queries,), (e,)
+        seen = self.pattern.blocks(self.n, queries, numbers)[which[:, None], where] & (t < self.n)[:, None]
+        return seen.long()[:, None, None]
 
     def row(self, t):
-        block = torch.tensor([t // self.pattern.block_size])
-        return [[1]], [[int(self.pattern.blocks(self.n, block, block))]], self._last[block].tolist()
+        block = t // self.pattern.block_size
+        own = self.pattern.blocks(self.n, block, block).diagonal().long()
+        return torch.ones(len(t), 1, 1, dtype=torch.int64), own[:, None, None], self._last[block][:, None]
 
     def end(self, t):
         return (t // self.pattern.block_size + 1) * self.pattern.block_size
