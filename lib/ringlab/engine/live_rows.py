@@ -35,7 +35,8 @@ class LiveRows:
     """What one rank keeps of ``batch`` sequences: rows k and v (b, h_kv, slots, d), and which they are.
 
     A table says what lies in the slots of one K/V head, or of all where all heads see alike. The first
-    ``counts[entry, table]`` slots hold rows, ascending by position; v and ``shown`` are 0 in the others. ``shown``
+    ``counts[entry, table]`` slots hold rows, ascending by position; the next one is for a new row; in those after it v
+    and ``shown`` are 0. ``shown``
     tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts`` the first slot that it sees by
     each.
     ``peak`` is the greatest length before the last crop. Until ``until`` no row is dropped and no segment ends.
@@ -74,7 +75,7 @@ class LiveRows:
             if length < self.length[entry]:
                 for table, count in enumerate(self.counts[entry].tolist()):
                     left = int((self.positions[entry, table, :count] < length).sum())
-                    self.v[entry, self.rules.heads_of(table), left:count] = 0
+                    self.v[entry, self.rules.heads_of(table), left : count + 1] = 0
                     self.counts[entry, table] = left
                 self.peak[entry] = max(self.peak[entry], self.length[entry])
                 self.length[entry] = length
@@ -210,7 +211,7 @@ class LiveRows:
             for i in _slices([entries[x] for x in mine]):
                 for rows in (self.k, self.v):
                     rows[i, heads, first:stop] = rows[i, heads][:, :, moved.to(rows.device)]
-                self.v[i, heads, stop : len(stays)] = 0
+                self.v[i, heads, stop : len(stays) + 1] = 0
                 self.positions[i, table, first:stop] = self.positions[i, table][:, moved]
                 self.counts[i, table] = stop
 
@@ -272,10 +273,6 @@ class LiveRows:
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
         kept = last + rules.max_crop > t[:, None]  # (entries, tables)
-        if not kept.all():
-            entry, table, slot = (x.expand_as(kept)[~kept] for x in slots)
-            self.shown[entry, table, :, slot] = 0
-            self.v[(entry, slice(None), slot) if rules.shared else (entry, table, slot)] = 0
         leaves = (last + 1 + rules.max_crop).masked_fill_(~kept, rules.n + 1).amin(1)
         self.until[each] = until = torch.minimum(self.until[each], leaves)
         self.counts[each] += kept
