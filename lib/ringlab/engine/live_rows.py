@@ -36,10 +36,9 @@ class LiveRows:
 
     A table says what lies in the slots of one K/V head, or of all where all heads see alike. The first
     ``counts[entry, table]`` slots hold rows, ascending by position; the next one is for a new row; in those after it v
-    and ``shown`` are 0. ``shown``
-    tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts`` the first slot that it sees by
-    each.
-    ``peak`` is the greatest length before the last crop. Until ``until`` no row is dropped and no segment ends.
+    and ``shown`` are 0. ``shown`` tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts`` the
+    first slot that it sees by each. ``peak`` is the greatest length before the last crop. Until the position ``until``
+    no row is dropped and no segment ends.
     """
 
     @torch.inference_mode(False)  # or it could not be used outside of that mode
@@ -133,8 +132,8 @@ class LiveRows:
         found: dict[tuple, list[int]] = {}
         for entry, count in enumerate(counts):
             if count:
-                rows = tuple(tuple(rows.tolist()) for rows in self.rows_of(entry)[: self.rules.tables])
-                found.setdefault((count, int(self.length[entry]), rows), []).append(entry)
+                rows = [tuple(rows.tolist()) for rows in self.rows_of(entry)[: self.rules.tables] if len(self.k) > 1]
+                found.setdefault((count, int(self.length[entry]), *rows), []).append(entry)
         return list(found.values())
 
     def _chunk(self, entry: int, entries: slice, q, k, v, scale: float, kernel: Kernel, execution):
@@ -260,7 +259,10 @@ class LiveRows:
         if rules.bits == 1 and level:
             self.all_seen[each] &= (shown > 0).flatten(1).all(1)
             plain = bool(self.all_seen[each].all() and (asked > 0).all())
-        for some, tables, start, stop in self._reads(each, asked, counts, used):
+        reads = [(range(len(entries)), slice(0, rules.tables), 0, used + 1)]
+        if not plain and self._bytes(reads) > ONE_READ:
+            reads = self._reads(each, asked, counts)
+        for some, tables, start, stop in reads:
             heads = slice(None) if rules.shared else tables
             for run in even_runs([(entries[x], x) for x in some]):
                 i, j = (_slice([(x,) for x in column]) for column in zip(*run))
@@ -281,11 +283,8 @@ class LiveRows:
             self._drop(due, self.length[due])
             self._refresh(due)
 
-    def _reads(self, each, asked: Tensor, counts: Tensor, used: int) -> list[tuple[Sequence[int], slice, int, int]]:
+    def _reads(self, each, asked: Tensor, counts: Tensor) -> list[tuple[Sequence[int], slice, int, int]]:
         """(numbers of entries, tables, first slot, end) to read for new queries; what sees alike is read together."""
-        everything = range(len(asked)), slice(0, asked.shape[1]), 0, used + 1
-        if len(asked) * asked.shape[1] == 1 or self._bytes([everything]) <= ONE_READ:
-            return [everything]
         by_bits = asked.unsqueeze(-1) >> torch.arange(self.rules.bits) & 1  # (entries, tables, seers, bits)
         firsts = self.firsts[each].masked_fill(~by_bits.bool().any(2), self.rules.slots).amin(-1)  # (entries, tables)
         alike: dict[tuple, list[int]] = {}
@@ -303,7 +302,7 @@ class LiveRows:
                 ends = min(first[table] for (table,) in run), max(count[table] for (table,) in run) + 1
                 reads.append((some, _slice(run), *ends))
             found += self._joined(reads, some)
-        return self._joined(found, everything[0])
+        return self._joined(found, range(len(asked)))
 
     def _joined(self, reads: list[tuple], entries: Sequence[int]) -> list[tuple]:
         """These reads, or one of all tables of ``entries`` if it reads few bytes in vain."""
