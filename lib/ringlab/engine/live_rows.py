@@ -36,9 +36,9 @@ class LiveRows:
 
     A table says what lies in the slots of one K/V head, or of all where all heads see alike. The first
     ``counts[entry, table]`` slots hold rows, ascending by position; the next one is for a new row; in those after it v
-    and ``shown`` are 0. ``shown`` tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts`` the
-    first slot that it sees by each. ``peak`` is the greatest length before the last crop. Until the position ``until``
-    no row is dropped and no segment ends.
+    and ``shown`` are 0. ``shown`` tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts``
+    the first slot that it sees by each. ``peak`` is the greatest length before the last crop. Until the position
+    ``until`` no row is dropped and no segment ends.
     """
 
     @torch.inference_mode(False)  # or it could not be used outside of that mode
