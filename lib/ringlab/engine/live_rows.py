@@ -256,12 +256,11 @@ class LiveRows:
         self.positions[at] = t[:, None].int()
         self.shown[at[0], at[1], :, at[2]] = shown.to(self.shown)
         plain = False  # whether each query sees each row, once
-        if rules.bits == 1 and level:
+        if rules.bits == 1:
             self.all_seen[each] &= (shown > 0).flatten(1).all(1)
-            plain = bool(self.all_seen[each].all() and (asked > 0).all())
-        reads = [(range(len(entries)), slice(0, rules.tables), 0, used + 1)]
-        if not plain and self._bytes(reads) > ONE_READ:
-            reads = self._reads(each, asked, counts)
+            plain = level and bool(self.all_seen[each].all() and (asked > 0).all())
+        everything = range(len(entries)), slice(0, rules.tables), 0, used + 1
+        reads = [everything] if plain else self._reads(each, asked, counts)
         for some, tables, start, stop in reads:
             heads = slice(None) if rules.shared else tables
             for run in even_runs([(entries[x], x) for x in some]):
@@ -287,6 +286,9 @@ class LiveRows:
         """(numbers of entries, tables, first slot, end) to read for new queries; what sees alike is read together."""
         by_bits = asked.unsqueeze(-1) >> torch.arange(self.rules.bits) & 1  # (entries, tables, seers, bits)
         firsts = self.firsts[each].masked_fill(~by_bits.bool().any(2), self.rules.slots).amin(-1)  # (entries, tables)
+        one = range(len(asked)), slice(0, asked.shape[1]), int(firsts.min()), int(counts.max()) + 1
+        if one[2] < one[3] and self._bytes([one]) <= ONE_READ:
+            return [one]
         alike: dict[tuple, list[int]] = {}
         for i, told in enumerate(torch.cat([asked.flatten(1), firsts, counts], 1).tolist()):
             alike.setdefault(tuple(told), []).append(i)
@@ -302,7 +304,7 @@ class LiveRows:
                 ends = min(first[table] for (table,) in run), max(count[table] for (table,) in run) + 1
                 reads.append((some, _slice(run), *ends))
             found += self._joined(reads, some)
-        return self._joined(found, range(len(asked)))
+        return self._joined(found, one[0])
 
     def _joined(self, reads: list[tuple], entries: Sequence[int]) -> list[tuple]:
         """These reads, or one of all tables of ``entries`` if it reads few bytes in vain."""
