@@ -180,6 +180,9 @@ def reading(study: Study) -> Text:
         "**Checks**: each row was compared with the float64 reference in the process that timed it. Errors are "
         "relative norms. A row that fails, or is faster than its roofline, is listed with the reason and not shown.",
         "**Peak memory** includes q, k, v and the output, and is given as a multiple of them too.",
+        "**Instead of a time**: *refused* or *unsupported* code says that it cannot run this call here. An *incorrect* "
+        "result is off by more than is allowed. A *suspect* time or size is below what is possible. With *more ranks "
+        "than cores* the check ran, but ranks wait for each other, so no time is shown.",
         *([dense] if study.rows(system="dense_sdpa") else []),
         bullets=True, summary="What the numbers mean",
     )  # fmt: skip

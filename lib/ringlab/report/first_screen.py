@@ -269,6 +269,7 @@ def _decisions(study: Study, advised: dict) -> Table:
         f"computed lower bound{', other times are measured' if measured else ''}. Below a time stands the peak of "
         f"memory, computed.{_said_of(sent)} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
         "answers for other lengths and shapes.",
+        cards=True,
     )  # fmt: skip
 
 

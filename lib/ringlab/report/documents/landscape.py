@@ -208,6 +208,7 @@ def ranking(study: Study) -> Table:
         note="The ranking is by speed: the variants compute different things and are not interchangeable. Rows share a "
         "rank where their difference is within noise. Each visible pair is counted once; LongNet's branches compute "
         "some twice, which its cost of a pair includes.",
+        cards=True,
     )  # fmt: skip
 
 

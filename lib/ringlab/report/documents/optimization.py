@@ -349,7 +349,8 @@ def reuse(study: Study) -> Text:
         cold, call, share = found[0]
         cache_line = (
             f"building a plan takes at most {number(100 * share, 2)} % of a call ({cold.point.seq_len:,} tokens, "
-            f"{number(cold.median * 1e6)} µs of {number(call.median * 1e3)} ms), so no cache can save more."
+            f"{number(cold.median * 1e6)} µs of {number(call.median * 1e3)} ms), so no cache can save more. A plan is "
+            "the list of dense calls that a pattern comes to."
         )
     if used := [x for *_, x in pool_rows(study)]:
         won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))
