@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ... import hardware
 from .. import claims_code
-from ..claims import COLUMNS, WORDS, Verdict, cells, compared
-from ..findings import counted, provenance
+from ..claims import COLUMNS, WORDS, Verdict, cells, compared, counted
+from ..findings import provenance
 from ..published import DOCUMENTS
 from ..study import Study
 from ..tables import Cell, Table, Text, number
