@@ -246,8 +246,7 @@ def test_the_recommended_block_runs(name, rehearsal):
         exec(source, names)
     assert names["out"].shape == (1, 8192, 8, 64) and torch.isfinite(names["out"]).all()
     evidence = [line for line in source.splitlines() if line.startswith("# ")]
-    assert len(evidence) >= 5 and any(line.startswith("# dtype: All optimizations") for line in evidence)
-    assert ("a CPU's" in evidence[0]) == rehearsal
+    assert len(evidence) >= 10 and ("of a CPU" in evidence[0]) == rehearsal
 
 
 def work(r) -> dict:
@@ -256,14 +255,14 @@ def work(r) -> dict:
 
 
 @pytest.mark.parametrize("factor, test, said", [
-    (1, rows.is_plain, "Execution(gather=False, cache=True, pool=False)"), (1, rows.is_plain, "dtype=torch.float32"),
+    (1, rows.is_plain, "causal=False, backend='auto')"), (1, rows.is_plain, "'dtype': torch.float32"),
     (2, lambda r: work(r) == rows.FULL | {"pool": False}, "pool=True"),
     (2, lambda r: work(r) == rows.FULL and r.point.system == "ringlab", "gather=True"),
-    (0.7, lambda r: r.point.dtype == "bfloat16" and rows.is_optimised(r), "dtype=torch.bfloat16"),
+    (0.7, lambda r: r.point.dtype == "bfloat16" and rows.is_optimised(r), "'dtype': torch.bfloat16"),
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 def test_the_recommendation_follows_the_rows(factor, test, said):
     source = block(page("000", lambda r: longer(r, factor) if test(r) else r))
-    assert said in source and 'backend="auto"' in source
+    assert said in source and "backend='auto'" in source
 
 
 def test_what_the_same_work_differs_by_is_no_difference():

@@ -11,6 +11,7 @@ from reporting import longer, made_up
 from ringlab import hardware
 from ringlab.measure import peers, suites
 from ringlab.report import findings, first_screen, index, render, tables
+from ringlab.report.documents import landscape
 from ringlab.report.study import Study
 
 MEMORY = 4 << 30  # few tokens, so that the longest sequences that fit are soon found
@@ -75,7 +76,7 @@ def test_a_run_without_dense_attention_or_without_a_right_system_has_a_first_scr
         return replace(r, **gone) if r.point.system in systems else r
 
     no_dense = study(change=lambda r: lost(r, ("dense_sdpa",)))
-    assert "dense attention" not in first_screen.fastest(no_dense) and "Dense SDPA" not in first_screen.series(no_dense)
+    assert "dense attention" not in first_screen.fastest(no_dense) and "Dense SDPA" not in landscape.series(no_dense)
     only_dense = study(change=lambda r: lost(r, ("ringlab", "flex", *peers.PEERS)))
     assert "Dense SDPA takes" in first_screen.fastest(only_dense)
     assert "as fast as dense" not in first_screen.fastest(only_dense)
@@ -83,7 +84,7 @@ def test_a_run_without_dense_attention_or_without_a_right_system_has_a_first_scr
     none = study(
         change=lambda r: replace(lost(r, ("flex", *peers.PEERS)), **(wrong if r.point.passes != "fwd" else {}))
     )
-    assert first_screen.series(none) == {}
+    assert landscape.series(none) == {}
     half = study(change=lambda r: replace(r, point=r.point.but(dtype="bfloat16")))
     assert "≥" in first_screen.first_screen(half).table.markdown
 

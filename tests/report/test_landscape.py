@@ -297,12 +297,12 @@ def test_the_ranking_follows_the_rows():
 
 def test_the_answer_follows_the_rows():
     first = document.answer(page()).lines
-    assert len(first) == 6 and first[0].startswith("**Fastest at 16,384 tokens**: Sliding window, **")
-    assert first[0].endswith("It computes 1.9 % of the pairs, another function than dense SDPA.")
+    assert len(first) == 6 and first[0].startswith("**16,384 tokens, forward, measured: Sliding window takes ")
+    assert first[0].endswith("Sliding window computes 1.9 % of the query–key pairs.")
     other = document.answer(page(slower(10, of("Sliding window")))).lines
-    assert "Fastest at 16,384 tokens**: Local and global" in other[0]
+    assert "16,384 tokens, forward, measured: Local and global takes" in other[0]
     tied = document.answer(page(as_fast())).lines[0]
-    assert "within noise of Local and global" in tied
+    assert "Local and global is within noise of it" in tied
     assert re.search(r"\*\*A visible pair\*\* costs .* what it costs in dense SDPA, at 16,384 tokens", first[1])
     assert document.answer(page(lambda r: replace(r, status="crashed", reason="gone"))).lines[0].endswith("was timed.")
 

@@ -56,7 +56,8 @@ def of_kernels(results, name: str = "h200") -> Study:
 def column(table, name: str) -> dict[tuple, str]:
     """The texts of a column, by way, tokens, head_dim, pattern and pass."""
     at = [c.lstrip(">") for c in table.columns].index(name)
-    return {tuple(row[:5]): getattr(row[at], "text", row[at]) for row in table.rows}
+    texts = [[getattr(x, "text", x) for x in row] for row in table.rows]
+    return {tuple(row[:5]): row[at] for row in texts}
 
 
 def shares(results, name: str = "h200") -> dict[tuple, str]:
@@ -112,7 +113,7 @@ def test_a_share_follows_the_row_and_its_peers(whole):
     faster = shares(changed(whole, lambda r: dict(r.point.options).get("backend") == "flash", rate=800))
     assert faster["Default path", 65536, 64, "dilated", "forward"] == "75.0 %", "of the best of the peers"
     unsure = rungs.times(of_kernels(changed(whole, is_default(), rate=560, noise=0.1)))
-    cell = next(row[7] for row in unsure.rows if tuple(row[:5]) == DEFAULT)
+    cell = next(row[7] for row in unsure.rows if (row[0].text, *row[1:5]) == DEFAULT)
     low, high = map(float, cell.sub.split(" to "))
     assert low < float(cell.text[:-2]) < high
 
@@ -122,53 +123,38 @@ def test_rows_that_may_not_be_quoted_say_why(whole):
     lost = of_kernels(changed(whole, is_default(), **gone))
     table = rungs.times(lost)
     assert column(table, "Time (ms)")[DEFAULT] == "oom" and column(table, "Of the best peer")[DEFAULT] is None
-    version = next(r for r in rungs.versions(lost).rows if r[:2] == ["Default path", "forward, head_dim 128"])
-    assert version[3].text == "oom"
+    assert column(table, "Useful TFLOP/s")[DEFAULT] is None
     assert [(row[2].text, row[3]) for row in rungs.rejected(lost).rows] == [("oom", "CUDA out of memory")]
     assert rungs.rejected(of_kernels(whole)) is None
     fewer = of_kernels([r for r in whole if r.point.system != "flex"])
     assert "Not measured: 1 points, as " in rungs.times(fewer).note
 
 
-def test_versions_stand_beside_their_prediction_and_cause(whole):
-    table = rungs.versions(of_kernels(whole))
-    by = {(row[0], row[1]): dict(zip([c.lstrip(">") for c in table.columns], row)) for row in table.rows}
-    assert len(by) == len(table.rows) == 6 * 7 + 1 and table.folded
-    lists = by["Tile lists (Triton)", "forward, head_dim 128"]
-    assert lists["Predicted"] == "550 to 620" and lists["Measured"].text == "580"
-    eager = "torch's kernels on strided views, eager merges"
-    for system, name, cause in (
-        ("Tile lists (Triton)", "forward, head_dim 128", "0.786 of the useful products, 3 operator calls, one launch"),
-        ("Tile lists (Triton)", "causal, head_dim 128", "0.928 of"),
-        ("Tile lists (Triton)", "forward and backward, head_dim 64", "1.010 of the useful products, 3 "),  # 18 / 14
-        (eager, "forward, head_dim 128", "40 operator calls, a call"),
-    ):
-        assert by[system, name]["Cause"].startswith(cause)
-    assert by["Default path", "forward, head_dim 128"]["Cause"] == f"40 operator calls, as {eager}"
-    few = changed(whole, is_default(), memory=next(r for r in whole if r.option("backend") == "triton").memory)
-    row = next(row for row in rungs.versions(of_kernels(few)).rows if row[0] == "Default path")
-    assert row[-1].endswith("as Tile lists (Triton)"), "by the operator calls"
-    assert by["cuDNN, contiguous segments", "causal, head_dim 128"]["Predicted"] == "484"
+def test_rates_stand_beside_their_prediction(whole):
+    table = rungs.times(of_kernels(whole))
+    lists, cudnn = ("Tile lists (Triton)", *DEFAULT[1:]), ("cuDNN, contiguous segments", *DEFAULT[1:4], "causal")
+    foreseen = column(table, "Predicted")
+    assert (foreseen[lists], foreseen[cudnn]) == ("550 to 620", "484") and foreseen[DEFAULT] is None
+    assert column(table, "Useful TFLOP/s")[lists] == "580" and column(table, "Operator calls")[lists] == 3
     assert "cuDNN 9.19 on H200" in table.markdown
 
 
 def test_another_gpu_has_no_predictions():
-    study = of_kernels(rows_of("a100", slice(1)), "a100")
-    table = rungs.versions(study)
-    assert {row[2] for row in table.rows} == {None} and "H200" not in table.note
-    assert "Not measured: 58 points, as r" in rungs.times(study).note
+    table = rungs.times(of_kernels(rows_of("a100", slice(1)), "a100"))
+    assert ">Predicted" not in table.columns and "H200" not in table.note
+    assert "Not measured: 58 points, as r" in table.note
 
 
 @pytest.mark.parametrize("name", ["cpu", "h200"])
 def test_without_rows_there_is_no_appendix(whole, name):
     study = of_kernels([replace(whole[0], group="implementations")] if name == "h200" else [], name)
-    assert [f(study) for f in (rungs.times, rungs.versions, rungs.tuned, rungs.rejected)] == [None] * 4
+    assert [f(study) for f in (rungs.times, rungs.tuned, rungs.rejected)] == [None] * 3
 
 
 def test_the_appendix_shows_all_of_it_from_stored_rows_or_nothing(whole, tmp_path):
     source = notebook(tmp_path / "page.ipynb", "from ringlab.report import rungs\n\nrungs.appendix('h200', data)")
     others = [made_up(p, g, False) for g in two_points() for p in g.points]
-    for name, rows, shown in (("kernels", whole[:9], 3), ("none", others, 0)):
+    for name, rows, shown in (("kernels", whole[:9], 2), ("none", others, 0)):
         write_rows(tmp_path / name, rows)
         cell = run_in_this_process(source, None, {"data": str(tmp_path / name)}).cells[-1]
         assert len(cell.outputs) == shown

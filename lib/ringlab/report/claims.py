@@ -7,7 +7,8 @@ A claim is a table in ``published/*.toml``. It names the rows that test it (``[c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .. import hardware
@@ -403,3 +404,16 @@ def cells(claim: dict, verdict: Verdict, document: str = "") -> list[Cell | str 
         Cell(verdict.word, apart, verdict.kind), Cell(claim["text"], where.replace(";", ",")),
         Cell(claim["printed"], tolerance), verdict.ours, verdict.why,
     ]  # fmt: skip
+
+
+def counted(verdicts: Iterable[Verdict], what: str = "") -> str:
+    """How many have which verdict, in the order of ``WORDS``; ``what`` one of them is goes after the first number.
+
+    >>> held, open_ = Verdict("holds", None, ""), Verdict("untested", None, "")
+    >>> counted([held, open_, held], "claim"), counted([held, open_], "claim")
+    ('2 claims hold, 1 untested', '1 claim holds, 1 untested')
+    """
+    found = Counter(verdict.word for verdict in verdicts)
+    first, *others = [(found[w], w if found[w] == 1 else WORDS[w][1]) for w in WORDS if found[w]]
+    noun = f"{what}{'s' * (first[0] > 1)} " if what else ""
+    return ", ".join([f"{first[0]} {noun}{first[1]}", *(f"{count} {said}" for count, said in others)])

@@ -15,9 +15,8 @@ import torch
 from .. import compat, hardware
 from ..measure import Ratio
 from ..measure import suites as suite
-from . import findings
 from . import rows as r
-from .claims import NO_PAIR, Finding, Verdict, by_rows, compared, in_words, judge
+from .claims import COLUMNS, NO_PAIR, Finding, Verdict, by_rows, cells, compared, counted, in_words, judge
 from .columns import peak_bytes, rows_of, sent_bytes, timed
 from .documents import optimization as single
 from .documents import session as sparse
@@ -41,9 +40,14 @@ def judged(study: Study, document: str) -> Iterator[tuple[dict, Verdict]]:
 
 
 def ledger(study: Study) -> Table:
-    """Every claim of the document whose suite a study is about, judged, drawn closed."""
+    """Every claim of the document whose suite a study is about, drawn closed under a count of the verdicts."""
     document = next(number for number, about in DOCUMENTS.items() if about.suite == study.suite)
-    return replace(findings.ledger(study, judged(study, document)), folded=True)
+    found = [*judged(study, document)]
+    return study.table(
+        counted((verdict for _, verdict in found), "claim"), COLUMNS, [cells(*each) for each in found],
+        note="The tolerance follows from what is printed, not from these rows. The page of claims explains the words.",
+        folded=True, cards=True,
+    )  # fmt: skip
 
 
 def verdict(study: Study, document: str, claim: dict) -> Verdict:

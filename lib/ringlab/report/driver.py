@@ -18,16 +18,12 @@ from ..measure import provenance
 from . import index, render
 from .first_screen import first_screen
 from .places import Plan, ReportError, home, locked, note, plan
+from .published import DOCUMENTS
 from .study import Study, read_study
 
-# Each notebook, with the suite of points that it needs; a report without a suite of its own is about the rows of all
-# others, so it comes last.
-REPORTS = {
-    "optimization_results": "optimization",
-    "benchmark_summary": "benchmark_summary",
-    "session_summary": "session_summary",
-    "performance_comparison": "performance_comparison",
-    "hybrid_summary": "hybrid_summary",
+# Each notebook, with the suite of points that it needs; the page of claims is about the rows of all others, so it comes
+# last.
+REPORTS = {d.report: d.suite for d in DOCUMENTS.values()} | {
     "landscape": "landscape",
     "claims": "",
 }

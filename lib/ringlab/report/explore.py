@@ -182,7 +182,7 @@ def _longest(choice: Choice) -> int | str:
     if not choice.hardware.memory_bytes:
         return "the memory is not known"
     if choice.ranks > 1 or isinstance(choice.pattern, patterns.BlockSparse):
-        return "takes seconds to find: ringlab.longest"
+        return "takes seconds to find: `ringlab.longest`"
     try:
         return longest(choice.pattern, choice.hardware.memory_bytes, profile=choice.hardware, **choice.call)
     except (ValueError, NotImplementedError) as error:

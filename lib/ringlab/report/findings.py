@@ -1,48 +1,17 @@
 """What every page says of its rows: how far to trust them, what is missing or failed, what the numbers mean, where they
-come from; and the claims of a document with their verdicts.
+come from.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
 
 from ..measure import suites
 from ..measure.peers import PEERS
-from . import claims
-from .claims import WORDS, Verdict
 from .rows import SHORT, label, pass_of
 from .study import Study
 from .tables import Cell, Table, Text, number, size
 from .trust import NORMAL, objection, reason, status
-
-
-def ledger(study: Study, judged: Iterable[tuple[dict, Verdict]]) -> Table:
-    """Every claim of a document with its verdict, drawn closed under a count of the verdicts."""
-    judged = list(judged)
-    return study.table(
-        counted((verdict for _, verdict in judged), "claim"),
-        claims.COLUMNS,
-        [claims.cells(claim, verdict) for claim, verdict in judged],
-        note="The tolerance follows from what is printed, not from these rows. The page of claims explains the words.",
-        folded=True,
-        cards=True,
-    )
-
-
-def counted(verdicts: Iterable[Verdict], what: str = "") -> str:
-    """How many have which verdict, in the order of ``WORDS``; ``what`` one of them is goes after the first number.
-
-    >>> held, open_ = Verdict("holds", None, ""), Verdict("untested", None, "")
-    >>> counted([held, open_, held], "claim"), counted([held, open_], "claim")
-    ('2 claims hold, 1 untested', '1 claim holds, 1 untested')
-    """
-    found = Counter(verdict.word for verdict in verdicts)
-    first, *others = [(found[w], w if found[w] == 1 else WORDS[w][1]) for w in WORDS if found[w]]
-    noun = f"{what}{'s' * (first[0] > 1)} " if what else ""
-    return ", ".join([f"{first[0]} {noun}{first[1]}", *(f"{count} {said}" for count, said in others)])
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # trust, and what is missing
@@ -100,8 +69,8 @@ def limits(study: Study, *more: str) -> Text:
     if missing:
         count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
         lines.append(f"What {count} would have shown, for they are not measured: {_some(missing)}.")
-    if others := taken_by_others(study):
-        lines.append(f"How fast this machine is when quiet: other processes used up to {others:g} of its cores.")
+    if crowded := [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]:
+        lines.append(f"How fast this machine is when quiet: other processes used up to {max(crowded):g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
         lines.append(f"Whether {len(unbound)} times are possible: their roofline is not known.")
     if study.pace:
@@ -109,7 +78,7 @@ def limits(study: Study, *more: str) -> Text:
             f"The machine's speed drifted by about {number(100 * study.pace, 1)} % between parts of the run. Intervals "
             "of times include it; speed-ups of calls that took turns are not affected by it."
         )
-    unstable = [point_name(r) for r in study.good if r.unstable]
+    unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Unstable times: {len(unstable)}, as {_some(unstable)}.")
     return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
@@ -121,19 +90,8 @@ def _shape(point) -> str:
     return f"{SHORT.get(point.dtype, point.dtype)}, {many}{point.seq_len:,} tokens, {pass_of(point)}{ranks}"
 
 
-def taken_by_others(study: Study) -> float | None:
-    """Cores that others used while rows were measured, where that left too few."""
-    crowded = [r.provenance for r in study.results if r.provenance.get("crowded")]
-    return max((p["others_cores"] for p in crowded), default=None)
-
-
 def _some(names: list[str], most: int = 3) -> str:
     return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
-
-
-def point_name(result) -> str:
-    """A point in the words of the tables."""
-    return f"{label(result)}, {_shape(result.point)}"
 
 
 def suite_points(study: Study) -> list:
@@ -180,6 +138,9 @@ def reading(study: Study) -> Text:
         "**Checks**: each row was compared with the float64 reference in the process that timed it. Errors are "
         "relative norms. A row that fails, or is faster than its roofline, is listed with the reason and not shown.",
         "**Peak memory** includes q, k, v and the output, and is given as a multiple of them too.",
+        "**Instead of a time**: *refused* or *unsupported* code says that it cannot run this call here. An *incorrect* "
+        "result is off by more than is allowed. A *suspect* time or size is below what is possible. With *more ranks "
+        "than cores* the check ran, but ranks wait for each other, so no time is shown.",
         *([dense] if study.rows(system="dense_sdpa") else []),
         bullets=True, summary="What the numbers mean",
     )  # fmt: skip
@@ -209,7 +170,6 @@ def provenance(study: Study) -> Table:
         rows.append([name, _states([r.provenance.get(key) or {} for r in study.results])])
     times = sorted(str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc"))
     rows.append(["Groups begun (UTC)", f"{times[0]} to {times[-1]}" if times else None])
-    rows.append(["Spent on these points (s)", _spent(study)])
     rows.append(["Points", f"{len(study.results)} measured, {len(study.good)} quoted"])
     missing = missing_points(study)
     rows.append(["Complete", "yes" if not missing else f"no, {len(missing)} of {len(suite_points(study))} are missing"])
@@ -219,23 +179,6 @@ def provenance(study: Study) -> Table:
     rows.append(["Inputs", "normal, from a generator seeded by the point's own hash"])
     known = [r for r in rows if r[1] is not None]
     return study.table("Where these rows come from", ["What", "Value"], known, folded=True)
-
-
-def _spent(study: Study) -> str | None:
-    """Seconds from the file of rows: starting, checking and warming up included."""
-    path = study.folder / "samples.jsonl"
-    if not path.is_file():
-        return None
-    ours = {(r.run, r.point.id) for r in study.results}
-    seconds = 0.0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # a writer that was killed left half a line
-            continue
-        if isinstance(row, dict) and row.get("kind") == "result" and (row["run"], row["point"]) in ours:
-            seconds += row["duration"]
-    return number(seconds)
 
 
 def _states(states: list[dict]) -> str | None:

@@ -24,7 +24,7 @@ from .figures import Figure
 from .findings import trust_line
 from .rows import SHORT
 from .study import Study, best, pattern_of, with_rates
-from .tables import Cell, Table, interval, number, size
+from .tables import Cell, Table, number, size
 from .trust import objection, threads
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
@@ -62,11 +62,11 @@ def first_screen(study: Study) -> FirstScreen:
     advised = {(n, passes): _try(ask, n, passes=passes) for n in LENGTHS for passes in WORDS}
     known = next(a for a in advised.values() if isinstance(a, Advice))
     most = _longest(study, known)
-    measured = {} if study.rehearsal else series(study)
+    measured = not study.rehearsal and bool(field.ranked(study))
     lines = [fastest(study) if measured else _roofline(advised), _memory(study, most), _call(known), _trust(study)]
     of_forward = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)}
     there = replace(study.profile, memory_bytes=study.memory_bytes)
-    found = [_measured_figure(study, measured)] if measured else []
+    found = [_measured_figure(study)] if measured else []
     return FirstScreen(
         f"{study.profile.title}, computed" if study.rehearsal else _device(study),
         lines,
@@ -93,37 +93,13 @@ def _try(ask, n: int, **how) -> Advice | str:
 # measured
 
 
-def series(study: Study) -> dict[str, list]:
-    """By name, the quotable forward rows of each right system of the landscape, one a length, the shortest first.
-
-    They took turns, so that their differences are of the systems.
-    """
-    found: dict[str, list] = {}
-    for n in field.lengths(study):
-        for _, entry, row in field.standing(study, n):
-            found.setdefault(entry.name, []).append(row)
-    return {e.name: found[e.name] for e in field.FIELD if e.name in found}
-
-
 def fastest(study: Study) -> str:
-    """The fastest at the longest length of the landscape, with all that the run does not tell apart from it."""
-    ranked = next(x for n in reversed(field.lengths(study)) if (x := field.standing(study, n)))
-    n = ranked[0][2].point.seq_len
-    first = [(entry, row) for rank, entry, row in ranked if rank == ranked[0][0]]
-    entry, row = first[0]
-    dense = next((r for r in series(study).get("Dense SDPA", ()) if r.point.seq_len == n and r is not row), None)
-    said = f"**{n:,} tokens, forward, measured: {entry.name} takes {number(row.median * 1e3)} ms**"
-    said += f" ({interval(*row.ci, 1e3, 2)})"
-    if ratio := study.ratio(dense, row):
-        turns = "" if ratio.paired else ", not timed in turns with it"
-        less = f"**{number(ratio.value, 2)} times as fast as dense attention**"
-        said += f", {less} ({number(dense.median * 1e3)} ms{turns})"
-    tied = " and ".join(other.name for other, _ in first[1:])
-    said += f". {tied} {'is' if len(first) == 2 else 'are'} within noise of it" if tied else ""
-    pairs = percent(field.density(row.point), 2)
-    said += f". {entry.name} computes {pairs} of the query–key pairs.{_training(study, entry)}"
-    named = {entry.name: row for _, entry, row in ranked}
-    if (advised := named.get(field.ADVISED)) is not None and (ratio := study.ratio(dense, advised)):
+    """The finding of the landscape, the same system in training, and what is advised."""
+    found = field.ranked(study)
+    said = field.fastest(study) + _training(study, found[0][1])
+    named = {entry.name: row for _, entry, row in found}
+    advised, dense = named.get(field.ADVISED), named.get(field.DENSE.name)
+    if ratio := study.ratio(dense, advised):
         speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as dense attention"
         said += f" {field.ADVISED}, which the table below advises, takes {speed}."
     return f"{said} This ranks speed, not how well a model learns."
@@ -141,12 +117,8 @@ def _training(study: Study, entry) -> str:
     return f" In training at {n:,} tokens {entry.name} takes {number(row.median * 1e3)} ms{less}."
 
 
-def _measured_figure(study: Study, measured: dict[str, list]) -> Figure:
-    points = {name: [(r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))) for r in rows]
-              for name, rows in measured.items()}  # fmt: skip
-    fig = figures.lines(points, xlabel="Tokens", ylabel="Measured: time of a forward call (ms)",
-                       colors=[field.COLORS[name] for name in points])  # fmt: skip
-    ends = "; ".join(f"{name} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for name, p in points.items())
+def _measured_figure(study: Study) -> Figure:
+    fig, ends = field.draw(study, "Measured: time of a forward call (ms)")
     caption = f"Measured on {study.device}: time over length of every variant that passed its checks."
     return Figure.of(fig, "first-screen-measured", caption, f"{caption} {ends}.")
 
@@ -269,6 +241,7 @@ def _decisions(study: Study, advised: dict) -> Table:
         f"computed lower bound{', other times are measured' if measured else ''}. Below a time stands the peak of "
         f"memory, computed.{_said_of(sent)} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
         "answers for other lengths and shapes.",
+        cards=True,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ SAID = {
     "title": "Which attention, how long a sequence, how fast",
     "explained": "A measurement is shown only if its output matches a float64 reference and its time is physically "
     "possible. Each page lists the rejected ones with the reason. For other lengths, shapes and GPUs ask "
-    ".venv/bin/python -m ringlab advise, or the explorer: make lab, notebooks/explore.ipynb.",
+    "`.venv/bin/python -m ringlab advise`, or the explorer: `make lab`, then `notebooks/explore.ipynb`.",
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",

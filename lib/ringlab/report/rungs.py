@@ -6,26 +6,20 @@ Its rows are those of the suite ``kernels``, which only a GPU gives. A page with
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 
-import torch
-
-from ..kernels import triton_config
-from ..kernels.tile_schedule import make_schedule, split
 from ..measure import suites as suite
 from . import study as studies
 from .columns import PEAK, ROOFLINE, TIME, TOKENS, Column, table, timed
 from .findings import failures, missing_points
-from .study import Study, cost_of, pattern_of
+from .study import Study
 from .tables import Cell, Table, interval, number
-from .trust import status
 
 TITLE = """## Kernels on this GPU
 
 Each way to run one pattern: the time that it takes, and what was predicted before any had run."""
 TUNED = "tuned.json"  # beside the rows; `python -m ringlab tune` writes it
 WAYS = {  # by way: what a reader calls it, and what it does
-    "default": ("Default path", 'what `backend="auto"` comes to'),
+    "default": ("Default path", '`backend="auto"`; as the way with as many operator calls'),
     "lists": (
         "Tile lists (Triton)",
         "one launch a pass; pairs of several branches are computed once, nothing is merged",
@@ -66,7 +60,7 @@ def appendix(profile: str = "auto", data: str = "") -> None:
     from IPython.display import Markdown, display
 
     study = studies.open_study(profile, data, "kernels")
-    if found := [part for part in (times(study), versions(study), tuned(study), rejected(study)) if part]:
+    if found := [part for part in (times(study), tuned(study), rejected(study)) if part]:
         display(Markdown(TITLE), *found)
 
 
@@ -111,74 +105,34 @@ def of_best_peer(study: Study, row) -> Cell | None:
     return Cell(f"{number(percent * ratio.value)} %", interval(ratio.low, ratio.high, percent))
 
 
+def predicted(study: Study, row) -> str | None:
+    """The useful TFLOP/s that were predicted of a row, None where nothing was."""
+    p = row.point
+    if study.profile.name != PREDICTED_FOR or not row.group.startswith(f"{suite.RUNGS}, "):
+        return None
+    found = PREDICTED.get((way_of(p), p.head_dim), {}).get(pass_of(p))
+    return " to ".join(dict.fromkeys(map(number, found))) if found else None
+
+
 def times(study: Study) -> Table | None:
-    """Time, roofline and share of the best peer's rate, by way, length and pass."""
+    """Time, roofline, useful TFLOP/s and share of the best peer's rate, by way, length and pass."""
     rows = measured(study)
     missing = f" Not measured: {len(m)} points, as {m[0].label()}." if (m := missing_points(study)) else ""
+    foreseen = [Column(">Predicted", lambda r: predicted(study, r))] if any(predicted(study, r) for r in rows) else []
     return table(
         study,
         f"Ways to run {suite.RUNG_PATTERN} and {suite.RUNG_MASK}, {suite.RUNG_HEADS} heads",
-        [Column("Way", lambda r: WAYS[way_of(r.point)][0]), TOKENS, Column(">head_dim", lambda r: r.point.head_dim),
+        [Column("Way", lambda r: Cell(*WAYS[way_of(r.point)])), TOKENS, Column(">head_dim", lambda r: r.point.head_dim),
          Column("Pattern", lambda r: r.point.pattern["kind"].replace("_", "-")),
          Column("Pass", lambda r: pass_of(r.point)), TIME, ROOFLINE,
-         Column(">Of the best peer", lambda r: of_best_peer(study, r)), PEAK],
+         Column(">Of the best peer", lambda r: of_best_peer(study, r)),
+         Column(">Useful TFLOP/s", lambda r: number(x) if (x := rate(r)) else None), *foreseen, PEAK,
+         Column(">Operator calls", lambda r: r.memory.get("operator_calls"))],
         rows,
         note="Of the best peer: useful FLOPs a second, over those of the faster of cuDNN and torch's flash on "
-        f"contiguous segments, or of FlexAttention on the same blocks.{missing}",
+        "contiguous segments, or of FlexAttention on the same blocks. Useful work is counted branch by branch."
+        f"{f' {SOURCES}' if foreseen else ''}{missing}",
     ) if rows else None  # fmt: skip
-
-
-def versions(study: Study) -> Table | None:
-    """What was predicted of each way at one length, what it reached, and the cause."""
-    rows = [r for r in measured(study) if r.group.startswith(f"{suite.RUNGS}, ")]
-    foreseen = study.profile.name == PREDICTED_FOR
-    return study.table(
-        f"Useful TFLOP/s at {suite.RUNG_TOKENS:,} tokens, predicted and measured",
-        ["Version", "Pass", ">Predicted", ">Measured", "Cause"],
-        [_version(study, r, foreseen) for r in rows],
-        note="Useful work is counted branch by branch. Cause: the products that are computed over the useful ones "
-        f"(fewer where branches fold, more where a tile is hidden in part).{f' {SOURCES}' if foreseen else ''}",
-        folded=True,
-    ) if rows else None  # fmt: skip
-
-
-def _version(study: Study, row, foreseen: bool) -> list:
-    p, way = row.point, way_of(row.point)
-    expected = PREDICTED.get((way, p.head_dim), {}).get(pass_of(p)) if foreseen else None
-    path, own = path_of(study, row), rate(row)
-    cause = [f"{computed(p, study.profile.capability):.3f} of the useful products"] if path == "lists" else []
-    cause += [f"{calls:,} operator calls"] if (calls := row.memory.get("operator_calls")) else []
-    cause.append(WAYS[path][1] if path == way else f"as {WAYS[path][0]}")
-    return [
-        WAYS[way][0], f"{pass_of(p)}, head_dim {p.head_dim}",
-        " to ".join(dict.fromkeys(map(number, expected))) if expected else None,
-        Cell(number(own)) if own else Cell(status(row), kind="bad"), ", ".join(cause),
-    ]  # fmt: skip
-
-
-def path_of(study: Study, row) -> str:
-    """The way of a row; the default path runs as the way that makes the same operator calls."""
-    way, calls = way_of(row.point), row.memory.get("operator_calls")
-    if way != "default" or not calls:
-        return way
-    ours = {way_of(r.point): r.memory.get("operator_calls") for r in study.rows(group=row.group, system="ringlab")}
-    return next((other for other in suite.RUNG_WAYS if other != way and ours.get(other) == calls), way)
-
-
-@lru_cache(maxsize=64)
-def computed(point, capability: tuple[int, int]) -> float:
-    """Products that the tile lists compute, over the useful ones: whole tiles, and folded branches once."""
-    passes = [("forward", "query", 4)]
-    if point.passes != "fwd":  # the backward forms the scores twice: three products for dq, four for dk and dv
-        passes += [("backward_q", "query", 6), ("backward_kv", "key", 8)]
-    pattern, n, heads, kv = pattern_of(point), point.seq_len, point.heads, point.kv_heads
-    done = 0
-    for name, by, flops in passes:
-        size = triton_config.sizes(name, point.head_dim, getattr(torch, point.dtype), capability)
-        for source in split(pattern, n, heads, kv, size.rows):
-            lists = make_schedule(source, n, heads, kv, rows=size.rows, cols=size.cols, causal=point.causal, by=by)
-            done += flops * lists.visits * size.rows * size.cols
-    return point.batch * done * point.head_dim / cost_of(point).flops
 
 
 def rejected(study: Study) -> Table | None:

@@ -97,7 +97,7 @@ class Table:
         body = []
         for i, row in enumerate(rows):
             first, *others = [(c.html, k) for c, k in zip(row, kinds)]
-            cells = f'<th scope="row"{first[1]}>{first[0]}</th>'
+            cells = f'<th scope="row"{first[1]}{self._named(0)}>{first[0]}</th>'
             cells += "".join(f"<td{k}{self._named(i)}>{c}</td>" for i, (c, k) in enumerate(others, 1))
             body.append(f'<tr class="marked">{cells}</tr>' if i in marked else f"<tr>{cells}</tr>")
         label = escape(self.caption, quote=True)
@@ -189,13 +189,15 @@ def _column_class(name: str, cells: Sequence[Cell]) -> str:
 
 
 def breakable(text: str) -> str:
-    """Escaped text in which a long name may break before its capitals, as `RingDilatedAttentionV2Flash` must.
+    """Escaped text with `code`, in which a long name may break before its capitals.
 
     >>> breakable("RingDilatedAttentionV2Flash, fp32")
     'Ring<wbr>Dilated<wbr>Attention<wbr>V2<wbr>Flash, fp32'
+    >>> breakable("run `make a<b`")
+    'run <code>make a&lt;b</code>'
     """
     words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "\0", word) if len(word) > 16 else word for word in text.split(" ")]
-    return escape(" ".join(words)).replace("\0", "<wbr>")
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", escape(" ".join(words))).replace("\0", "<wbr>")
 
 
 def inline_html(text: str) -> str:

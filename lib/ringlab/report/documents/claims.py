@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ... import hardware
 from .. import claims_code
-from ..claims import COLUMNS, WORDS, Verdict, cells, compared
-from ..findings import counted, provenance
+from ..claims import COLUMNS, WORDS, Verdict, cells, compared, counted
+from ..findings import provenance
 from ..published import DOCUMENTS
 from ..study import Study
 from ..tables import Cell, Table, Text, number
@@ -16,7 +16,7 @@ from ..tables import Cell, Table, Text, number
 __all__ = ["answer", "claims", "contradicting", "provenance"]
 PRINTED = ("impossible as printed", "contradicts itself")  # by arithmetic on a document alone
 OPEN = ("not reproduced here", "untested")
-AGAIN = "a steadier run: make report ARGS=--remeasure on a machine left alone"
+AGAIN = "a steadier run: `make report ARGS=--remeasure` on a machine left alone"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def decider(study: Study, entry: Entry) -> str:
 
 
 def _report(profile) -> str:
-    return f"make report GPU={profile.name} on a machine with that device"
+    return f"`make report GPU={profile.name}` on a machine with that device"
 
 
 def claims(study: Study, *words: str) -> Table | Text:

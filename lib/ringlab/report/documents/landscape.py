@@ -122,6 +122,20 @@ def standing(study: Study, seq_len: int) -> list[tuple[int, Entry, object]]:
     return ranked
 
 
+def ranked(study: Study) -> list[tuple[int, Entry, object]]:
+    """The standing at the longest length at which any right system was timed."""
+    return next((found for n in reversed(lengths(study)) if (found := standing(study, n))), [])
+
+
+def series(study: Study) -> dict[str, list]:
+    """By name the forward rows of each right system, one a length, the shortest first."""
+    found: dict[str, list] = {e.name: [] for e in FIELD}
+    for n in lengths(study):
+        for _, entry, row in standing(study, n):
+            found[entry.name].append(row)
+    return {name: rows for name, rows in found.items() if rows}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the page
 
@@ -129,7 +143,26 @@ def standing(study: Study, seq_len: int) -> list[tuple[int, Entry, object]]:
 def answer(study: Study) -> Text:
     """The fastest, what a pair costs, what is wrong or absent; trust, and what was not measured."""
     computed = fits_line(study, suite.landscape_ladder(COMPUTED), COMPUTED) if study.rehearsal else ""
-    return answer_of(study, computed, _fastest_line(study), _pair_line(study), _wrong_line(study), _model_line(study))
+    first = fastest(study) or "**Fastest**: none, no system that passed its checks was timed."
+    return answer_of(study, computed, first, _pair_line(study), _wrong_line(study), _model_line(study))
+
+
+def fastest(study: Study) -> str:
+    """The fastest at the longest length, with all that the run does not tell apart from it; empty where none is."""
+    if not (found := ranked(study)):
+        return ""
+    first = [entry for rank, entry, _ in found if rank == found[0][0]]
+    entry, row = found[0][1:]
+    said = f"**{row.point.seq_len:,} tokens, forward, measured: {entry.name} takes {number(row.median * 1e3)} ms**"
+    said += f" ({interval(*row.ci, 1e3, 2)})"
+    dense = next((r for _, e, r in found if e is DENSE is not entry), None)
+    if ratio := study.ratio(dense, row):
+        turns = "" if ratio.paired else ", not timed in turns with it"
+        less = f"**{number(ratio.value, 2)} times as fast as dense attention**"
+        said += f", {less} ({number(dense.median * 1e3)} ms{turns})"
+    tied = " and ".join(other.name for other in first[1:])
+    said += f". {tied} {'is' if len(first) == 2 else 'are'} within noise of it" if tied else ""
+    return f"{said}. {entry.name} computes {percent(density(row.point), 2)} of the query–key pairs."
 
 
 def _cost(ratio) -> str | None:
@@ -192,8 +225,7 @@ def _model_line(study: Study) -> str:
 
 def ranking(study: Study) -> Table:
     """The right systems at the longest length, the fastest first."""
-    ns = lengths(study)
-    found = standing(study, ns[-1]) if ns else []
+    found = ranked(study)
     p = found[0][2].point if found else None
     shape = f", {p.seq_len:,} tokens, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, forward" if p else ""
     return table(
@@ -208,6 +240,7 @@ def ranking(study: Study) -> Table:
         note="The ranking is by speed: the variants compute different things and are not interchangeable. Rows share a "
         "rank where their difference is within noise. Each visible pair is counted once; LongNet's branches compute "
         "some twice, which its cost of a pair includes.",
+        cards=True,
     )  # fmt: skip
 
 
@@ -242,15 +275,22 @@ def unranked(study: Study) -> Table | Text:
     )  # fmt: skip
 
 
+def draw(study: Study, ylabel: str) -> tuple | None:
+    """(figure of time over length of the right systems, where its lines end); None where nothing was timed."""
+    points = {name: [(r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))) for r in rows]
+              for name, rows in series(study).items()}  # fmt: skip
+    if not points:
+        return None
+    fig = figures.lines(points, xlabel="Tokens", ylabel=ylabel, colors=[COLORS[name] for name in points])
+    return fig, "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in points.items())
+
+
 def time_figure(study: Study) -> None:
     """Time over length of the right systems; its data has what every length says beside dense attention."""
-    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT for r in e.timed(study)]
-    series: dict[str, list[tuple]] = {}
-    for e, r in found:
-        series.setdefault(e.name, []).append((r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))))
-    if not series:
+    if (drawn := draw(study, "Time (ms)")) is None:
         return
-    fig = figures.lines(series, xlabel="Tokens", ylabel="Time (ms)", colors=[COLORS[name] for name in series])
+    fig, ends = drawn
+    found = [(e, r) for e in FIELD for r in series(study).get(e.name, ())]
     lines = [{"entry": e, "row": r, "dense": None if e is DENSE else DENSE.at(study, r.point.seq_len)}
              for e, r in found]  # fmt: skip
     data = table(
@@ -266,8 +306,7 @@ def time_figure(study: Study) -> None:
     if most:
         where = f"{line['entry'].name} at {line['row'].point.seq_len:,} tokens"
         caption = f"Up to {number(most.value, 2)} times as fast as dense attention: {where}. Both axes are logarithmic."
-    said = "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in series.items())
-    figures.show(fig, "landscape-time", caption, f"{caption} {said}.", data, stamp=study.stamp)
+    figures.show(fig, "landscape-time", caption, f"{caption} {ends}.", data, stamp=study.stamp)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from textwrap import wrap
 
 import torch
 
 from ... import cost, hardware, kernels, patterns
+from ...advise import advise
 from ...estimate import longest
 from ...kernels.base import DeviceSpec
 from .. import columns, figures, findings, rows
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, shown, table, times
+from ..evidence import evidence
 from ..findings import failures, provenance, reading
 from ..rows import (
-    DEFAULTS,
     FULL,
     SHORT,
     dense_beside,
@@ -26,7 +28,7 @@ from ..rows import (
     shape,
     switches,
 )
-from ..study import Study, best
+from ..study import Study, best, with_rates
 from ..tables import Cell, Code, Table, Text, number, size
 from ..trust import reason
 
@@ -130,48 +132,17 @@ def segments(found: dict | None = None) -> str:
 
 
 def recommended(study: Study) -> Code:
-    """A block that runs as it stands, on this profile's device or, where that is absent, on a CPU."""
-    s, p = shape(), pattern()
-    (dtype, *said), on = _chosen_dtype(study), {}
-    for name, (words, *_) in SWITCHES.items():
-        off, after, ratio = _pair(study, name, dtype) or (None, None, None)
-        why = "no pair of rows passed"
-        if ratio:
-            why = f"{number(off.median * 1e3)} to {number(after.median * 1e3)} ms, {times(ratio).plain}"
-        effect = 0 if study.rehearsal else _beyond(ratio)
-        on[name] = SWITCHES[name][1 if effect < 0 else 2] if effect else DEFAULTS[name]
-        said.append(f"{words}: {why}{'' if effect else ', so the default'}")
-    stamp = f"{study.stamp}, the times are a CPU's; " if study.stamp else ""
-    comments = [f"{stamp}{study.profile.title}: {study.profile.dtype_reason()}", *said]
+    """What ``advise`` chooses by these rows, as code that runs, under the pairs of rows that differ in one choice."""
+    s = shape()
+    call = {name: s[name] for name in ("batch", "heads", "head_dim", "causal", "passes")}
+    advice = advise(with_rates(study), s["seq_len"], pattern=pattern(), memory_bytes=study.memory_bytes,
+                    rows=evidence(study), **call)  # fmt: skip
+    pairs = [e.text for choice in advice.choices.values() for e in choice.evidence] or ["no pair of rows passed"]
+    said = f"Measured{f', {study.stamp}: the times are of a CPU' if study.stamp else ''}:"
+    lines = [line for text in (said, *pairs) for line in wrap(text, 114, subsequent_indent="  ")]
     if study.profile.kind == "cuda":
-        comments.append(f"the torch for it: {hardware.install_line(study.profile.capability)}")
-    device = '"cuda" if torch.cuda.is_available() else "cpu"' if study.profile.kind == "cuda" else '"cpu"'
-    return Code(
-        "".join(f"# {line}\n" for line in comments) + "import torch\n"
-        "import ringlab\n\n"
-        f"device = {device}\n"
-        f"pattern = ringlab.Dilated({list(p.segment_lengths)}, {list(p.dilation_rates)}, mixing={p.mixing!r}, "
-        f"offsets={p.offsets!r})\n"
-        f"q, k, v = torch.randn(3, {s['batch']}, {s['seq_len']}, {s['heads']}, {s['head_dim']}, dtype=torch.{dtype}, "
-        "device=device)\n"
-        f"execution = ringlab.Execution(gather={on['gather']}, cache={on['cache']}, pool={on['pool']})\n"
-        f'out = ringlab.attention(q, k, v, pattern, backend="{on["backend"]}", execution=execution)\n'
-    )
-
-
-def _chosen_dtype(study: Study) -> tuple[str, str]:
-    """The profile's policy, or another dtype that was faster beyond noise; and the times that say so."""
-    policy = rows.hardware_dtype(study)
-    ours = [r for r in document_rows(study) if is_optimised(r) and columns.timed(r)]
-    timed = {d: best([r for r in ours if r.point.dtype == d]) for d in rows.dtypes(ours)}
-    if not timed:
-        return policy, "dtype: the hardware's policy, because no row of this function passed"
-    fastest = best(timed.values())
-    said = ", ".join(f"{SHORT[d]} {number(r.median * 1e3)} ms" for d, r in timed.items())
-    line = f"dtype: {label(fastest)}, {shape()['seq_len']:,} tokens: {said}"
-    if study.rehearsal or _beyond(study.ratio(timed.get(policy), fastest)) <= 0:
-        return policy, f"{line}; {SHORT[policy]} by the policy"
-    return fastest.point.dtype, f"{line}; faster than the policy's choice"
+        lines.append(f"The torch for it: {hardware.install_line(study.profile.capability)}")
+    return Code("".join(f"# {line}\n" for line in lines) + advice.code())
 
 
 def entries(study: Study) -> list[dict]:
@@ -349,7 +320,8 @@ def reuse(study: Study) -> Text:
         cold, call, share = found[0]
         cache_line = (
             f"building a plan takes at most {number(100 * share, 2)} % of a call ({cold.point.seq_len:,} tokens, "
-            f"{number(cold.median * 1e6)} µs of {number(call.median * 1e3)} ms), so no cache can save more."
+            f"{number(cold.median * 1e6)} µs of {number(call.median * 1e3)} ms), so no cache can save more. A plan is "
+            "the list of dense calls that a pattern comes to."
         )
     if used := [x for *_, x in pool_rows(study)]:
         won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))

@@ -101,7 +101,7 @@ def _shards_line(study: Study, system: str) -> str:
     segment = max(pattern_of(found[n, 1].point).segment_lengths)
     said = (
         f"**At {n:,} tokens {', '.join(said)}**. Ranks exchange nothing as long as a segment, of {segment:,} tokens at "
-        "most, fits in a shard."
+        "most, fits in a shard, the part of the sequence that a rank holds."
     )
     for key, sent_there in some.items():
         fall = f", and its memory falls {number(less[key])}×" if key in less else ""
@@ -270,7 +270,10 @@ def schemes(study: Study) -> Table:
         "Several ranks: time of the plan, times of the others over its, and peak memory of a rank",
         [MASKED, AT[1], TIME.of(PLAN, ">Plan (ms)"), *over, ROOFLINE.of(PLAN), *peaks],
         lines,
-        note=f"{_work({i: x[PLAN] for i, x in enumerate(lines) if PLAN in x})} Not causal but where marked.",
+        note="Plan: this library's scheme, which finds out beforehand which rows of K and V each rank needs, and sends "
+        "no others. Ring: ranks pass their shards on. All-gather: each rank gets all shards. A shard is the part of "
+        "the sequence that a rank holds. Not causal but where marked. "
+        f"{_work({i: x[PLAN] for i, x in enumerate(lines) if PLAN in x})}",
     )
 
 
