@@ -125,8 +125,8 @@ def reading(study: Study) -> Text:
     )
     return study.text(
         "**Time**: the median of repeated calls in a process of its own, with a 95 % interval that also holds how far "
-        "the machine's speed drifted during the run. *Unstable*: the samples vary by more than 20 %, drift, or disagree "
-        "with an earlier run. The **roofline** is the shortest time that this device's peak rates allow.",
+        "the machine's speed drifted during the run. *Unstable*: the samples vary by more than 20 %, drift, or "
+        "disagree with an earlier run. The **roofline** is the shortest time that this device's peak rates allow.",
         "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the two times. The "
         "**noise floor** is the largest factor by which the same work differed when it was measured twice. A speed-up "
         "whose interval reaches into it is marked *within noise*.",
