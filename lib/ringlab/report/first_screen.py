@@ -240,8 +240,8 @@ def _decisions(study: Study, advised: dict) -> Table:
         lines,
         note="Use: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the sequence, "
         "so that every query reaches all of it. Window: about 2,048 neighbours and one global block. ≥ marks a "
-        f"computed lower bound{', other times are measured' if measured else ''}. Below a time stands the peak of "
-        f"memory, computed.{across} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
+        f"computed lower bound{', other times are measured' if measured else ''}. Small figures at a time are the peak "
+        f"of memory, computed.{across} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
         "answers for other lengths and shapes.",
         cards=True,
     )  # fmt: skip
