@@ -197,9 +197,9 @@ def test_without_ipywidgets_the_figure_and_the_table_are_there(monkeypatch):
 def opened(monkeypatch):
     pytest.importorskip("ipywidgets", reason="the explorer needs ipywidgets")
     monkeypatch.setattr(explore, "longest", lambda *_, **__: 1 << 20)  # of so small heads it is many millions
-    explore._over_length.cache_clear()
+    explore.over_length.cache_clear()
     yield explore.explorer("gtx1080", seq_len="512", **SMALL | {"lengths": "64 512"})
-    explore._over_length.cache_clear()  # of figures with that length
+    explore.over_length.cache_clear()  # of figures with that length
 
 
 def test_every_place_follows_the_controls(opened):

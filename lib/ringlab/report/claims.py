@@ -274,19 +274,20 @@ def _amount(row, quantity: str, unit: str | None) -> float | None:
     return found and found / {"KB": KB, "MB": MB, "GB": 1e9}.get(unit, 1)
 
 
-def _of_all_ranks(row) -> int | None:
-    held = peak_bytes(row)
-    return held and held * row.point.world_size
-
-
 def _scores(row) -> float | None:
     """The scores of all heads in fp32 over a row's peak."""
     held, p = peak_bytes(row), row.point
     return held and 4 * p.heads * p.seq_len**2 / held
 
 
-QUANTITIES = {"peak": peak_bytes, "per token": per_token, "sent": sent_bytes, "all ranks": _of_all_ranks,
-              "scores": _scores, "tokens/s": lambda r: r.tokens_per_s if timed(r) else None}  # fmt: skip
+QUANTITIES = {
+    "peak": peak_bytes,
+    "per token": per_token,
+    "sent": sent_bytes,
+    "all ranks": lambda r: (held := peak_bytes(r)) and held * r.point.world_size,
+    "scores": _scores,
+    "tokens/s": lambda r: r.tokens_per_s if timed(r) else None,
+}
 ABOUT_ROWS = ("first", "second", "what", "quantity", "printed", "longer", "counts")  # no fields of a point
 
 

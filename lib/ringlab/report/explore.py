@@ -274,13 +274,10 @@ def compared(choice: Choice) -> Table:
     return Table(title, ["Variant", ">Of all pairs", ">Roofline", ">Peak of a rank", ">Sent", "Fits"], lines, note=note)
 
 
+@functools.lru_cache(maxsize=32)
 def over_length(choice: Choice) -> Figure:
     """Rooflines of the variants over length, as on the first screen of a report."""
-    return _over_length(replace(choice, kind="dense", seq_len="", head=0, at=""))  # what the figure does not depend on
-
-
-@functools.lru_cache(maxsize=32)
-def _over_length(choice: Choice) -> Figure:
+    choice = replace(choice, kind="dense")  # whose longest sequence is soon found
     found, dtype = {}, getattr(torch, choice.dtype)
     for n in LENGTHS:
         try:
@@ -360,16 +357,14 @@ def measured(results: list[tuple[Choice, measure.Result]], profile: Profile) -> 
 
 MISSING = "The explorer needs ipywidgets: `python -m pip install -c lib/constraints.txt -e './lib[report,lab]'`"
 # Names stand left and numbers right in a table; figures have the colours of JupyterLab's theme.
-STYLE = """<style>
-.ringlab-explore :is(th, td) { text-align: left; vertical-align: top; font-weight: normal; }
-.ringlab-explore .n { text-align: right; }
-.ringlab-explore small { display: block; color: var(--jp-ui-font-color2); }
-.ringlab-explore figure { margin: 0; }
-.ringlab-explore svg { max-width: 100%; height: auto; LIGHT }
-[data-jp-theme-light=false] .ringlab-explore svg { DARK }
+STYLE = f"""<style>
+.ringlab-explore :is(th, td) {{ text-align: left; vertical-align: top; font-weight: normal; }}
+.ringlab-explore .n {{ text-align: right; }}
+.ringlab-explore small {{ display: block; color: var(--jp-ui-font-color2); }}
+.ringlab-explore figure {{ margin: 0; }}
+.ringlab-explore svg {{ max-width: 100%; height: auto; {theme.LIGHT} }}
+[data-jp-theme-light=false] .ringlab-explore svg {{ {theme.DARK} }}
 </style>"""
-for _place, _i in (("LIGHT", 0), ("DARK", 1)):
-    STYLE = STYLE.replace(_place, " ".join(f"--fig-{name}: {pair[_i]};" for name, pair in theme.COLORS.items()))
 # By field of Choice what its control is called, and the values that it takes, if these are few.
 CONTROLS = {
     "Pattern": {

@@ -73,11 +73,6 @@ def limits(study: Study, *more: str) -> Text:
         lines.append(f"How fast this machine is when quiet: other processes used up to {max(crowded):g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
         lines.append(f"Whether {len(unbound)} times are possible: their roofline is not known.")
-    if study.pace:
-        lines.append(
-            f"The machine's speed drifted by about {number(100 * study.pace, 1)} % between parts of the run. Intervals "
-            "of times include it; speed-ups of calls that took turns are not affected by it."
-        )
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Unstable times: {len(unstable)}, as {_some(unstable)}.")
@@ -129,9 +124,9 @@ def reading(study: Study) -> Text:
         "**Faster than dense**: a sparse pattern leaves out keys, so it computes another function than dense attention."
     )
     return study.text(
-        "**Time**: the median of repeated calls in a process of its own, with a 95 % interval. *Unstable*: the samples "
-        "vary by more than 20 %, drift during the run, or disagree with an earlier run. The **roofline** is the "
-        "shortest time that this device's peak rates allow.",
+        "**Time**: the median of repeated calls in a process of its own, with a 95 % interval that also holds how far "
+        "the machine's speed drifted during the run. *Unstable*: the samples vary by more than 20 %, drift, or "
+        "disagree with an earlier run. The **roofline** is the shortest time that this device's peak rates allow.",
         "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the two times. The "
         "**noise floor** is the largest factor by which the same work differed when it was measured twice. A speed-up "
         "whose interval reaches into it is marked *within noise*.",

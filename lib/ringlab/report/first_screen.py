@@ -230,6 +230,8 @@ def _decisions(study: Study, advised: dict) -> Table:
             _bound(known, "local"), _bound(known, "dense"),
         ])  # fmt: skip
         sent.add(_sent(known))
+    ends = " to ".join(map(size, sorted({min(sent), max(sent)}))) if sent else ""
+    across = f" {RANKS} devices together send {ends} in a training call." if sent else ""
     measured = any(isinstance(cell, Cell) and cell.text[0].isdigit() for line in lines for cell in line[3:5])
     return Table(
         "What to use, by length",
@@ -238,16 +240,11 @@ def _decisions(study: Study, advised: dict) -> Table:
         lines,
         note="Use: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the sequence, "
         "so that every query reaches all of it. Window: about 2,048 neighbours and one global block. ≥ marks a "
-        f"computed lower bound{', other times are measured' if measured else ''}. Below a time stands the peak of "
-        f"memory, computed.{_said_of(sent)} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
+        f"computed lower bound{', other times are measured' if measured else ''}. Small figures at a time are the peak "
+        f"of memory, computed.{across} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
         "answers for other lengths and shapes.",
         cards=True,
     )  # fmt: skip
-
-
-def _said_of(sent: set[int]) -> str:
-    ends = " to ".join(map(size, sorted({min(sent), max(sent)}))) if sent else ""
-    return f" {RANKS} devices together send {ends} in a training call." if sent else ""
 
 
 def _sent(advice: Advice) -> int:

@@ -13,6 +13,7 @@ DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
 FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
 PLAIN = {"gather": True, "cache": False, "pool": False, "backend": "eager"}
 CONTIGUOUS = {"cudnn": "cuDNN", "flash": "torch's flash", "efficient": "torch's efficient"}
+OTHERS = ("sgemm", "dense_sdpa", "contiguous_segments", "plan_build")  # compute another function, or none
 NAMED = "RingDilatedAttention"  # how the published names of the engine begin
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
@@ -36,11 +37,7 @@ def pattern() -> patterns.Dilated:
 
 def document_rows(study: Study, **more) -> list:
     """Timed or failed rows of the document's function at its shape."""
-    return study.rows(**{**shape(), "pattern": pattern().to_dict(), "system": computes_pattern, **more})
-
-
-def computes_pattern(system: str) -> bool:
-    return system not in ("sgemm", "dense_sdpa", "contiguous_segments", "plan_build")
+    return study.rows(**{**shape(), "pattern": pattern().to_dict(), "system": lambda name: name not in OTHERS, **more})
 
 
 def switches(point) -> dict:

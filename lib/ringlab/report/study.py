@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -74,7 +74,7 @@ class Study:
     def __post_init__(self):
         self.results = judged(self.results)
         self._ratios: dict[tuple[int, int], measure.Ratio] = {}  # of rows of this study, each asked for in many tables
-        self._made: dict[str, object] = {}
+        self.judged: list | None = None  # every claim with its verdict by these rows, made by the page of claims
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
@@ -186,12 +186,6 @@ class Study:
         """How many of these rows an earlier run of the same code measured too, and how many of them it agrees with."""
         found = [agreed for r in self.results if (agreed := self.again.get((r.group, r.point.id))) is not None]
         return len(found), sum(found)
-
-    def once(self, name: str, make: Callable):
-        """What ``make`` returns, made once for these rows and kept under ``name``."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
 
     def frame(self):
         """Every row as a pandas table, for hands and for ``summary.csv``; ``quoted`` is empty or the objection."""

@@ -60,8 +60,15 @@ def cell(value) -> Cell:
     return Cell(f"{value:,}" if isinstance(value, int) else str(value))
 
 
+class Shown:
+    """What a notebook displays by its ``html`` and ``markdown``."""
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        return {PAGE_HTML: self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
+
+
 @dataclass
-class Table:
+class Table(Shown):
     """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
 
     ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for each row, as suits words.
@@ -128,12 +135,9 @@ class Table:
             lines.append("| " + " | ".join(texts) + " |")
         return "\n".join(lines + (["", self.note] if self.note else []))
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        return {PAGE_HTML: self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
-
 
 @dataclass
-class Text:
+class Text(Shown):
     """Running text with ``code``, **strong** and *emphasised* marks; ``kind`` names a box of the page's style.
 
     With a ``summary`` it is folded under it.
@@ -157,12 +161,9 @@ class Text:
     def markdown(self) -> str:
         return "\n".join(f"- {x}" for x in self.lines) if self.bullets else "\n\n".join(self.lines)
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        return {PAGE_HTML: self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
-
 
 @dataclass
-class Code:
+class Code(Shown):
     """A block of Python that the reader may copy; ``run`` executes it, so that what is shown is known to work."""
 
     source: str
@@ -173,12 +174,13 @@ class Code:
         exec(compile(self.source, "recommended configuration", "exec"), names)
         return names
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        return {
-            PAGE_HTML: f'<pre class="code" tabindex="0"><code>{escape(self.source)}</code></pre>',
-            "text/markdown": f"```python\n{self.source.rstrip()}\n```",
-            "text/plain": self.source,
-        }
+    @property
+    def html(self) -> str:
+        return f'<pre class="code" tabindex="0"><code>{escape(self.source)}</code></pre>'
+
+    @property
+    def markdown(self) -> str:
+        return f"```python\n{self.source.rstrip()}\n```"
 
 
 def _column_class(name: str, cells: Sequence[Cell]) -> str:

@@ -24,15 +24,15 @@ COLORS = {
     "sky": ("#3a96cc", "#8fd0f5"),
 }
 INK, FAINT, BLUE, ORANGE, GREEN, RED, PURPLE, GREY, SKY = (light for light, _ in COLORS.values())
+LIGHT, DARK = ("; ".join(f"--fig-{name}: {pair[i]}" for name, pair in COLORS.items()) for i in (0, 1))
 PAPER = "#fefefe"  # the background, which a page of ours leaves out
 
 
 def css() -> str:
     """The style that figures need once in a page: their colours in both schemes, and matplotlib's line ends."""
-    light, dark = ("; ".join(f"--fig-{name}: {pair[i]}" for name, pair in COLORS.items()) for i in (0, 1))
     return (
-        f"figure svg {{ {light}; }}\n"
-        f"@media screen and (prefers-color-scheme: dark) {{ figure svg {{ {dark}; }} }}\n"
+        f"figure svg {{ {LIGHT}; }}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{ figure svg {{ {DARK}; }} }}\n"
         "figure svg * { stroke-linejoin: round; stroke-linecap: butt; }\n"
     )
 

@@ -36,11 +36,10 @@ class Entry:
 def judged(study: Study) -> list[Entry]:
     """All claims by document, each with the verdict by the rows of its document's suite; made once for a study."""
 
-    def every() -> list[Entry]:
+    if study.judged is None:
         own = {name: study.of(document.suite) for name, document in DOCUMENTS.items()}
-        return [Entry(name, *found) for name in DOCUMENTS for found in claims_code.judged(own[name], name)]
-
-    return study.once("ledger", every)
+        study.judged = [Entry(name, *found) for name in DOCUMENTS for found in claims_code.judged(own[name], name)]
+    return study.judged
 
 
 def answer(study: Study) -> Text:

@@ -13,7 +13,7 @@ from ...measure.model_systems import STEPS
 from .. import columns, figures
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures, limits, provenance, reading
-from ..rows import SHORT
+from ..rows import SHORT, pass_of
 from ..study import Study, best, pattern_of, together
 from ..tables import Cell, Table, Text, interval, number, size
 from ..theme import INK
@@ -172,19 +172,6 @@ def _cost(ratio) -> str | None:
 def over_dense(study: Study, row):
     """What a visible pair costs over dense attention of the same length."""
     return pair_cost(study, row, DENSE.at(study, row.point.seq_len))
-
-
-def _fastest_line(study: Study) -> str:
-    first = standing(study, lengths(study)[-1]) if lengths(study) else []
-    if not first:
-        return "**Fastest**: none, no system that passed its checks was timed."
-    entry, row = first[0][1:]
-    share = density(row.point)
-    other = "" if share == 1 else f" It computes {percent(share, 2)} of the pairs, another function than dense SDPA."
-    equal = [e.name for rank, e, _ in first[1:] if rank == 1]
-    tied = f", within noise of {', '.join(equal)}" if equal else ""
-    time = f"**{number(row.median * 1e3)} ms** ({interval(*row.ci, 1e3)})"
-    return f"**Fastest at {row.point.seq_len:,} tokens**: {entry.name}, {time}{tied}.{other}"
 
 
 def _pair_line(study: Study) -> str:
@@ -396,8 +383,9 @@ def peers(study: Study) -> Table | Text:
     absent = [f"{p.package} ({p.how})" for name, p in packages.PEERS.items() if name not in here]
     return table(
         study, "Beside the packages of others, on the same function",
-        [Column("Package", lambda x: _package(x["row"])),
-         Column("Pattern", lambda x: str(pattern_of(x["row"].point))), TOKENS.of("row"), Column("Pass", _pass),
+        [Column("Package", lambda x: Cell(here[x["row"].point.system].package, x["row"].option("version"))),
+         Column("Pattern", lambda x: str(pattern_of(x["row"].point))), TOKENS.of("row"),
+         Column("Pass", lambda x: pass_of(x["row"].point)),
          Column("Check", lambda x: _checked(x["row"])),
          columns.ratio(study, "row", "ours", ">Its time over ours"), TIME.of("row"), TIME.of("ours", ">Ours (ms)")],
         [{"row": r, "ours": _ours(study, r)} for r in rows],
@@ -416,19 +404,8 @@ def _ours(study: Study, row):
     return best(found)
 
 
-def _package(row) -> Cell:
-    return Cell(packages.PEERS[row.point.system].package, row.option("version", ""))
-
-
-def _pass(line: dict) -> str:
-    point = line["row"].point
-    return ("forward" if point.passes == "fwd" else "training") + ", causal" * point.causal
-
-
 def _checked(row) -> Cell:
     """The error if it is within its tolerance, how a row fails its check, or why there is none."""
     if not objection(row):
         return Cell("correct", f"{max(row.errors.values()):.1e}", kind="good")
-    if status(row) != "incorrect":
-        return Cell(status(row), reason(row), kind="none")
-    return Cell("incorrect", reason(row), kind="bad")
+    return Cell(status(row), reason(row), kind="bad" if status(row) == "incorrect" else "none")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from textwrap import wrap
 
 import torch
 
@@ -137,9 +136,10 @@ def recommended(study: Study) -> Code:
     call = {name: s[name] for name in ("batch", "heads", "head_dim", "causal", "passes")}
     advice = advise(with_rates(study), s["seq_len"], pattern=pattern(), memory_bytes=study.memory_bytes,
                     rows=evidence(study), **call)  # fmt: skip
-    pairs = [e.text for choice in advice.choices.values() for e in choice.evidence] or ["no pair of rows passed"]
-    said = f"Measured{f', {study.stamp}: the times are of a CPU' if study.stamp else ''}:"
-    lines = [line for text in (said, *pairs) for line in wrap(text, 114, subsequent_indent="  ")]
+    found = [e for choice in advice.choices.values() for e in choice.evidence]
+    lines = [f"{e.text.partition(f', {e.label}')[0]}, {e.seq_len:,} tokens" for e in found]
+    lines = lines or ["no pair of rows passed"]
+    lines.insert(0, f"Measured{f', {study.stamp}: the times are of a CPU' if study.stamp else ''}:")
     if study.profile.kind == "cuda":
         lines.append(f"The torch for it: {hardware.install_line(study.profile.capability)}")
     return Code("".join(f"# {line}\n" for line in lines) + advice.code())

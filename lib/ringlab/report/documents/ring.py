@@ -59,12 +59,8 @@ def _work(found: dict) -> str:
     )
 
 
-def _on(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks > 1)}"
-
-
 def _at(tokens: int, ranks: int) -> str:
-    return f"{tokens:,} tokens on {_on(ranks)}"
+    return f"{tokens:,} tokens on {ranks} rank{'s' * (ranks > 1)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
