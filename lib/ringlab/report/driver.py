@@ -196,7 +196,7 @@ def _about(study: Study) -> dict:
         "measured": newest.get("utc", ""), "commit": newest.get("commit", ""), "dirty": newest.get("dirty"),
         "torch": newest.get("torch", ""),
         "made_by": {
-            "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "utc": _utc(),
             "commit": commit, "dirty": dirty, "ringlab": __version__, "python": sys.version.split()[0],
             "torch": torch.__version__,
         },
@@ -209,3 +209,7 @@ def _made_by(about: dict) -> str:
         f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
         f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
     )
+
+
+def _utc() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
