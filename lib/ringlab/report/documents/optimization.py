@@ -68,8 +68,10 @@ def _pays_line(study: Study) -> str:
     found = [x for line in lines if (x := study.ratio(line["naive"], line["row"]))]
     if not found:
         return "**What optimizing pays**: not measured, no pair of rows passed its check."
-    factor = " to ".join(dict.fromkeys(number(f(x.value for x in found), 2) for f in (min, max)))
-    noise = "" if all(x.significantly_slower for x in found) else ", within noise"
+    sure = [x for x in found if x.significantly_slower]
+    factor = " to ".join(dict.fromkeys(number(f(x.value for x in sure or found), 2) for f in (min, max)))
+    beyond = f", {len(sure)} of {len(found)} implementations beyond noise" if sure else ", within noise"
+    noise = "" if len(sure) == len(found) else beyond
     where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
     said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
     effects = [(words.lower(), x[2]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
