@@ -355,6 +355,7 @@ def documents(study: Study) -> Table | Text:
          TIME.of("equal", ">Equal (ms)"), columns.ratio(study, "uneven", "equal", ">Different over equal")],
         lines, note=f"Causal, forward. {count} documents of 64 to 4,096 tokens, {tokens} in all; the equal ones have "
         "as many tokens and pairs.",
+        folded=True,
     )  # fmt: skip
 
 
