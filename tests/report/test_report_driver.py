@@ -31,6 +31,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])
     monkeypatch.setattr(render, "execute", in_process)
     monkeypatch.setattr(driver, "_utc", lambda: "2026-01-01T00:00:00Z")
+    provenance.engine_hash(), provenance.method_hash()  # they are cached: later tests need the true ones
     monkeypatch.setattr(provenance, "code_hash", lambda *_: "this code")
     return tmp_path / "reports"
 
