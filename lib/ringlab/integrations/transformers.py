@@ -4,7 +4,7 @@
 >>> from ringlab import Dilated
 >>> register()
 >>> config = LlamaConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-...                      intermediate_size=64, num_hidden_layers=2, pad_token_id=0)
+...                      intermediate_size=64, num_hidden_layers=2, pad_token_id=0, eos_token_id=None)
 >>> model = set_pattern(LlamaForCausalLM._from_config(config, attn_implementation="ringlab"), Dilated([16, 32], [1, 2]))
 >>> prompt = torch.tensor([[1, 2, 3]])
 >>> model.generate(prompt, max_new_tokens=5, past_key_values=LiveCache(model, 32)).shape
