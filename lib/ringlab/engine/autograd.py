@@ -15,8 +15,8 @@ from .. import kernels
 from ..block_patterns import BlockSparse
 from ..kernels.base import accumulation_dtype, device_type_of
 from ..patterns import Pattern, from_dict
-from . import Execution, blocks, execute, gather
-from .dilated import make_plan, plan_for
+from . import Execution, blocks, execute, folding, gather
+from .dilated import make_plan
 from .documents import Documents
 
 # ``_text`` is a constant of the compiled graph. torch.compiler.assume_constant_result sets the same attribute but loads
@@ -82,7 +82,7 @@ def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, backend, exec
         if alike and execution.gather:
             index = _gather_index(q, k, pattern, execution)
             return gather.forward(q, k, v, index, causal, scale, kernel, execution.scratch())
-        plan = plan_for(q, k, pattern, execution.cached)
+        plan = folding.plan_for(q, k, pattern, causal, kernel, execution.cached)
         lent = {"pool": execution.scratch(), "results": execution.results_of(q)}
         return execute.forward(q, k, v, plan, causal, scale, kernel, **lent)
 
@@ -114,7 +114,7 @@ def backward(
             index = _gather_index(q, k, pattern, execution)
             grads = gather.backward(*tensors, index, causal, scale, kernel, execution.scratch())
         else:
-            plan = plan_for(q, k, pattern, execution.cached, backward=True)
+            plan = folding.plan_for(q, k, pattern, causal, kernel, execution.cached, backward=True)
             into = None if alike else [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in tensors[1:4]]
             grads = execute.backward(*tensors, plan, causal, scale, kernel, into=into, pool=execution.scratch())
             grads = grads if alike else tuple(grad.to(q.dtype) for grad in grads)

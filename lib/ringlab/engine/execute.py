@@ -74,7 +74,8 @@ class Call:
 
     ``causal``: the causal mask applies if the attention is causal. The last query of a node then sees all its keys,
     each query before it one fewer. ``first``: no earlier call wrote these query rows, and no two nodes share them.
-    Where all nodes have the same queries, their results are merged.
+    Where all nodes have the same queries, their results are merged. ``bias`` (query rows or 1, heads, key rows) is
+    added to the scores, if the kernel takes one.
     """
 
     q: View
@@ -83,6 +84,7 @@ class Call:
     heads: int = 1
     causal: bool = False
     first: bool = False
+    bias: Tensor | None = None
 
     @property
     def shares_kv(self) -> bool:
@@ -123,7 +125,14 @@ class Call:
         if not mine:
             return None
         first, end = mine[0], mine[-1] + 1
-        return replace(self, heads=len(mine), q=self.q.from_head(first, end), k=self.k.from_head(first, end))
+        bias = None if self.bias is None else self.bias[:, first:end]
+        return replace(self, heads=len(mine), q=self.q.from_head(first, end), k=self.k.from_head(first, end), bias=bias)
+
+    def biases(self, batch: int) -> list[tuple[Tensor, tuple[int, int], View]]:
+        """The bias, if there is one, as an entry of ``views_of``: (b', query rows or 1, heads, key rows)."""
+        if self.bias is None:
+            return []
+        return [(self.bias.expand(batch, -1, -1, -1), WHOLE, View(len(self.bias)))]
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,11 @@ class Plan:
     same_rows: bool
     rows: range
     period: int
+
+    @property
+    def pairs(self) -> int:
+        """(query, key, head) products of the forward, masked ones included, per batch entry."""
+        return sum(c.nodes * c.heads * c.q.rows * c.k.rows for _, calls, _ in self.blocks for c in calls)
 
     @cached_property
     def calls(self) -> list[Call]:
@@ -163,7 +177,12 @@ class Plan:
         if not calls:  # a chunk so short that no head selects a row of it
             return None
         call, rows = calls[0], calls[0].q
-        in_order = rows.step == 1 and rows.index is None and (call.nodes == 1 or rows.node_step == rows.rows)
+        in_order = (
+            rows.step == 1
+            and rows.index is None
+            and call.bias is None
+            and (call.nodes == 1 or rows.node_step == rows.rows)
+        )
         return call if in_order and call.first and call.heads == heads and call.nodes * rows.rows == n else None
 
     def narrow(self, dtype: torch.dtype, group: int, backward: bool) -> bool:
@@ -251,8 +270,9 @@ def forward(
         mine = _side(call.q, call.heads, nodes, (q, WHOLE), (lse, WHOLE), target)
         keys = _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
         head_bytes = call.q.rows * q.shape[3] * target[0].element_size()
-        for q_, lse_, out_, k_, v_ in views_of(mine + keys, nodes, call.heads, head_bytes, limit):
-            o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale)  # (b', m, h, d), (b', h, m)
+        entries = mine + keys + call.biases(len(q))
+        for q_, lse_, out_, k_, v_, *bias in views_of(entries, nodes, call.heads, head_bytes, limit):
+            o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale, *bias)  # (b', m, h, d), (b', h, m)
             if call.first and into is None:  # nothing was written there yet
                 out_.copy_(o)
                 lse_.copy_(l)
@@ -267,7 +287,7 @@ def forward(
             for to, (copy, *_) in zip(((lse, WHOLE), target), mine[1:]):
                 _heads_of(*to, call.q, call.heads)[:, index] = copy
             del copy
-        del mine, keys, q_, lse_, out_, k_, v_  # gathered copies, before the next ones are made
+        del mine, keys, entries, q_, lse_, out_, k_, v_  # gathered copies, before the next ones are made
     return out, lse.transpose(1, 2)
 
 
@@ -293,13 +313,16 @@ def backward(
             grads = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and whole.causal, scale)
             grads = tuple(g.reshape(q.shape).to(q.dtype) for g in grads)
         else:
-            written = narrow or (plan.same_rows and not plan.uncovered and group == 1)
-            make = torch.empty if written else torch.zeros
-            grads = tuple(make(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+            written = narrow or not plan.uncovered
+            make_q = torch.empty if written else torch.zeros
+            make_kv = torch.empty if narrow or (written and plan.same_rows and group == 1) else torch.zeros
+            makes = zip((q, k, v), (make_q, make_kv, make_kv))
+            grads = tuple(make(t.shape, dtype=t.dtype, device=t.device) for t, make in makes)
     limit = piece_limit(q)
     for call, nodes, targets in _steps(plan, 2, q, grads, group, narrow, pool, None, whole is not None):
         # Of calls on the same rows, the first one writes these rows of k and v too.
-        alone = call.first and plan.same_rows and group == 1 and not narrow and into is None
+        first = call.first and not narrow and into is None
+        alone = first, first and plan.same_rows and group == 1
         _call_backward(call, nodes, reads, targets, limit, alone, causal, scale, kernel)
     return grads
 
@@ -340,7 +363,8 @@ def _steps(
 def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, causal, scale, kernel) -> None:
     """The backward of some nodes of a call, added to dq, dk, dv, each a tensor with its first (row, head).
 
-    ``reads``: dout, q, k, v, out, lse (b, n, h). ``alone``: nothing was written there yet.
+    ``reads``: dout, q, k, v, out, lse (b, n, h). ``alone``: whether nothing was written
+    there yet, for dq and for dk and dv.
     """
     dout, q, k, v, out, lse = reads
     # Neighbouring nodes may read the same keys: their gradients are added slice by slice, none of which overlap.
@@ -360,14 +384,19 @@ def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, 
     several = len(nodes) > 1
     q_axis = 0 if several and call.q.shared else None
     k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
-    for piece in views_of(reads + into, nodes, call.heads, head_bytes, limit):  # (b', m, h, d)
-        dout_, q_, out_, lse_, k_, v_, dq_, *keys = piece
-        dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale)
-        _add(dq_, dq, alone, q_axis)
+    biases = call.biases(len(q))
+    for piece in views_of(reads + biases + into, nodes, call.heads, head_bytes, limit):  # (b', m, h, d)
+        (dout_, q_, out_, lse_, k_, v_), bias, (dq_, *keys) = (
+            piece[:6],
+            piece[6 : 6 + len(biases)],
+            piece[6 + len(biases) :],
+        )
+        dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale, *bias)
+        _add(dq_, dq, alone[0], q_axis)
         for i, target in enumerate(keys):
             at, count = slices[i % len(slices)]
             grad = found[i // len(slices)]
-            _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone, k_axis)
+            _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone[1], k_axis)
         del dq, found, grad  # before the next piece is computed
     for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
         if view.index is not None:

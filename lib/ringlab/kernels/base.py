@@ -129,6 +129,11 @@ def supports_lower_right_causal(kernel: Kernel) -> bool:
     return getattr(kernel, "lower_right", False)
 
 
+def supports_bias(kernel: Kernel, dtype: torch.dtype) -> bool:
+    """Whether forward and backward take a last argument ``bias`` (b, m or 1, h, m_k), which is added to the scores."""
+    return hasattr(kernel, "takes_bias") and kernel.takes_bias(dtype)
+
+
 def to_bhmd(*tensors: Tensor) -> tuple[Tensor, ...]:
     """(b, m, h, d) views as the (b, h, m, d) that torch's kernels take, and back."""
     return tuple(t.transpose(1, 2) for t in tensors)

@@ -30,7 +30,10 @@ class Eager:
     def refuses(self, device, dtype, head_dim):
         return None
 
-    def _pieces(self, causal: bool, scale: float, q: Tensor, k: Tensor, *others: Tensor):
+    def takes_bias(self, dtype):
+        return True
+
+    def _pieces(self, causal: bool, scale: float, bias: Tensor | None, q: Tensor, k: Tensor, *others: Tensor):
         """(batch entries, their masked scores (b', h, m, m_k), the tensors as (b', h, m, d)) of each piece."""
         (b, m, heads, _), m_k = q.shape, k.shape[1]
         step = b if self.tile_bytes is None else self.tile_bytes // (4 * heads * m * m_k)
@@ -39,15 +42,17 @@ class Eager:
             piece = slice(i, i + max(1, step))
             tensors = to_bhmd(*(t[piece].to(accumulation_dtype(q.dtype)) for t in (q, k, *others)))
             scores = torch.matmul(tensors[0], tensors[1].mT).mul_(scale)
+            if bias is not None:
+                scores.add_(bias[piece].transpose(1, 2))
             if causal:
                 scores.masked_fill_(hidden, -torch.inf)
             yield piece, scores, *tensors
 
-    def forward(self, q, k, v, causal, scale):
+    def forward(self, q, k, v, causal, scale, bias=None):
         b, m, h, d = q.shape
         out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, m, h, d)
         lse = torch.empty(b, h, m, dtype=out.dtype, device=q.device)
-        for piece, scores, _, _, v_t in self._pieces(causal, scale, q, k, v):
+        for piece, scores, _, _, v_t in self._pieces(causal, scale, bias, q, k, v):
             top = scores.amax(-1)  # (b', h, m)
             prob = scores.softmax(-1)
             # The largest probability is exp(top - lse): the log-sum-exp without another pass of exponentials.
@@ -55,9 +60,9 @@ class Eager:
             out[piece] = torch.matmul(prob, v_t).transpose(1, 2)
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
         grads = tuple(torch.empty(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v))
-        for piece, scores, q_t, k_t, v_t, g, o in self._pieces(causal, scale, q, k, v, dout, out):
+        for piece, scores, q_t, k_t, v_t, g, o in self._pieces(causal, scale, bias, q, k, v, dout, out):
             prob = scores.sub_(lse[piece].unsqueeze(-1)).exp_()  # (b', h, m, m_k), against the final lse
             delta = (g * o).sum(-1, keepdim=True)  # (b', h, m, 1)
             # A row that sees one key has gradient 0: sum as delta does, so that the difference is 0 and not rounding.
@@ -104,27 +109,35 @@ class CpuFlash:
             return f"needs a CPU tensor, this is {device.type}"
         return wants_dtype(dtype, (torch.float64, torch.float32, *HALF))
 
-    def forward(self, q, k, v, causal, scale):
+    def takes_bias(self, dtype):
+        return dtype not in HALF or not has_half_units(dtype)  # half precision would round the bias
+
+    def forward(self, q, k, v, causal, scale, bias=None):
         if q.dtype in HALF and not has_half_units(q.dtype):
             q, k, v = q.float(), k.float(), v.float()
-        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else None
+        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else _mask(bias, q)
         q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = _CPU_FORWARD(q_t, k_t, v_t, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
         if mask is not None and not _finite(lse):
-            return _MATMUL.forward(q, k, v, causal, scale)
+            return _MATMUL.forward(q, k, v, causal, scale, bias)
         return out.transpose(1, 2), lse
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
         if k.shape[1] <= FEW or (q.dtype in HALF and max(q.shape[1], k.shape[1]) <= SHORT):
-            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
+            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
         if q.dtype in HALF and not has_half_units(q.dtype):
             dout, q, k, v, out = dout.float(), q.float(), k.float(), v.float(), out.float()
-        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else None
+        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else _mask(bias, q)
         reads = dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2)
         dq, dk, dv = _CPU_BACKWARD(*reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
         if mask is not None and not _finite(dv.sum()):
-            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
+            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _mask(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """A bias (b, m or 1, h, m_k) as the mask (b, h, m or 1, m_k) to add."""
+    return None if bias is None else bias.transpose(1, 2).to(q.dtype)
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:

@@ -1,0 +1,111 @@
+"""Folded plans equal the reference, compute each visible pair once, and are chosen where they gain."""
+
+import random
+from dataclasses import replace
+
+import matrix
+import pytest
+from matrix import BF16, F32, F64, Case, all_wrong
+from ringlab import Dense, Dilated, Execution, cost
+from ringlab.cache import PatternCache
+from ringlab.engine import folding
+from ringlab.engine.dilated import make_plan
+from ringlab.patterns import OFFSETS
+
+LADDER = Dilated([16, 32, 64, 128], [1, 2, 4, 8])
+
+
+@pytest.fixture
+def folded(monkeypatch):
+    """Every plan that can be folded is: gives the number of such plans."""
+    plans = []
+
+    def fold(*given):
+        plans.append(folding.fold(*given))
+        return plans[-1]
+
+    monkeypatch.setattr(folding, "faster", fold)
+    return lambda: sum(plan is not None for plan in plans)
+
+
+def drawn(seed: int) -> Case:
+    """A case whose branches nest, in part or not at all."""
+    chance = random.Random(seed)
+    lengths, rates = [chance.choice([8, 12, 16, 24])], [chance.choice([1, 1, 1, 2])]
+    for _ in range(chance.randint(1, 3)):
+        nests = chance.random() < 0.8
+        lengths.append(lengths[-1] * chance.choice([1, 2, 3, 4]) if nests else chance.randint(8, 90))
+        rates.append(rates[-1] * chance.choice([1, 2, 2, 4]) if nests else chance.randint(1, 8))
+    pattern = Dilated(lengths, [min(r, w) for r, w in zip(rates, lengths)], offsets=chance.choice([*OFFSETS]))
+    heads, kv_heads = chance.choice([(4, 4), (6, 2), (8, 1), (3, 3)])
+    return Case(
+        pattern, chance.choice([48, 96, 97, 130, 192]), chance.choice([F64, F32]), chance.random() < 0.5,
+        chance.choice([1, 2]), heads, kv_heads, 8, memory=chance.choice(matrix.MEMORY), seed=seed,
+        backend=chance.choice(["auto", "eager"]), execution=Execution(cache=PatternCache(), results=matrix.STAINED),
+    )  # fmt: skip
+
+
+def test_random_patterns_equal_the_reference(folded, monkeypatch):
+    """500 of them; squares on the diagonal are so small that causal calls are split, too."""
+    monkeypatch.setattr(folding, "SQUARE", 8)
+    folding._pieces.cache_clear()
+    joined = folding.JOINED
+    for seed in range(500):
+        monkeypatch.setattr(folding, "JOINED", joined if seed % 2 else 64)
+        assert not all_wrong([drawn(seed)])
+    folding._pieces.cache_clear()
+    assert folded() > 300  # forward and backward share a plan
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_precision(folded, causal):
+    """At most twice the error of one dense call, with accumulators for some heads at a time."""
+    cases = [Case(LADDER, 256, dtype, causal, batch, 4, 2) for dtype in (BF16, matrix.F16) for batch in (1, 2)]
+    assert not all_wrong(replace(case, execution=Execution(cache=PatternCache())) for case in cases)
+    assert folded()
+
+
+@pytest.mark.parametrize("pattern", [LADDER, Dilated([32, 64], [1, 2]), Dilated([16, 64], [1, 4])], ids=str)
+def test_every_visible_pair_is_computed_once(pattern):
+    for n in (128, 512, 320):
+        plan = folding.fold(pattern, n, 8, 8, False, F32)
+        assert plan.pairs == cost.count_pairs(pattern, n, 8)[1] < make_plan(pattern, n, 8, 8).pairs
+
+
+def test_causal_calls_compute_little_that_is_hidden():
+    pattern = Dilated([2048, 4096], [1, 2])
+    plan = folding.fold(pattern, 16384, 8, 8, True, F32)
+    assert plan.pairs <= 1.13 * cost.count_pairs(pattern, 16384, 8, 8, True)[1]
+
+
+def test_calls_do_not_grow_with_the_sequence():
+    pattern = Dilated([2048 * 2**i for i in range(10)], [2**i for i in range(10)])
+    for n in (1 << 17, 1 << 20):
+        assert len(folding.fold(pattern, n, 8, 8, False, F32).calls) < 200
+        assert len(folding.fold(Dilated([64, 128], [1, 2]), n, 8, 8, True, F32).calls) < 10
+
+
+def test_what_does_not_nest_is_left_alone():
+    for pattern in (Dilated([50, 100], [1, 7]), Dilated([2, 1 << 14], [1, 1 << 12]), Dilated([64], [2])):
+        assert folding.fold(pattern, 1 << 14, 2, 2, False, F32) is None
+    assert folding.fold(Dense(), 64, 2, 2, False, F32) is None
+
+
+def test_the_choice():
+    """Long calls gain, short ones do not; head groups and kernels that take no bias have nothing to fold."""
+    first = Dilated([2048, 4096], [1, 2])
+    assert folding.faster(first, 16384, 8, 8, False, F32) and folding.faster(first, 16384, 8, 8, True, F32)
+    assert folding.faster(Dilated([32, 64], [1, 2]), 64, 4, 4, False, F32) is None
+
+
+def test_the_error_is_that_of_branch_by_branch(monkeypatch):
+    """In fp32 at most 1.2 times as large, forward and backward."""
+    case = Case(Dilated([256, 512, 1024], [1, 2, 4]), 1024, F32, heads=4, kv_heads=4, d=64)
+    inputs, dout, dlse, want, _ = matrix.judged(case)
+    found = []
+    for faster in (folding.fold, lambda *given: None):
+        monkeypatch.setattr(folding, "faster", faster)
+        got = replace(case, execution=Execution(cache=False)).run(inputs, dout, dlse)
+        found.append(matrix.errors(got, want, inputs[0], inputs[1], dout))
+    folded, apart = found
+    assert folded != apart and all(folded[name] <= 1.2 * apart[name] for name in apart)
