@@ -16,7 +16,6 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from . import cache as caches
 from . import cost, hardware, kernels, memory
@@ -98,7 +97,7 @@ class MetaRun(LiveStorageTracker):
 
     def name(self, part: str, *tensors: Tensor | None) -> None:
         """Say what the storages of these tensors are for, one of ``PARTS``; the first name stays."""
-        for storage in (s for t in tensors if t is not None for s in storages(t, True)):
+        for storage in storages(tensors, True):
             self._names.setdefault(storage._cdata, (StorageWeakRef(storage), part))
 
     def parts(self) -> dict[str, int]:
@@ -138,7 +137,7 @@ class MetaRun(LiveStorageTracker):
         if func.overloadpacket in _TAKE_INDICES:
             args = _without_data(args) if args[0].is_meta else args
         if self.real:  # torch.tensor(...) makes its result out of sight
-            self._count(s for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, True))
+            self._count(storages((args, kwargs), True))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, found) -> None:

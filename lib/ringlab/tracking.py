@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _PROC = Path("/proc/self")
 _ROWS = lambda t: (t.crow_indices(), t.col_indices(), t.values())  # noqa: E731
@@ -40,15 +39,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that hold a tensor's bytes (a sparse tensor has several; opaque tensors none).
 
-    Those on the meta device hold none, and come only if ``meta``.
+    ``value``: a tensor, a storage, or lists, tuples and dicts of them; anything else has none. Those on the meta device
+    hold no bytes, and come only if ``meta``.
 
     >>> [s.nbytes() for s in storages(torch.zeros(4, 4)[0])]
     [64]
     """
-    parts = [value] if isinstance(value, torch.UntypedStorage) else []
-    if isinstance(value, torch.Tensor) and value.layout in _HELD:
-        parts = [t.untyped_storage() for t in _HELD[value.layout](value)]
-    yield from (part for part in parts if meta or part.device.type != "meta")
+    if isinstance(value, torch.Tensor):
+        parts = [t.untyped_storage() for t in _HELD[value.layout](value)] if value.layout in _HELD else []
+        yield from (part for part in parts if meta or part.device.type != "meta")
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from storages(part, meta)
+    elif isinstance(value, torch.UntypedStorage) and (meta or value.device.type != "meta"):
+        yield value
 
 
 _trackers: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar("trackers", default=())  # those entered
@@ -99,7 +103,7 @@ class LiveStorageTracker(TorchDispatchMode):
         if odd := [t for t in tensors if not isinstance(t, torch.Tensor)]:
             raise TypeError(f"register: expected tensors, got {type(odd[0]).__name__}")
         self._drop_freed()
-        self._count(s for t in tensors for s in storages(t, self._meta))
+        self._count(storages(tensors, self._meta))
 
     def __enter__(self):
         _trackers.set((*_trackers.get(), self))
@@ -118,11 +122,12 @@ class LiveStorageTracker(TorchDispatchMode):
         if func.namespace == "aten" and _counting.get():
             self.operators += 1
             self.views += func.is_view
-        given = {s._cdata: s.nbytes() for leaf in tree_leaves((args, kwargs)) for s in storages(leaf, self._meta)}
+        fresh = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) filled its argument out of sight
+        if func.is_view and not fresh:
+            return func(*args, **kwargs)  # no new memory
+        given = {} if fresh else {s._cdata: s.nbytes() for s in storages((args, kwargs), self._meta)}
         out = func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) filled its argument out of sight of this mode
-            given = {}
-        made = (s for leaf in tree_leaves(out) for s in storages(leaf, self._meta))
+        made = storages(out, self._meta)
         # An output that shares an argument's unregistered storage is a view of foreign memory, unless it grew.
         self._count(s for s in made if s._cdata in self._live or given.get(s._cdata, -1) < s.nbytes())
         return out

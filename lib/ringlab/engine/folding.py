@@ -77,7 +77,7 @@ def fold(pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtyp
     0.8333333333333334
     """
     branches = pattern.branches(n, heads, kv_heads)
-    found, covered, nested = {}, True, False
+    found, covered, nested, biases = {}, True, False, {}
     for head in range(heads):
         mine = sorted((b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches if head in b.heads)
         if any((length % rate and length < n) or rate > MOST_RATE for length, rate, _ in mine):
@@ -87,7 +87,7 @@ def fold(pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtyp
         covered &= bool(chains) and chains[0][0][1] == 1
         nested |= any(len(chain) > 1 for chain in chains)
         for i, chain in enumerate(chains):
-            for shape, first, bias in _of_chain(chain, n, causal, dtype):
+            for shape, first, bias in _of_chain(chain, n, causal, dtype, biases):
                 member = head, first[0], head // (heads // kv_heads), first[1]
                 found.setdefault((i, *shape), []).append((member, bias))
     if not nested:
@@ -118,8 +118,10 @@ def _chains(rungs: Iterable[Rung], n: int) -> Iterator[list[Rung]]:
         yield chain
 
 
-def _of_chain(chain: list[Rung], n: int, causal: bool, dtype) -> Iterator[tuple[tuple, tuple[int, int], Tensor | None]]:
-    """(shape, (first query row, first key row), bias) of the calls of one head."""
+def _of_chain(
+    chain: list[Rung], n: int, causal: bool, dtype, biases: dict
+) -> Iterator[tuple[tuple, tuple[int, int], Tensor | None]]:
+    """(shape, (first query row, first key row), bias) of the calls of one head; equal biases are one tensor."""
     rate, alike = chain[-1][1], {}
     for residue in range(rate):
         rungs = tuple(j for j, (_, r, offset) in enumerate(chain) if residue % r == offset)
@@ -137,7 +139,8 @@ def _of_chain(chain: list[Rung], n: int, causal: bool, dtype) -> Iterator[tuple[
                 queries = _rows(*q, step, residue)
                 if not queries or not keys:
                     continue
-                bias = _bias(queries if joined else queries[:1], keys, chain[j:], square and causal, dtype)
+                visible = queries if joined else queries[:1]
+                bias = _bias(visible, keys, chain[j:], square and causal, dtype, biases)
                 shape = not inside and square, step, len(queries), key_step, len(keys), nodes, apart
                 yield (*shape, (j, inside, nth_piece, nth, bias is None)), (queries.start, keys.start), bias
 
@@ -198,17 +201,28 @@ def _pieces(length: int, inner: int, n: int, causal: bool, square: int) -> list[
     ]
 
 
-def _bias(queries: range, keys: range, rungs: list[Rung], square: bool, dtype) -> Tensor | None:
-    """log M (query rows or 1, keys), in a causal square -inf after the query; None where every M is 1."""
+def _bias(queries: range, keys: range, rungs: list[Rung], square: bool, dtype, made: dict) -> Tensor | None:
+    """log M (query rows or 1, keys), in a causal square -inf after the query; None where every M is 1.
+
+    ``made`` remembers it: counted from the first key, many are the same.
+    """
     if len(rungs) == 1 and not square:
         return None
-    q, k = (torch.arange(rows.start, rows.stop, rows.step) for rows in (queries, keys))
-    times = torch.zeros(len(q), len(k), dtype=dtype)
-    for _, rate, offset in rungs:
-        times += (q % rate == offset)[:, None] & (k % rate == offset)
-    if square:
-        return times.log().masked_fill(k > q[:, None], -torch.inf)
-    return times.log() if times.max() > 1 else None
+    ahead = queries.start - keys.start
+    ahead = ahead if square else ahead % rungs[-1][1]  # all rates divide the last one
+    rows = range(ahead, ahead + len(queries) * queries.step, queries.step)
+    strides = tuple((rate, (offset - keys.start) % rate) for _, rate, offset in rungs)
+    key = rows, len(keys), keys.step, strides, square
+    if key not in made:
+        q, k = (torch.arange(r.start, r.stop, r.step) for r in (rows, range(0, len(keys) * keys.step, keys.step)))
+        rates, offsets = torch.tensor(strides).T[..., None]  # (branches, 1)
+        select_q, select_k = ((x % rates == offsets).to(dtype) for x in (q, k))  # (branches, rows)
+        times = select_q.T @ select_k
+        if square:
+            made[key] = times.log().masked_fill(k > q[:, None], -torch.inf)
+        else:
+            made[key] = times.log() if times.max() > 1 else None
+    return made[key]
 
 
 def _calls(shape: tuple, members: list) -> Iterator[Call]:
@@ -220,6 +234,6 @@ def _calls(shape: tuple, members: list) -> Iterator[Call]:
         k = View(keys, key, key_step, apart, kv_head, kv_step, key_shift)
         mine = [biases[h] for h, *_ in run]
         if (bias := mine[0]) is not None:
-            same = all(other.equal(bias) for other in mine)
+            same = all(other is bias or other.equal(bias) for other in mine)
             bias = bias[:, None].expand(-1, len(mine), -1) if same else torch.stack(mine, 1)
         yield Call(q, k, nodes, len(run), first=first and chain == 0, bias=bias)

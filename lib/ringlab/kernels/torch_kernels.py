@@ -118,7 +118,7 @@ class CpuFlash:
         mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else _mask(bias, q)
         q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = _CPU_FORWARD(q_t, k_t, v_t, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
-        if mask is not None and not _finite(lse):
+        if _hides(mask) and not _finite(lse):
             return _MATMUL.forward(q, k, v, causal, scale, bias)
         return out.transpose(1, 2), lse
 
@@ -130,7 +130,7 @@ class CpuFlash:
         mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else _mask(bias, q)
         reads = dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2)
         dq, dk, dv = _CPU_BACKWARD(*reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
-        if mask is not None and not _finite(dv.sum()):
+        if _hides(mask) and not _finite(dv.sum()):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -138,6 +138,11 @@ class CpuFlash:
 def _mask(bias: Tensor | None, q: Tensor) -> Tensor | None:
     """A bias (b, m or 1, h, m_k) as the mask (b, h, m or 1, m_k) to add."""
     return None if bias is None else bias.transpose(1, 2).to(q.dtype)
+
+
+def _hides(mask: Tensor | None) -> bool:
+    """Whether a mask may hide keys of some queries: one that is the same for all of them has finite biases alone."""
+    return mask is not None and mask.shape[2] > 1
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:
