@@ -282,3 +282,15 @@ def test_a_value_that_was_dropped_leaves_nothing_behind(lengths, rates, at):
     assert out[:, at:end, 0].isnan().all()
     out[:, at:end, 0] = want[:, at:end, 0]
     assert reference.error(out, want, 1.0) <= 1e-12
+
+
+def test_a_value_that_was_cropped_leaves_nothing_behind():
+    pattern = Dilated([4, 16], [1, 2], mixing="head_groups")
+    q, k, v = tensors(1, 32, 2, 2, 8)
+    cache = KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=32, dtype=F64, max_crop=3)
+    draft, out = torch.full_like(v, torch.nan), []
+    for t in range(32):
+        attention(*(x[:, t : t + 3] for x in (q, k, draft)), pattern, causal=True, cache=cache)
+        cache.crop(t)
+        out.append(attention(*(x[:, t : t + 1] for x in (q, k, v)), pattern, causal=True, cache=cache))
+    assert reference.error(torch.cat(out, 1), reference.attention(q, k, v, pattern, causal=True)[0], 1.0) <= 1e-12
