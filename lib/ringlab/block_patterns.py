@@ -12,15 +12,16 @@ import operator
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .checks import LARGEST, check_bool, check_int, is_real, short_repr
 
-AT_ONCE = 512  # blocks of queries whose masks are made together
+AT_ONCE = 128  # blocks of queries whose masks are made together
 MAY_BE_0 = ("before", "after", "reach", "seed")
 
 
@@ -28,8 +29,8 @@ class Part:
     """One part of a block-sparse pattern, over ``count`` blocks.
 
     ``seen(rows, cols, count)``: which of the blocks of keys ``cols`` (1, c) each block of queries ``rows`` (r, 1) sees,
-    bool (r, c). ``near(first, last, count)``: the blocks first .. last see nothing outside of the blocks
-    [start, stop), which may lie beyond the sequence.
+    bool (r, c). ``near(first, last, count)``: outside of these blocks, a range (start, stop) that may lie beyond the
+    sequence or their numbers, the blocks first .. last see nothing.
     """
 
     def __post_init__(self):
@@ -39,7 +40,7 @@ class Part:
                 name, least = f"{type(self).__name__} {field.name}", int(field.name not in MAY_BE_0)
                 object.__setattr__(self, field.name, check_int(name, value, least, LARGEST))
 
-    def near(self, first: int, last: int, count: int) -> tuple[int, int]:
+    def near(self, first: int, last: int, count: int) -> tuple[int, int] | Tensor:
         return 0, count
 
 
@@ -130,8 +131,15 @@ class Random(Part):
 
     def seen(self, rows, cols, count):
         drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, self.count)
-        found = torch.zeros(len(drawn), count, dtype=torch.bool).scatter_(1, drawn, True)
-        return found[:, cols.flatten().cpu()].to(rows.device)
+        numbers, where = cols.flatten().cpu().unique(return_inverse=True)  # (u,), (c,)
+        numbers = F.pad(numbers, (0, 1), value=count)
+        at = torch.searchsorted(numbers, drawn)
+        at = torch.where(numbers[at] == drawn, at, len(numbers) - 1)
+        found = torch.zeros(len(drawn), len(numbers), dtype=torch.bool).scatter_(1, at, True)
+        return found[:, where].to(rows.device)
+
+    def near(self, first, last, count):
+        return _drawn(self.count, count, self.seed)[first : last + 1].flatten()
 
     def __str__(self) -> str:
         return f"{self.count} random" + (f" (seed {self.seed})" if self.seed else "")
@@ -139,9 +147,17 @@ class Random(Part):
 
 @lru_cache(maxsize=8)
 def _drawn(number: int, blocks: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randperm(blocks, generator=generator)[:number] for _ in range(blocks)]
-    return torch.stack(rows)  # (blocks, number)
+    """For each of ``blocks`` blocks so many different ones, or all there are: (blocks, number), ascending."""
+    number = min(number, blocks)
+    few = min(number, blocks - number)  # of many those are drawn that are left out
+    draw = partial(torch.randint, blocks, generator=torch.Generator().manual_seed(seed))
+    drawn = draw((blocks, few)).sort(1).values
+    while (again := drawn.diff(dim=1) == 0).any():  # all sets stay equally likely
+        drawn[:, 1:][again] = draw((int(again.sum()),))
+        drawn = drawn.sort(1).values
+    if few == number:
+        return drawn
+    return torch.ones(blocks, blocks, dtype=torch.bool).scatter_(1, drawn, False).nonzero()[:, 1].view(blocks, number)
 
 
 @dataclass(frozen=True)
@@ -259,24 +275,28 @@ class BlockSparse:
         rows, cols = (torch.arange(count) if numbers is None else numbers for numbers in (queries, keys))
         return reduce(operator.or_, (part.seen(rows[:, None], cols[None, :], count) for part in self.parts))
 
-    def near(self, rows: range, n: int) -> Tensor:
-        """Numbers of blocks (c,), ascending, outside of which the blocks ``rows`` see nothing.
+    def near(self, queries: Tensor, n: int) -> Tensor:
+        """Numbers of blocks (c,), ascending, outside of which the blocks ``queries`` (q,) see nothing.
 
         The first block of every gap is among them, so two neighbours in this list that are both seen are neighbours in
         the sequence.
         """
         count = self.count(n)
-        found = torch.zeros(count, dtype=torch.bool)
-        for start, stop in (part.near(rows.start, rows.stop - 1, count) for part in self.parts):
-            found[max(0, start) : min(count, stop) + 1] = True
-        return found.nonzero().flatten()
+        if not len(queries):
+            return queries
+        ends = F.pad(queries.diff() != 1, (1, 1), value=True).nonzero().flatten()  # of runs of neighbours
+        runs = zip(queries[ends[:-1]].tolist(), queries[ends[1:] - 1].tolist())
+        found = [part.near(first, last, count) for first, last in runs for part in self.parts]
+        found = [x if isinstance(x, Tensor) else torch.arange(max(0, x[0]), min(count, x[1])) for x in found]
+        near = torch.cat(found)
+        near = torch.cat([near, near + 1]).unique()
+        return near[near < count]
 
     def chunks(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield blocks of queries (r,), the blocks of keys near them (c,), and which they see, bool (r, c)."""
         count = self.count(n)
-        for start in range(0, count, AT_ONCE):
-            chunk = range(start, min(count, start + AT_ONCE))
-            rows, cols = torch.arange(chunk.start, chunk.stop), self.near(chunk, n)
+        for rows in torch.arange(count).split(AT_ONCE):
+            cols = self.near(rows, n)
             yield rows, cols, self.blocks(n, rows, cols)
 
     def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
@@ -287,7 +307,7 @@ class BlockSparse:
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
         """Key positions [start, stop) outside of which the queries first .. last see nothing."""
         rows = torch.arange(first // self.block_size, last // self.block_size + 1)
-        cols = self.near(range(int(rows[0]), int(rows[-1]) + 1), n)
+        cols = self.near(rows, n)
         seen = cols[self.blocks(n, rows, cols).any(0)]
         if not len(seen):
             return first, first

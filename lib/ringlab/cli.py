@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", default="contiguous", metavar="L", help="contiguous, zigzag, striped (default: contiguous)")
     add("--backend", default="auto", metavar="B", help="a kernel's name (default: auto)")
     add("--blocks", default="auto", metavar="WAY", help="how a block-sparse pattern runs (default: auto)")
-    add("--merge", default="auto", metavar="WAY", help="how results of branches are joined, or fused (default: auto)")
+    add("--merge", default="auto", metavar="WAY", help="auto, eager (branch by branch) or fused (default: auto)")
     text = "of a rank, as 8GiB, and the longest sequence for it (default: the profile's)"
     add("--memory", type=size_in_bytes, metavar="SIZE", help=text)
     add("--json", action="store_true", help="JSON instead of text (default: no)")

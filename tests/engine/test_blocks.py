@@ -1,5 +1,6 @@
 """Block-sparse patterns besides their values: what is computed, which keys are read, densities, refusals."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -12,6 +13,7 @@ from ring_cases import warnings_of_bsr
 from ringlab import Execution, attention, blocks, kernels, patterns, reference
 from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
 from ringlab.cost import count_pairs
+from ringlab.engine.blocks import make_plan
 from ringlab.measure import Point, systems
 from ringlab.ring.launch import launch
 from torch.nn.attention import flex_attention
@@ -24,11 +26,11 @@ def tensors(pattern, n, dtype=F32, batch=1, heads=2, kv_heads=2):
 
 
 class Products(TorchDispatchMode):
-    """Counts products of queries and keys, their scores, products with a BSR tensor; the largest dense result."""
+    """Counts products of queries and keys, their scores, products with a BSR tensor; elements of dense results."""
 
     def __init__(self, d: int = 0):
         super().__init__()
-        self.d, self.calls, self.scores, self.sparse, self.largest = d, 0, 0, 0, 0
+        self.d, self.calls, self.scores, self.sparse, self.largest, self.total = d, 0, 0, 0, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
@@ -40,6 +42,7 @@ class Products(TorchDispatchMode):
             self.sparse += 1
         if isinstance(found, torch.Tensor) and found.layout == torch.strided:
             self.largest = max(self.largest, found.numel())
+            self.total += found.numel()
         return found
 
 
@@ -180,11 +183,38 @@ def test_near_misses_nothing_and_neighbours_in_it_are_neighbours():
     for pattern in (*PATTERNS[:-1], far, BlockSparse([Global(2, columns=False), Window(2**40, 0)], BLOCK)):
         n = 8 * 200 - 3
         whole = pattern.blocks(n)
-        for rows in (range(0, 1), range(5, 70), range(150, 200)):
-            cols, seen = pattern.near(rows, n), whole[rows.start : rows.stop].any(0)
+        for rows in ([0], [*range(5, 70)], [*range(150, 200)], [*range(20, 30), *range(170, 180)]):
+            cols, seen = pattern.near(torch.tensor(rows), n), whole[rows].any(0)
             assert seen.sum() == seen[cols].sum()
             gaps = cols.diff() > 1
             assert not (seen[cols[:-1]] & seen[cols[1:]] & gaps).any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_plan_grows_with_what_is_visible_and_its_calls_do_not(causal):
+    """Over four times the length a plan forms four times as many elements, not sixteen."""
+    size = {"block_size": 64}
+    parts = blocks.sliding_window(2, **size), blocks.local_global(2, 4, **size), blocks.bigbird(1, 2, 3, **size)
+    for pattern in (*parts, BlockSparse([Random(3)], 64), blocks.hierarchical([(1, 1), (8, 64)], **size)):
+        formed, calls = [], []
+        for n in (2**17, 2**19):
+            with Products() as found:
+                calls.append(len(make_plan(pattern, n, causal=causal).calls))
+            formed.append(found.total)
+        assert formed[1] < 6 * formed[0]
+        assert calls[1] <= calls[0] + 4 <= 40
+
+
+@pytest.mark.parametrize("number, count", [(2, 5), (3, 5), (1, 4), (4, 4), (9, 4)])
+def test_random_blocks_differ_and_every_set_of_them_is_as_likely(number, count):
+    """5,000 draws or more; the bound is five standard deviations."""
+    seen = torch.cat([BlockSparse([Random(number, seed)], 1).blocks(count) for seed in range(1250)])
+    assert (seen.sum(1) == min(number, count)).all()
+    codes = (seen * 2 ** torch.arange(count)).sum(1)
+    sets = math.comb(count, min(number, count))
+    found = codes.unique(return_counts=True)[1] / len(codes)
+    assert len(found) == sets
+    assert (found - 1 / sets).abs().max() <= 5 * (1 / sets * (1 - 1 / sets) / len(codes)) ** 0.5
 
 
 def test_bsr_multiplies_by_torch_sparse_and_forms_seen_blocks_alone():

@@ -103,9 +103,9 @@ def test_the_error_is_that_of_branch_by_branch(monkeypatch):
     case = Case(Dilated([256, 512, 1024], [1, 2, 4]), 1024, F32, heads=4, kv_heads=4, d=64)
     inputs, dout, dlse, want, _ = matrix.judged(case)
     found = []
-    for faster in (folding.fold, lambda *given: None):
-        monkeypatch.setattr(folding, "faster", faster)
-        got = replace(case, execution=Execution(cache=False)).run(inputs, dout, dlse)
+    monkeypatch.setattr(folding, "faster", folding.fold)
+    for merge in ("auto", "eager"):
+        got = replace(case, execution=Execution(cache=False, merge=merge)).run(inputs, dout, dlse)
         found.append(matrix.errors(got, want, inputs[0], inputs[1], dout))
     folded, apart = found
     assert folded != apart and all(folded[name] <= 1.2 * apart[name] for name in apart)

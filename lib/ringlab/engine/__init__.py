@@ -26,12 +26,13 @@ class Execution:
     scratch buffers (True: the global pool, False: new ones, or a ``MemoryPool``). ``tile``: compute at most tile x tile
     scores at a time (None: whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that
     stores no scores gains nothing. ``blocks``: how a block-sparse pattern runs, one of ``engine.blocks.WAYS``; "bsr"
-    and the forward of "flex" are not tiled. ``merge``: how the calls of a dilated pattern are merged, "eager" one after
-    another in place, "fused" all at once by one Triton kernel (experimental: CUDA, more memory, no pool); "auto" is
-    "eager", since the other was never timed. ``results``: on a CPU, large outputs reuse the memory of earlier outputs
-    that were freed, which saves page faults (True: ``memory.RESULTS``, which keeps up to 512 MiB, False: new memory, or
-    a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group "fused" raises, ``gather`` and ``results``
-    are ignored, and ``blocks`` is used by the scheme "ulysses" alone.
+    and the forward of "flex" are not tiled.
+    ``merge``: how the branches of a dilated pattern are computed, "eager" one after another, merged in place, "fused"
+    merged all at once by one Triton kernel (experimental: CUDA, more memory, no pool, never timed); "auto" is "eager"
+    or, on a CPU where that is predicted to be faster, each visible pair once. ``results``: on a CPU, large outputs
+    reuse the memory of earlier outputs that were freed, which saves page faults (True: ``memory.RESULTS``, which keeps
+    up to 512 MiB, False: new memory, or a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group "fused"
+    raises, ``gather`` and ``results`` are ignored, and ``blocks`` is used by the scheme "ulysses" alone.
 
     >>> Execution(gather=True, cache=False)
     Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto', merge='auto', results=True)

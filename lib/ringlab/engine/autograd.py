@@ -15,8 +15,7 @@ from .. import kernels
 from ..block_patterns import BlockSparse
 from ..kernels.base import accumulation_dtype, device_type_of
 from ..patterns import Pattern, from_dict
-from . import Execution, blocks, execute, folding, gather
-from .dilated import make_plan
+from . import Execution, blocks, dilated, execute, folding, gather
 from .documents import Documents
 
 # ``_text`` is a constant of the compiled graph. torch.compiler.assume_constant_result sets the same attribute but loads
@@ -82,7 +81,7 @@ def forward(q, k, v, pattern: Pattern, causal: bool, scale: float, backend, exec
         if alike and execution.gather:
             index = _gather_index(q, k, pattern, execution)
             return gather.forward(q, k, v, index, causal, scale, kernel, execution.scratch())
-        plan = folding.plan_for(q, k, pattern, causal, kernel, execution.cached)
+        plan = _plan_for(q, k, pattern, causal, kernel, execution, backward=False)
         lent = {"pool": execution.scratch(), "results": execution.results_of(q)}
         return execute.forward(q, k, v, plan, causal, scale, kernel, **lent)
 
@@ -114,7 +113,7 @@ def backward(
             index = _gather_index(q, k, pattern, execution)
             grads = gather.backward(*tensors, index, causal, scale, kernel, execution.scratch())
         else:
-            plan = folding.plan_for(q, k, pattern, causal, kernel, execution.cached, backward=True)
+            plan = _plan_for(q, k, pattern, causal, kernel, execution, backward=True)
             into = None if alike else [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in tensors[1:4]]
             grads = execute.backward(*tensors, plan, causal, scale, kernel, into=into, pool=execution.scratch())
             grads = grads if alike else tuple(grad.to(q.dtype) for grad in grads)
@@ -126,6 +125,12 @@ def _kernel_for(q: Tensor, causal: bool, needs_backward: bool, backend) -> kerne
     return kernels.choose(q.device, q.dtype, q.shape[3], causal=causal, backward=needs_backward, backend=backend).kernel
 
 
+def _plan_for(q: Tensor, k: Tensor, pattern: Pattern, causal: bool, kernel, execution: Execution, *, backward: bool):
+    if execution.merge == "eager":
+        return dilated.plan_for(q, k, pattern, execution.cached, backward=backward)
+    return folding.plan_for(q, k, pattern, causal, kernel, execution.cached, backward=backward)
+
+
 def _fused(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
     """The plan, and the experimental kernel that merges its results; NotImplementedError where it cannot run."""
     from ..kernels.experimental import fused_merge
@@ -133,7 +138,7 @@ def _fused(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
     if not q.is_meta:  # a run without data is of hardware that need not be here
         fused_merge.check(q.device, q.dtype, pattern)
     given = pattern, q.shape[1], q.shape[2], k.shape[2]
-    return execution.cached(("plan", *given), lambda: make_plan(*given)), fused_merge
+    return execution.cached(("plan", *given), lambda: dilated.make_plan(*given)), fused_merge
 
 
 def _gather_index(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):

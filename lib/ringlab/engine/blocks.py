@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,27 +22,13 @@ from .dilated import even_runs, first_and_step
 from .execute import Call, Plan, View, in_head_blocks
 
 WAYS = {
-    "auto": "the way that is expected to be fastest here",
-    "views": "few dense calls on overlapping strided views, of neighbouring blocks joined in a tree",
+    "auto": "views",
+    "views": "dense calls on overlapping strided views, of neighbouring blocks joined in a tree; random blocks copied",
     "batched": "the keys of each block of queries copied together, blocks with equally many in one call",
     "rows": "the same, one call for each block of queries",
     "bsr": "probabilities as a torch.sparse BSR tensor, one batch entry and head at a time",
     "flex": "torch's FlexAttention, compiled once for each shape; its backward is that of views",
 }
-
-
-def choose(pattern: BlockSparse, device: torch.device | str = "cpu") -> tuple[str, str]:
-    """(way, why) of ``blocks="auto"``.
-
-    Never "flex": on a CPU it takes longer than views in every measured row; on a GPU that is not measured.
-
-    >>> from ringlab.block_patterns import local_global
-    >>> choose(local_global(2, 4))[0]
-    'views'
-    """
-    if all(isinstance(part, Random) for part in pattern.parts):
-        return "batched", "blocks drawn at random have no neighbours to be read with"
-    return "views", "neighbouring blocks are read where they lie, many at a time"
 
 
 def forward(q, k, v, pattern: BlockSparse, causal: bool, scale: float, kernel: Kernel, execution, results=None):
@@ -86,8 +71,6 @@ def plan_for(
 ) -> Plan:
     """The plan for tensors q (b, n, h, d) and k, by views or by copied keys."""
     way = execution.blocks if execution.blocks in ("batched", "rows") else "views"
-    if execution.blocks == "auto":
-        way = choose(pattern, q.device)[0]
     (_, n, heads, _), kv_heads = q.shape, k.shape[2]
     shape = pattern, n, heads, kv_heads, causal, way, supports_lower_right_causal(kernel)
     return in_head_blocks(("blocks", *shape), lambda: make_plan(*shape), q, kv_heads, backward, execution.cached)
@@ -100,35 +83,29 @@ def make_plan(
     """The calls for ``n`` positions of queries and of keys.
 
     ``way``: "views", "batched" or "rows". ``lower_right``: causal calls may have more keys than queries.
+
+    >>> from ringlab.block_patterns import local_global
+    >>> call = make_plan(local_global(2, 4, block_size=128), 16384).calls[0]  # the global blocks of keys
+    >>> call.nodes, call.q.rows, call.q.node_step, call.k.rows, call.k.node_step
+    (16, 1024, 1024, 512, 0)
     """
-    cuts = Cuts.of(n, pattern.block_size)
-
-    def layer(seen, rows: range) -> tuple[Tensor, Tensor]:
-        numbers, cols = torch.arange(rows.start, rows.stop), pattern.near(rows, n)
-        found = seen(numbers, cols)
-        return found & (cols < numbers[:, None]) if causal else found, cols
-
-    diagonal = None
-    if causal:
-        blocks = torch.arange(len(cuts.starts))
-        itself = torch.cat([pattern.blocks(n, some, some).diagonal() for some in blocks.split(AT_ONCE)])
-        diagonal = torch.where(itself, blocks, -1)
-    layers = layers_of(pattern, n) if way == "views" else [partial(pattern.blocks, n)]
-    layers = [partial(layer, seen) for seen in layers]
-    return tile(layers, cuts, cuts, diagonal, heads, kv_heads, way=way, lower_right=lower_right)
+    whole = BlockParts.of([range(n)], pattern.block_size)
+    how = {"causal": causal, "itself": True, "lower_right": lower_right}
+    return plan_between(pattern, n, whole, whole, heads, kv_heads, way=way, **how)
 
 
-def layers_of(pattern: BlockSparse, n: int) -> list[Callable[[Tensor, Tensor], Tensor]]:
-    """``pattern.blocks`` in disjoint layers, each a function of blocks of queries and of keys.
+def layers_of(pattern: BlockSparse) -> Iterator[tuple[BlockSparse, BlockSparse | None, bool]]:
+    """(pattern, another, whether its keys are copied): disjoint layers, each what the other pattern does not show.
 
-    First the parts that have an order, then what random blocks add to them.
+    First the parts that have an order, then what random blocks, which have no neighbours to be read with, add to them.
     """
-    whole = partial(pattern.blocks, n)
-    regular = tuple(p for p in pattern.parts if not isinstance(p, Random))
-    if not 0 < len(regular) < len(pattern.parts):
-        return [whole]
-    first = partial(BlockSparse(regular, pattern.block_size).blocks, n)
-    return [first, lambda queries, keys: whole(queries, keys) & ~first(queries, keys)]
+    random = tuple(p for p in pattern.parts if isinstance(p, Random))
+    regular = tuple(p for p in pattern.parts if p not in random)
+    first, second = (BlockSparse(x, pattern.block_size) if x else None for x in (regular, random))
+    if first is not None:
+        yield first, None, False
+    if second is not None:
+        yield second, first, True
 
 
 # What a pair costs in a call of so many queries (rows here) by so many keys (columns), against a pair of long dense
@@ -146,11 +123,20 @@ COST = torch.tensor([
 JOIN = 48  # merging a row of a result costs about as much as so many pairs
 COPY = 1.25  # copying scattered keys together, against reading them in place
 MOST_LEVELS = 6
-SAMPLE = 512  # blocks of queries by which the levels are chosen, and which are looked at together: whole nodes
+SAMPLE = 512  # blocks of queries by which the levels are chosen
+assert AT_ONCE % 2**MOST_LEVELS == 0  # chunks of whole nodes
 
-# Which blocks some blocks of queries see: a range of these -> bool (rows, c), and the numbers (c,) of the blocks of
-# keys, in which neighbours that are both seen are neighbours; what is left out is not seen.
-Layer = Callable[[range], tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class Layer:
+    """Blocks that are seen, and whether those of keys are copied together.
+
+    ``seen``: for a range of blocks of queries bool (rows, c), and the numbers (c,) of the blocks of keys, in which
+    neighbours that are both seen are neighbours; what is left out is not seen.
+    """
+
+    seen: Callable[[range], tuple[Tensor, Tensor]]
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,12 +145,6 @@ class Cuts:
 
     starts: Tensor
     lengths: Tensor
-
-    @classmethod
-    def of(cls, n: int, block_size: int) -> Cuts:
-        """Equal blocks of n rows; the last may be short."""
-        starts = torch.arange(0, n, block_size)
-        return cls(starts, torch.diff(starts, append=torch.tensor([n])))
 
 
 @dataclass(frozen=True)
@@ -189,6 +169,17 @@ class BlockParts:
         lengths = self.stops - self.starts
         return Cuts(lengths.cumsum(0) - lengths, lengths)
 
+    def __getitem__(self, which) -> BlockParts:
+        return BlockParts(self.blocks[which], self.starts[which], self.stops[which])
+
+    def near(self, pattern: BlockSparse, queries: Tensor, n: int) -> Tensor:
+        """Numbers of the parts (c,) outside of which the blocks ``queries`` see nothing; the same as in the pattern."""
+        near = torch.zeros(pattern.count(n) + 1, dtype=torch.bool)
+        near[pattern.near(queries, n)] = True
+        found = near[self.blocks]
+        found[1:] |= found[:-1].clone()  # the first part of every gap
+        return found.nonzero().flatten()
+
     def before(self, others: BlockParts) -> Tensor:
         """Which of these lie before which others, bool (others, parts)."""
         return self.stops[None, :] <= others.starts[:, None]
@@ -196,26 +187,32 @@ class BlockParts:
 
 def plan_between(
     pattern: BlockSparse, n: int, mine: BlockParts, theirs: BlockParts, heads: int, kv_heads: int, *, causal: bool,
-    itself: bool, lower_right: bool,
+    itself: bool, lower_right: bool, way: str = "views",
 ) -> Plan:  # fmt: skip
     """The plan of the queries ``mine``, in this order of rows, on the keys ``theirs``, of ``n`` positions.
 
     ``itself``: the keys are those of the queries, so that causal attention needs the mask on the diagonal.
     """
-    layers = [seen(mine.blocks, theirs.blocks) for seen in layers_of(pattern, n)]
+
+    def layer(shown: BlockSparse, hidden: BlockSparse | None, copied: bool) -> Layer:
+        def seen(rows: range) -> tuple[Tensor, Tensor]:
+            some = mine[rows.start : rows.stop]
+            cols = theirs.near(shown, some.blocks, n)
+            blocks = n, some.blocks, theirs.blocks[cols]
+            found = shown.blocks(*blocks)
+            if hidden is not None:
+                found &= ~hidden.blocks(*blocks)
+            return found & theirs[cols].before(some) if causal else found, cols
+
+        return Layer(seen, copied)
+
     diagonal = None
-    if causal:
-        if itself:
-            seen = torch.stack(layers).any(0).diagonal()
-            diagonal = torch.where(seen, torch.arange(len(seen)), -1)
-        layers = [seen & theirs.before(mine) for seen in layers]
-    given = [layer(seen) for seen in layers], mine.cuts, theirs.cuts, diagonal, heads, kv_heads
-    return tile(*given, lower_right=lower_right)
-
-
-def layer(seen: Tensor) -> Layer:
-    """The layer of a table of seen blocks, bool (queries, keys)."""
-    return lambda rows: (seen[rows.start : rows.stop], torch.arange(seen.shape[1]))
+    if causal and itself:
+        seen = torch.cat([pattern.blocks(n, some, some).diagonal() for some in mine.blocks.split(AT_ONCE)])
+        diagonal = torch.where(seen, torch.arange(len(seen)), -1)
+    layers = [layer(*given) for given in (layers_of(pattern) if way == "views" else [(pattern, None, True)])]
+    how = {"alone": way == "rows", "lower_right": lower_right}
+    return tile(layers, mine.cuts, theirs.cuts, diagonal, heads, kv_heads, **how)
 
 
 def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
@@ -228,12 +225,12 @@ def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
             start = stop
 
 
-def cheapest(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[int, ...]:
+def cheapest(layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[int, ...]:
     """The levels of the tree over ``rows`` that make the calls cheapest. Level 0, single blocks, is always used."""
     size = int(queries.lengths[rows.start])
     used: tuple[int, ...] = (0,)
     middle = (len(rows) // 2 - SAMPLE // 2) >> levels << levels  # of many blocks some are enough to tell
-    some, cols = seen(rows[max(0, middle) :][:SAMPLE])
+    some, cols = layer.seen(rows[max(0, middle) :][:SAMPLE])
     common = _common(some, levels)
     best = _cost(_taken(common, used), cols, size, keys)
     for level in range(levels, 0, -1):
@@ -247,14 +244,14 @@ def cheapest(seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -
     return used
 
 
-def nodes(seen: Layer, rows: range, levels: tuple[int, ...]) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+def nodes(layer: Layer, rows: range, levels: tuple[int, ...]) -> list[tuple[int, Tensor, Tensor, Tensor]]:
     """(level, node, first key block, end) of each run of key blocks that a node takes, the largest nodes first.
 
     ``rows`` are taken some at a time: time and memory then grow with what is near them, not with the square of all.
     """
     found: dict[int, list] = {level: [] for level in sorted(levels, reverse=True)}
-    for start in range(0, len(rows), SAMPLE):
-        some, cols = seen(rows[start : start + SAMPLE])
+    for start in range(0, len(rows), AT_ONCE):
+        some, cols = layer.seen(rows[start : start + AT_ONCE])
         for level, taken in _taken(_common(some, max(levels)), levels):
             node, first, stop = _runs(taken, cols)
             found[level].append((node + (start >> level), first, stop))
@@ -325,26 +322,19 @@ STRIP, WIDE = 64, 192
 
 def tile(
     layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
-    *, way: str = "views", lower_right: bool = False,
+    *, alone: bool = False, lower_right: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of disjoint ``layers`` of seen blocks: regular calls first.
 
-    ``way``: "views", or "batched" and "rows", which copy all keys of a block of queries together; see ``WAYS``.
+    ``alone``: a call on copied keys, or a causal one, for each block of queries.
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
     ``lower_right``: causal calls may have more keys than queries.
-
-    >>> from ringlab.engine.blocks import layer
-    >>> from ringlab.block_patterns import local_global
-    >>> cuts = Cuts.of(16384, 128)
-    >>> call = tile([layer(local_global(2, 4).blocks(16384))], cuts, cuts).calls[0]  # the global blocks of keys
-    >>> call.nodes, call.q.rows, call.q.node_step, call.k.rows, call.k.node_step
-    (16, 1024, 1024, 512, 0)
     """
     entries: list[Entry] = []
     gathered: list[Call] = []
-    for seen in layers:
+    for layer in layers:
         for rows, level in chains(queries):
-            found, left = _calls(seen, rows, level, queries, keys, way)
+            found, left = _calls(layer, rows, level, queries, keys, alone)
             entries += found
             gathered += left
     squares = _squares(queries, keys, diagonal)
@@ -353,7 +343,7 @@ def tile(
     calls = _strided_calls([part for entry in entries for part in _split_queries(entry)])
     calls = [part for call in calls for part in _split_keys(call)]
     for call in _strided_calls(squares, causal=True):
-        calls += call.each_node() if way == "rows" else [call]
+        calls += call.each_node() if alone else [call]
     return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
 
 
@@ -432,21 +422,22 @@ def _join_squares(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entr
 
 
 def _calls(
-    seen: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, way: str
+    layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, alone: bool
 ) -> tuple[list[Entry], list[Call]]:
     """The calls of one range of blocks of one length, at the levels of its tree that make them cheapest."""
-    size, views = int(queries.lengths[rows.start]), way == "views"
-    used = cheapest(seen, rows, levels, queries, keys) if views else (0,)
+    size = int(queries.lengths[rows.start])
+    used = (0,) if layer.copied else cheapest(layer, rows, levels, queries, keys)
     entries, gathered = [], []
-    for level, node, first, stop in nodes(seen, rows, used):
+    for level, node, first, stop in nodes(layer, rows, used):
         length = size << level
         at = queries.starts[rows.start] + node * length
         begin = keys.starts[first]
         count = keys.starts[stop - 1] + keys.lengths[stop - 1] - begin
-        apart = torch.zeros(len(node), dtype=torch.bool)
+        apart = torch.full((len(node),), layer.copied)
         if level == 0:
-            apart = better_copied(node, count, len(rows), size) if views else ~apart
-            gathered += _gathered_calls(node[apart], first[apart], stop[apart], at[apart], size, keys, way == "rows")
+            if not layer.copied:
+                apart = better_copied(node, count, len(rows), size)
+            gathered += _gathered_calls(node[apart], begin[apart], count[apart], at[apart], size, alone)
         entries += [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
     return entries, gathered
 
@@ -499,23 +490,24 @@ def _split_keys(call: Call) -> Iterator[Call]:
         yield replace(call, k=replace(call.k, rows=rest, first=first + count * LONG))
 
 
-def _gathered_calls(node, first, stop, at, size: int, keys: Cuts, alone: bool = False) -> list[Call]:
-    """Calls on copied keys: nodes with equally many keys together, or each ``alone``."""
-    alike: dict[int, list] = {}
-    ends = keys.starts + keys.lengths
-    mine: dict[int, list] = {}
-    where: dict[int, int] = {}
-    for i, begin, end, q in zip(node.tolist(), keys.starts[first].tolist(), ends[stop - 1].tolist(), at.tolist()):
-        mine.setdefault(i, []).append(torch.arange(begin, end))
-        where[i] = q
-    for i, parts in mine.items():
-        rows = torch.cat(parts)
-        alike.setdefault(i if alone else len(rows), []).append((where[i], rows))
+def _gathered_calls(node: Tensor, begin: Tensor, count: Tensor, at: Tensor, size: int, alone: bool) -> list[Call]:
+    """Calls on copied keys: nodes with equally many keys together, or each ``alone``.
+
+    Each run (runs,) has its node, ascending, its first key and their number, and the node's first query.
+    """
+    if not len(node):
+        return []
+    shift = begin - (count.cumsum(0) - count)
+    rows = shift.repeat_interleave(count) + torch.arange(int(count.sum()))  # keys of all runs
+    nodes, which, runs = node.unique_consecutive(return_inverse=True, return_counts=True)
+    total = torch.zeros_like(nodes).index_add_(0, which, count)  # keys of each node
+    first = at[runs.cumsum(0) - runs]
+    alike = nodes if alone else total
     found = []
-    for _, members in sorted(alike.items()):
-        queries = View(size, index=torch.tensor([[q] for q, _ in members]))
-        rows = torch.stack([rows for _, rows in members])  # (nodes, keys)
-        found.append(Call(queries, View(rows.shape[1], index=rows), len(members)))
+    for kind in alike.unique():
+        mine = alike == kind
+        keys = rows[mine.repeat_interleave(total)].view(int(mine.sum()), -1)  # (nodes, keys)
+        found.append(Call(View(size, index=first[mine, None]), View(keys.shape[1], index=keys), len(keys)))
     return found
 
 
@@ -534,5 +526,17 @@ def _progressions(entries: list[Entry]) -> Iterator[tuple]:
         for q, k in members:
             groups.setdefault(("apart", k - q) if apart[k - q] >= same[k] else ("same", k), []).append((q, k))
         for group in groups.values():
-            for run in even_runs(sorted(group)):
+            for run in _even_combs(sorted(group)):
                 yield rows, count, len(run), *first_and_step(run)
+
+
+def _even_combs(pairs: list[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """Arithmetic progressions; of many equal ones in a row all first members, all second members, and so on."""
+    alike: dict[tuple, dict] = {}
+    for run in even_runs(pairs):
+        steps = tuple(step for _, step in first_and_step(run))
+        alike.setdefault((len(run), steps), {})[run[0]] = run
+    for (length, _), runs in alike.items():
+        for firsts in even_runs([*runs]):
+            several = [runs[first] for first in firsts]
+            yield from zip(*several) if len(several) > length else several

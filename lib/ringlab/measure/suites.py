@@ -65,6 +65,7 @@ COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_poo
 LONG = Dilated([2048, 4096], [1, 2])
 SHORT = Dilated([512, 1024], [1, 2])
 LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
+THREE = Dilated([2048, 4096, 8192], [1, 2, 4])
 POOLED = Dilated([512, 4096], [1, 8])  # few products; 16 sequences of 4096 accumulate 16 MiB in half precision
 
 
@@ -74,7 +75,8 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     ``implementations``: the document's table, dtype by optimisation, the switches and the kernels. ``lengths``: all
     optimisations and dense SDPA over growing n. ``passes``: the same, causal and with a backward. ``cache and pool``:
     the pattern cache cold and warm, and the pool by threshold. ``engine``, ``memory``: LongNet's own mixing beside
-    other ways to compute it, and its peak. ``two ranks``: the length at which the document ran out of memory.
+    other ways to compute it, and its peak. ``folding``: each visible pair once, and branch by branch. ``two ranks``:
+    the length at which the document ran out of memory.
     """
     cpu, dtype, half = device == "cpu", own_dtype(profile, device), half_dtype(profile, device)
     ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
@@ -124,6 +126,9 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     forward = [long, long.but(system="copying"), long.but(**others[1]), long.but(pattern=SHORT)]
     forward += [ladder, ladder.but(system="copying"), *([] if cpu else [dense(long)])]
     backward = [long.but(seq_len=n, passes="fwd+bwd", **how) for how in others]
+    nested = [long, long.but(pattern=SHORT), ladder, long.but(pattern=THREE), long.but(causal=True)]
+    nested += [p.but(passes="fwd+bwd") for p in (long, ladder)]
+    folding = [p.but(options=how) for p in nested for how in ({}, {"merge": "eager"})]
     held = [long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd")]
     across = Point("ringlab", DOCUMENT, seq_len=16384, world_size=2)  # where its own run on two GPUs failed
     return [
@@ -132,6 +137,7 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
         Group("cache and pool", reuse),
         Group("engine forward", forward),
         Group("engine backward", backward),
+        *([Group("folding", folding)] if cpu else []),
         Group("memory", dict.fromkeys(held), timed=False),
         Group("two ranks", (across,), timed=False),
     ]

@@ -149,6 +149,9 @@ class Problem:
     def _seen_blocks(self, rank: int, source: int) -> list[range]:
         """The positions of ``source`` that some query of ``rank`` sees, as few ranges, in the order of the shard."""
         mine, theirs = (BlockParts.of(self.layout.ranges(i), self.pattern.block_size) for i in (rank, source))
+        theirs = theirs[theirs.near(self.pattern, mine.blocks, self.layout.n)]
+        if not len(theirs.blocks):
+            return []
         seen = self.pattern.blocks(self.layout.n, mine.blocks, theirs.blocks)  # (mine, theirs)
         if self.causal:
             seen &= theirs.before(mine)

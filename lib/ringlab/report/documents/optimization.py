@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from ... import cost, hardware, kernels, patterns
 from ...advise import advise
+from ...engine import dilated, folding
 from ...estimate import longest
 from ...kernels.base import DeviceSpec
 from .. import columns, figures, findings, rows
@@ -27,12 +29,12 @@ from ..rows import (
     shape,
     switches,
 )
-from ..study import Study, best, with_rates
+from ..study import Study, best, together, with_rates
 from ..tables import Cell, Code, Table, Text, number, size
 from ..trust import reason
 
 __all__ = [
-    "answer", "efficiency", "failures", "implementations", "kernels_table", "length_figure",
+    "answer", "efficiency", "failures", "folded", "implementations", "kernels_table", "length_figure",
     "limits", "passes", "provenance", "reading", "recommended", "reuse",
 ]  # fmt: skip
 _longest = cache(longest)
@@ -343,7 +345,7 @@ def efficiency(study: Study) -> Text:
     forms = {"ringlab": "LongNet's own mixing", "contiguous_segments": "torch's kernel on contiguous segments",
              "copying": "copied branches"}  # fmt: skip
     for system, name in forms.items():
-        ours = study.rows(system=system, **FUNCTION)
+        ours = [r for r in study.rows(system=system, **FUNCTION) if r.option("merge") is None]
         found[name] = [r for r in ours if r.point.pattern != pattern().to_dict()]
     over = {name: [r.median / r.bound_seconds for r in some if columns.timed(r) and r.bound_seconds]
             for name, some in found.items()}  # fmt: skip
@@ -374,6 +376,44 @@ def kernels_table(study: Study) -> Table:
         [Column("Kernel", lambda x: x), Column(">Time here (ms)", here), Column(f"On {gpu.title}", by_rule)],
         kernels.order(card if study.device_type == "cuda" else torch.device("cpu")), folded=True,
         note="The first that is not refused is chosen. Rules are stated needs; nothing was called on that device.",
+    )  # fmt: skip
+
+
+def folded(study: Study) -> Table | None:
+    """Each visible pair once beside branch by branch: what both compute, the predicted and the measured gain."""
+    lines = []
+    for eager in study.rows(system="ringlab", options={"merge": "eager"}):
+        p = eager.point
+        auto = next((r for r in study.rows(system="ringlab", options={"merge": None}) if together(r, eager)
+                     and r.point == p.but(options={})), None)  # fmt: skip
+        if auto is not None:
+            given = patterns.from_dict(p.pattern), p.seq_len, p.heads, p.kv_heads
+            plans = dilated.make_plan(*given), folding.fold(*given, p.causal, torch.float32)
+            lines.append({"eager": eager, "auto": auto, "plans": plans, "work": p.heads * p.seq_len})
+    if not lines:
+        return None
+
+    def both(count) -> Callable[[dict], Cell]:
+        return lambda x: Cell(" → ".join(number(count(plan, x["work"])) for plan in x["plans"]))
+
+    def merges(plan, work: int) -> float:
+        return sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / work
+
+    def predicted(x: dict) -> Cell:
+        apart, fold = (folding.cost(plan, x["auto"].point.causal) for plan in x["plans"])
+        chosen = "folded" if fold < folding.GAIN * apart else "branch by branch"
+        return Cell(f"{number(apart / fold)}×", f"chosen: {chosen}")
+
+    return table(
+        study, "Nested branches: branch by branch → folded, each visible pair once",
+        [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)), PASS.of("auto", "Pass"),
+         MASK.of("auto", "Mask"), Column(">Calls", both(lambda plan, _: len(plan.calls))),
+         Column(">Pairs a position", both(lambda plan, work: plan.pairs / work)),
+         Column(">Merges a row", both(merges)), Column(">Predicted gain", predicted),
+         columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto")],
+        lines, folded=True,
+        note="A key that M branches show counts once, with log M added to its scores. The gain is the time branch by "
+        "branch over the time chosen; predicted for the forward pass.",
     )  # fmt: skip
 
 
