@@ -25,7 +25,7 @@ from .engine.chunked import Ladder
 from .patterns import Dilated, Pattern
 from .ring import Simulated
 
-FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "cpu_flash")
+FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "compiled", "cpu_flash")
 FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
 REASONS = REFUSED | {
     "sparsity_ratio": "it changed nothing in the original; state a density",

@@ -271,9 +271,15 @@ def forward(
         keys = _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
         head_bytes = call.q.rows * q.shape[3] * target[0].element_size()
         entries = mine + keys + call.biases(len(q))
+        in_place = target[0].dtype == torch.float32 and not (len(nodes) > 1 and call.q.shared)
+        in_place = in_place and hasattr(kernel, "forward_into")
+        fresh = call.first and into is None  # nothing was written there yet
         for q_, lse_, out_, k_, v_, *bias in views_of(entries, nodes, call.heads, head_bytes, limit):
+            if in_place:
+                kernel.forward_into(out_, lse_, q_, k_, v_, causal and call.causal, scale, *bias, merge=not fresh)
+                continue
             o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale, *bias)  # (b', m, h, d), (b', h, m)
-            if call.first and into is None:  # nothing was written there yet
+            if fresh:
                 out_.copy_(o)
                 lse_.copy_(l)
             elif len(nodes) > 1 and call.q.shared:

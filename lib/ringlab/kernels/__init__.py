@@ -10,13 +10,16 @@ import torch
 from .. import checks
 from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
 from .base import OVERRIDE, DeviceSpec, Kernel, PatternKernel, capability, override_kernel, supports_lower_right_causal
+from .compiled import Compiled
 from .external import FlashAttn2, FlashAttn3, Xformers
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
 from .triton import TritonKernel
 
 KERNELS: dict[str, Kernel] = {
-    k.name: k() for k in (CpuFlash, FlashAttn3, CuDNN, FlashAttn2, Flash, Xformers, Efficient, Eager, TritonKernel)
+    k.name: k()
+    for k in (Compiled, CpuFlash, FlashAttn3, CuDNN, FlashAttn2, Flash, Xformers, Efficient, Eager, TritonKernel)
 }
+CPU = ("compiled", "cpu_flash")
 SDPA = ("cpu_flash", "cudnn", "flash", "efficient")  # the kernels of torch's scaled_dot_product_attention
 PROBE_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}  # far above rounding, far below a wrong function
 PROBE_ROWS = 160
@@ -49,7 +52,7 @@ def choose(
     that order. Raises ValueError for an unknown name and NotImplementedError, with every reason, if no kernel that was
     asked for can run.
 
-    >>> choose("cpu", torch.float32, 64).name
+    >>> choose("cpu", torch.float64, 64).name
     'cpu_flash'
     """
     if (forced := OVERRIDE.get()) is not None:
@@ -108,11 +111,11 @@ def expected(kind: str, having: tuple[int, int] | None, dtype: torch.dtype, head
 def order(device: torch.device | DeviceSpec) -> tuple[str, ...]:
     """The names of all kernels, the fastest expected on ``device`` first. Kernels that were never timed come last."""
     if device.type != "cuda":
-        timed = ("cpu_flash", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager")
+        timed = (*CPU, "flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager")
     elif capability(device) >= (9, 0):
-        timed = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager", "cpu_flash")
+        timed = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "xformers", "efficient", "eager", *CPU)
     else:
-        timed = ("flash_attn_2", "flash", "cudnn", "xformers", "efficient", "eager", "flash_attn_3", "cpu_flash")
+        timed = ("flash_attn_2", "flash", "cudnn", "xformers", "efficient", "eager", "flash_attn_3", *CPU)
     return *timed, "triton"
 
 

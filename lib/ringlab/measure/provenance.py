@@ -47,16 +47,19 @@ class _Code(ast.NodeTransformer):
 
 
 def code_hash(paths, root: Path) -> str:
-    """12 hex digits over Python files: their code, without comments, docstrings, layout and messages of errors."""
+    """12 hex digits over files: Python's code without comments, docstrings, layout and messages of errors; C++ as it is."""
     sha = hashlib.sha256()
     for path in sorted(paths):
-        code = ast.unparse(_Code().visit(ast.parse(path.read_text(encoding="utf-8"))))
+        code = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            code = ast.unparse(_Code().visit(ast.parse(code)))
         sha.update(f"{path.relative_to(root).as_posix()}\n{code}\n".encode())
     return sha.hexdigest()[:12]
 
 
 def _hash_of(package: Path, names: tuple[str, ...]) -> str:
-    paths = {path for name in names for path in (package / f"{name}.py", *(package / name).rglob("*.py"))}
+    inside = (path for name in names for path in (package / name).rglob("*") if path.suffix in (".py", ".cpp"))
+    paths = {package / f"{name}.py" for name in names} | set(inside)
     paths -= {package / f"{name}.py" for name in NOT_RUN}
     return code_hash({path for path in paths if path.exists()}, package)
 

@@ -1,0 +1,399 @@
+// Dense attention of some query rows by some key rows on a CPU, softmax(scale * q k^T + bias) v, and its gradients.
+//
+// Online softmax over blocks of keys, as in FlashAttention-2 (arXiv 2307.08691). Scores are held as (keys, queries):
+// maxima and sums over keys then go down whole vectors, and k is read without a transpose. Products and sums are fp32.
+// Where the CPU multiplies bf16 itself (AVX512-BF16), the forward of bf16 does so, with sums in fp32.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <algorithm>
+#include <memory>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int WIDTH = 16, COLUMNS = 4;  // floats of a vector; vectors of a register tile
+#else
+constexpr int WIDTH = 8, COLUMNS = 2;
+#endif
+constexpr int ROWS = 6;                  // of a register tile
+constexpr int QUERIES = 64, KEYS = 96;   // of a block of scores
+constexpr int CHUNK = 512, PANEL = 192;  // queries that share a copy of the keys in a forward; keys in a backward
+constexpr float LOG2E = 1.44269504088896341f, INF = INFINITY;
+
+typedef float vec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef float unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float* p) { return *(const unaligned*)p; }
+INLINE void store(float* p, vec x) { *(unaligned*)p = x; }
+INLINE vec all(float x) { return vec{} + x; }
+INLINE vec larger(vec a, vec b) { return a > b ? a : b; }
+
+// 2^x to about 1e-7, 0 below 2^-126: a polynomial of the fraction, whose exponent the integer part is added to.
+INLINE vec exp2_of(vec x) {
+  const vec magic = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
+  const vec clamped = x < all(-126.f) ? all(-126.f) : x;
+  const vec whole = clamped + magic, f = clamped - (whole - magic);
+  vec p = all(1.535336188e-4f);
+  p = p * f + all(1.339887440e-3f);
+  p = p * f + all(9.618437357e-3f);
+  p = p * f + all(5.550332548e-2f);
+  p = p * f + all(2.402264791e-1f);
+  p = p * f + all(6.931472028e-1f);
+  p = p * f + all(1.f);
+  const vec found = (vec)((ivec)p + (((ivec)whole - (ivec)magic) << 23));
+  return x < all(-126.f) ? vec{} : (x == x ? found : x);  // NaN stays NaN
+}
+
+// How an item of A, for all columns alike, multiplies vectors of B: a float each, or two bf16, neighbours along k.
+struct Single {
+  INLINE vec add(vec sum, vec a, vec b) { return sum + a * b; }
+};
+#ifdef __AVX512BF16__
+struct Pairs {
+  INLINE vec add(vec sum, vec a, vec b) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+};
+#endif
+
+template <class Kind, bool ADD, int R, int N>
+INLINE void tile(const float* A, long row_step, long k_step, const float* B, long b_row, float* C, long c_row, long count) {
+  vec sum[R][N];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < N; c++) sum[r][c] = ADD ? load(C + r * c_row + c * WIDTH) : vec{};
+  for (long k = 0; k < count; k++) {
+    vec b[N];
+    for (int c = 0; c < N; c++) b[c] = load(B + k * b_row + c * WIDTH);
+    for (int r = 0; r < R; r++) {
+      const vec a = all(A[r * row_step + k * k_step]);
+      for (int c = 0; c < N; c++) sum[r][c] = Kind::add(sum[r][c], a, b[c]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < N; c++) store(C + r * c_row + c * WIDTH, sum[r][c]);
+}
+
+template <class Kind, bool ADD, int N, int R = ROWS>
+INLINE void strip(long rows, const float* A, long row_step, long k_step, const float* B, long b_row, float* C, long c_row, long count) {
+  for (; rows >= R; rows -= R, A += R * row_step, C += R * c_row)
+    tile<Kind, ADD, R, N>(A, row_step, k_step, B, b_row, C, c_row, count);
+  if constexpr (R > 1)
+    if (rows) strip<Kind, ADD, N, R - 1>(rows, A, row_step, k_step, B, b_row, C, c_row, count);
+}
+
+// C (rows, columns) = A B, or added to C. Item (row, k) of A is at row * row_step + k * k_step; B is (count, columns),
+// of whole vectors, with rows b_row apart.
+template <class Kind, bool ADD>
+void product(long rows, long columns, long count, const float* A, long row_step, long k_step, const float* B, long b_row, float* C, long c_row) {
+  long c = 0;
+  for (; c + COLUMNS * WIDTH <= columns; c += COLUMNS * WIDTH)
+    strip<Kind, ADD, COLUMNS>(rows, A, row_step, k_step, B + c, b_row, C + c, c_row, count);
+  for (; c < columns; c += WIDTH) strip<Kind, ADD, 1>(rows, A, row_step, k_step, B + c, b_row, C + c, c_row, count);
+}
+
+struct Bfloat { uint16_t bits; };
+INLINE float number(float x) { return x; }
+INLINE float number(_Float16 x) { return x; }
+INLINE float number(Bfloat x) {
+  const uint32_t bits = (uint32_t)x.bits << 16;
+  float found;
+  memcpy(&found, &bits, 4);
+  return found;
+}
+INLINE float pair(Bfloat low, Bfloat high) {
+  const uint32_t bits = low.bits | (uint32_t)high.bits << 16;
+  float found;
+  memcpy(&found, &bits, 4);
+  return found;
+}
+
+// Copies of rows of the inputs in the order in which products read them; what is padded is 0.
+template <class Kind, class T>
+struct Reader {
+  static constexpr int item = 1;  // of a row along d
+  INLINE void rows(float* __restrict to, const T* __restrict from, long step, long count, long d, long padded) {  // (count, padded)
+    for (long r = 0; r < count; r++, from += step, to += padded) {
+      for (long x = 0; x < d; x++) to[x] = number(from[x]);
+      for (long x = d; x < padded; x++) to[x] = 0;
+    }
+  }
+  INLINE void columns(float* to, const T* from, long step, long count, long d) {  // (d, QUERIES)
+    for (long r = 0; r < QUERIES; r++)
+      for (long x = 0; x < d; x++) to[x * QUERIES + r] = r < count ? number(from[r * step + x]) : 0;
+  }
+  INLINE void values(float* to, const T* from, long step, long count, long d, long padded) {
+    rows(to, from, step, count, d, padded);
+  }
+  INLINE void probabilities(float*, long, long) {}
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Reader<Pairs, Bfloat> {
+  static constexpr int item = 2;
+  INLINE void rows(float* to, const Bfloat* from, long step, long count, long d, long padded) {  // (count, padded pairs)
+    for (long r = 0; r < count; r++, from += step, to += padded) {
+      memcpy(to, from, d * 2);
+      if (d % 2) ((Bfloat*)to)[d] = Bfloat{0};
+    }
+  }
+  INLINE void columns(float* to, const Bfloat* from, long step, long count, long d) {  // (pairs, QUERIES)
+    for (long r = 0; r < QUERIES; r++)
+      for (long x = 0; x < d; x += 2) {
+        const Bfloat* p = from + r * step + x;
+        to[x / 2 * QUERIES + r] = r < count ? pair(p[0], x + 1 < d ? p[1] : Bfloat{0}) : 0;
+      }
+  }
+  INLINE void values(float* to, const Bfloat* from, long step, long count, long d, long padded) {  // (pairs of keys, padded)
+    for (long r = 0; r < count; r += 2, from += 2 * step, to += padded) {
+      for (long x = 0; x < d; x++) to[x] = pair(from[x], r + 1 < count ? from[step + x] : Bfloat{0});
+      for (long x = d; x < padded; x++) to[x] = 0;
+    }
+  }
+  INLINE void probabilities(float* p, long keys, long c) {  // rounded, two keys to an item, in place
+    for (long j = 0; j < keys; j += 2) {
+      const __m512 first = (__m512)load(p + j * QUERIES + c);
+      const __m512 second = j + 1 < keys ? (__m512)load(p + (j + 1) * QUERIES + c) : _mm512_setzero_ps();
+      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
+      const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
+      store(p + j / 2 * QUERIES + c, (vec)_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+  }
+};
+#endif
+
+struct Steps { int64_t batch, row, head; };
+
+struct Call {  // compiled.py fills it; every field has 8 bytes
+  const void *q, *k, *v, *dout;
+  const float *bias, *final_out;
+  float *out, *lse, *dq, *dk, *dv;
+  int64_t batch, heads, queries, keys, d, dtype, causal, merge, threads;
+  Steps of_q, of_k, of_v, of_dout, of_bias, of_out, of_lse, of_grads[2];
+
+  template <class T>
+  T* place(T* p, Steps by, long b, long h, long row = 0) const { return p + b * by.batch + h * by.head + row * by.row; }
+};
+
+// Add the bias of some queries, from its element of the first query and key on, over ``scale``, to scores (keys, QUERIES).
+INLINE void add_bias(float* scores, const float* bias, long step, long keys, long queries, float scale) {
+  const float over = 1 / scale;
+  for (long j = 0; j < keys; j++, scores += QUERIES, bias++)
+    if (!step)
+      for (int c = 0; c < QUERIES; c += WIDTH) store(scores + c, *bias == -INF ? all(-INF) : load(scores + c) + all(*bias * over));
+    else
+      for (long i = 0; i < queries; i++) {
+        const float x = bias[i * step];
+        scores[i] = x == -INF ? -INF : scores[i] + x * over;
+      }
+}
+
+// Causal: of these keys the first query sees ``seen``, each later one another; scores (keys, QUERIES) of the rest are -inf.
+INLINE void hide(float* scores, long keys, long seen) {
+  for (long j = std::max(0L, seen); j < keys; j++)
+    for (long i = 0; i < std::min<long>(QUERIES, j - seen + 1); i++) scores[j * QUERIES + i] = -INF;
+}
+
+// Scores (keys, QUERIES) to probabilities against the largest one so far; scale what was summed up before.
+template <class Kind, class T>
+INLINE void softmax(float* scores, long keys, float scale, float* top, float* sum, float* out, long d) {
+  const vec by = all(scale);
+  for (int c = 0; c < QUERIES; c += WIDTH) {
+    const vec before = load(top + c);
+    vec most = before, total{};
+    for (long j = 0; j < keys; j++) most = larger(most, load(scores + j * QUERIES + c));
+    const vec shift = most == all(-INF) ? vec{} : most;
+    for (long j = 0; j < keys; j++) {
+      const vec p = exp2_of((load(scores + j * QUERIES + c) - shift) * by);  // 1 for the largest, without rounding
+      store(scores + j * QUERIES + c, p);
+      total += p;
+    }
+    const vec less = exp2_of((before - shift) * by);
+    store(top + c, most);
+    store(sum + c, load(sum + c) * less + total);
+    for (int i = 0; i < WIDTH; i++)
+      if (less[i] != 1.f)
+        for (long x = 0; x < d; x += WIDTH) store(out + (c + i) * d + x, load(out + (c + i) * d + x) * all(less[i]));
+    Reader<Kind, T>::probabilities(scores, keys, c);
+  }
+}
+
+// One row of the result: over all keys of this call, or merged with what is there over others.
+INLINE void finish(const Call& call, const float* row, float top, float sum, float* out, float* lse) {
+  const float over = sum == 0 ? 0 : 1 / sum, mine = sum == 0 ? -INF : top + logf(sum);
+  float weight = 1;
+  if (call.merge) {
+    if (mine == -INF) return;
+    const float apart = *lse - mine;
+    weight = 1 / (1 + expf(apart));
+    *lse = std::max(*lse, mine) + log1pf(expf(-fabsf(apart)));
+    for (long x = 0; x < call.d; x++) out[x] += (row[x] * over - out[x]) * weight;
+  } else {
+    *lse = mine;
+    for (long x = 0; x < call.d; x++) out[x] = row[x] * over;
+  }
+}
+
+struct Scratch {  // memory for the arrays of one thread
+  std::unique_ptr<float[]> memory;
+  float* next;
+  explicit Scratch(long floats) : memory(new float[floats + 512]), next(memory.get()) {}
+  float* take(long floats) {
+    float* found = (float*)(((uintptr_t)next + 63) & ~(uintptr_t)63);
+    next = found + floats;
+    return found;
+  }
+};
+
+template <class Kind, class T>
+void run_forward(const Call& call, float scale) {
+  typedef Reader<Kind, T> Read;
+  const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, chunks = (call.queries + CHUNK - 1) / CHUNK;
+  const long depth = (d + Read::item - 1) / Read::item;
+#pragma omp parallel num_threads(call.threads)
+  {
+    Scratch own(2 * CHUNK * D + QUERIES * KEYS + 2 * KEYS * D + 2 * CHUNK);
+    float *sums = own.take(CHUNK * D), *q = own.take(CHUNK * D), *scores = own.take(QUERIES * KEYS);
+    float *k = own.take(KEYS * D), *v = own.take(KEYS * D), *top = own.take(CHUNK), *sum = own.take(CHUNK);
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < call.batch * call.heads * chunks; item++) {
+      const long b = item / (call.heads * chunks), h = item / chunks % call.heads, start = item % chunks * CHUNK;
+      const long rows = std::min<long>(CHUNK, call.queries - start), ahead = start + call.keys - call.queries;
+      const T* q_in = call.place((const T*)call.q, call.of_q, b, h, start);
+      const T *k_in = call.place((const T*)call.k, call.of_k, b, h), *v_in = call.place((const T*)call.v, call.of_v, b, h);
+      const float* bias = call.bias ? call.place(call.bias, call.of_bias, b, h, start) : nullptr;
+      for (long r = 0; r < rows; r += QUERIES)
+        Read::columns(q + r * D, q_in + r * call.of_q.row, call.of_q.row, std::min<long>(QUERIES, rows - r), d);
+      std::fill(sums, sums + CHUNK * D, 0.f);
+      std::fill(top, top + CHUNK, -INF);
+      std::fill(sum, sum + CHUNK, 0.f);
+      const long end = call.causal ? ahead + rows : call.keys;
+      for (long key = 0; key < end; key += KEYS) {
+        const long count = std::min<long>(KEYS, end - key);
+        Read::rows(k, k_in + key * call.of_k.row, call.of_k.row, count, d, D);
+        Read::values(v, v_in + key * call.of_v.row, call.of_v.row, count, d, D);
+        for (long r = 0; r < rows; r += QUERIES) {
+          const long some = std::min<long>(QUERIES, rows - r), seen = ahead + r + 1 - key;
+          const long mine = call.causal ? std::min(count, seen + some - 1) : count;
+          if (mine <= 0) continue;
+          product<Kind, false>(mine, QUERIES, depth, k, D, 1, q + r * D, QUERIES, scores, QUERIES);
+          if (bias) add_bias(scores, bias + r * call.of_bias.row + key, call.of_bias.row, mine, some, scale);
+          if (call.causal) hide(scores, mine, seen);
+          softmax<Kind, T>(scores, mine, scale * LOG2E, top + r, sum + r, sums + r * D, D);
+          const long items = (mine + Read::item - 1) / Read::item;
+          product<Kind, true>(some, D, items, scores, 1, QUERIES, v, D, sums + r * D, D);
+        }
+      }
+      for (long r = 0; r < rows; r++)
+        finish(call, sums + r * D, top[r] * scale, sum[r], call.place(call.out, call.of_out, b, h, start + r),
+               call.place(call.lse, call.of_lse, b, h, start + r));
+    }
+  }
+}
+
+// Keys a panel at a time: its gradients are summed up over all queries, those of the queries over all panels.
+template <class T>
+void run_backward(const Call& call, float scale) {
+  typedef Reader<Single, T> Read;
+  const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, ahead = call.keys - call.queries;
+#pragma omp parallel num_threads(call.threads)
+  {
+    const long padded = (call.queries + QUERIES - 1) / QUERIES * QUERIES;
+    Scratch own(5 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded);
+    float *q = own.take(QUERIES * D), *q_t = own.take(QUERIES * D), *dout = own.take(QUERIES * D);
+    float *dout_t = own.take(QUERIES * D), *dq = own.take(QUERIES * D), *k = own.take(PANEL * D), *v = own.take(PANEL * D);
+    float *dk = own.take(PANEL * D), *dv = own.take(PANEL * D), *p = own.take(KEYS * QUERIES), *ds = own.take(KEYS * QUERIES);
+    float *lse = own.take(padded), *delta = own.take(padded);
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < call.batch * call.heads; item++) {
+      const long b = item / call.heads, h = item % call.heads;
+      const T *q_in = call.place((const T*)call.q, call.of_q, b, h), *k_in = call.place((const T*)call.k, call.of_k, b, h);
+      const T *v_in = call.place((const T*)call.v, call.of_v, b, h), *dout_in = call.place((const T*)call.dout, call.of_dout, b, h);
+      const T* out_in = call.place((const T*)call.final_out, call.of_out, b, h);
+      for (long r = 0; r < padded; r++) {
+        const float found = r < call.queries ? *call.place(call.lse, call.of_lse, b, h, r) : -INF;
+        lse[r] = found == -INF ? INF : found * LOG2E;  // a row that sees nothing has probabilities of 0
+      }
+      for (long r = 0; r < call.queries; r += QUERIES) {
+        const long some = std::min<long>(QUERIES, call.queries - r);
+        Read::columns(q_t, out_in + r * call.of_out.row, call.of_out.row, some, d);
+        Read::columns(dout_t, dout_in + r * call.of_dout.row, call.of_dout.row, some, d);
+        for (int c = 0; c < QUERIES; c += WIDTH) {
+          vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
+          for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
+          store(delta + r + c, sum);
+        }
+      }
+      for (long first = 0; first < call.keys; first += PANEL) {
+        const long held = std::min<long>(PANEL, call.keys - first);
+        Read::rows(k, k_in + first * call.of_k.row, call.of_k.row, held, d, D);
+        Read::rows(v, v_in + first * call.of_v.row, call.of_v.row, held, d, D);
+        std::fill(dk, dk + PANEL * D, 0.f);
+        std::fill(dv, dv + PANEL * D, 0.f);
+        for (long r = 0; r < call.queries; r += QUERIES) {
+          const long some = std::min<long>(QUERIES, call.queries - r), seen = ahead + r + 1 - first;
+          const long end = call.causal ? std::min(held, seen + some - 1) : held;
+          if (end <= 0) continue;
+          Read::rows(q, q_in + r * call.of_q.row, call.of_q.row, some, d, D);
+          Read::rows(dout, dout_in + r * call.of_dout.row, call.of_dout.row, some, d, D);
+          Read::columns(q_t, q_in + r * call.of_q.row, call.of_q.row, some, d);
+          Read::columns(dout_t, dout_in + r * call.of_dout.row, call.of_dout.row, some, d);
+          std::fill(dq, dq + QUERIES * D, 0.f);
+          for (long key = 0; key < end; key += KEYS) {
+            const long mine = std::min<long>(KEYS, end - key);
+            product<Single, false>(mine, QUERIES, d, k + key * D, D, 1, q_t, QUERIES, p, QUERIES);
+            if (call.bias) {
+              const float* bias = call.place(call.bias, call.of_bias, b, h, r) + first + key;
+              add_bias(p, bias, call.of_bias.row, mine, some, scale);
+            }
+            if (call.causal) hide(p, mine, seen - key);
+            product<Single, false>(mine, QUERIES, d, v + key * D, D, 1, dout_t, QUERIES, ds, QUERIES);
+            for (long j = 0; j < mine; j++)
+              for (int c = 0; c < QUERIES; c += WIDTH) {
+                const vec found = exp2_of(load(p + j * QUERIES + c) * all(scale * LOG2E) - load(lse + r + c));
+                store(p + j * QUERIES + c, found);
+                store(ds + j * QUERIES + c, found * (load(ds + j * QUERIES + c) - load(delta + r + c)));
+              }
+            product<Single, true>(mine, D, some, p, QUERIES, 1, dout, D, dv + key * D, D);
+            product<Single, true>(mine, D, some, ds, QUERIES, 1, q, D, dk + key * D, D);
+            product<Single, true>(some, D, mine, ds, 1, QUERIES, k + key * D, D, dq, D);
+          }
+          for (long i = 0; i < some; i++) {
+            float* to = call.place(call.dq, call.of_grads[0], b, h, r + i);
+            for (long x = 0; x < d; x++) to[x] = (first ? to[x] : 0) + dq[i * D + x] * scale;
+          }
+        }
+        for (long j = 0; j < held; j++) {
+          float *to_k = call.place(call.dk, call.of_grads[1], b, h, first + j);
+          float *to_v = call.place(call.dv, call.of_grads[1], b, h, first + j);
+          for (long x = 0; x < d; x++) to_k[x] = dk[j * D + x] * scale, to_v[x] = dv[j * D + x];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void forward(const Call* call, double scale) {
+  if (call->dtype == 0) run_forward<Single, float>(*call, scale);
+  if (call->dtype == 1) run_forward<Single, _Float16>(*call, scale);
+#ifdef __AVX512BF16__
+  if (call->dtype == 2) run_forward<Pairs, Bfloat>(*call, scale);
+#else
+  if (call->dtype == 2) run_forward<Single, Bfloat>(*call, scale);
+#endif
+}
+
+extern "C" void backward(const Call* call, double scale) {
+  if (call->dtype == 0) run_backward<float>(*call, scale);
+  if (call->dtype == 1) run_backward<_Float16>(*call, scale);
+  if (call->dtype == 2) run_backward<Bfloat>(*call, scale);
+}
