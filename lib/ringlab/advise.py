@@ -86,9 +86,9 @@ class Evidence:
 
     def turned(self) -> Evidence:
         """The same comparison from the other side."""
-        sides = {"setting": self.against, "against": self.setting}
+        low, high = 1 / self.high, 1 / self.low if self.low else math.inf
         return replace(
-            self, **sides, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low if self.low else math.inf
+            self, setting=self.against, against=self.setting, ratio=1 / self.ratio, low=low, high=high
         )
 
     @property

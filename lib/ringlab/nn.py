@@ -238,10 +238,7 @@ def positions(x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout 
     if cu_seqlens is not None:
         _, starts, stops = torch.tensor(Documents.packed(cu_seqlens, x, n).spans, device="cpu").T
         found -= starts.repeat_interleave(stops - starts)
-    if group is not None and not isinstance(group, ring.Simulated):
-        ranks = Group.of(group)
-        found = found[layout_named(layout, n, ranks.size).positions(ranks.here[0])]
-    return found.to(x.device)
+    return (found if group is None else shard_sequence(found, group, layout=layout, dim=0)).to(x.device)
 
 
 def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
@@ -429,9 +426,7 @@ class LanguageModel(nn.Module):
         The first token of a document and padding are not predicted. Needs whole sequences, so no process group.
         """
         if ring.length_of(tokens, self.blocks[0].attention.options["group"], "contiguous") != tokens.shape[1]:
-            raise NotImplementedError(
-                "loss needs whole sequences: take mean_loss of shards, with targets of next_tokens"
-            )
+            raise NotImplementedError("loss needs whole sequences: take mean_loss of shards and their next_tokens")
         logits = self(tokens, cu_seqlens=cu_seqlens, lengths=lengths)
         return mean_loss(logits, next_tokens(tokens, cu_seqlens, lengths))
 
