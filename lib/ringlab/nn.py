@@ -292,11 +292,12 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups) -> Tensor:
     they are averaged over these ranks, as FSDP and DDP do, and ``average_gradients``. 0 where there is no target.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    known = targets >= 0
+    loss = F.cross_entropy(logits, targets.masked_fill(~known, -100).flatten(), reduction="sum")
     found = [Group.sharing(group) for group in groups]
     if not (shared := [group for group in found if group is not None and group.process_group is not None]):
-        return loss / (targets >= 0).sum().clamp(min=1)
-    total = torch.stack([loss.detach().double(), (targets >= 0).sum().double()])
+        return loss / known.sum().clamp(min=1)
+    total = torch.stack([loss.detach().double(), known.sum().double()])
     for group in shared:
         dist.all_reduce(total, group=group.process_group)
     mine = loss * math.prod(group.size for group in shared) / total[1].clamp(min=1).to(loss.dtype)
