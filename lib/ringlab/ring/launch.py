@@ -280,11 +280,9 @@ def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
     return (first["network"], "network") if "network" in first else None
 
 
-def collect(processes: list[Process], timeout_s: float, read: Callable[..., End] | None = None) -> dict[int, End]:
-    """How each process ended, by rank: until all have, the time is up, or one has failed and a grace is over.
-
-    The next message of a process is an End, or ``read`` makes one of it.
-    """
+def collect(processes: list[Process], timeout_s: float) -> dict[int, End]:
+    """The next message of each process, an End, by rank: until all came, the time is up, or one has failed and a grace
+    is over."""
     ends: dict[int, End] = {}
     deadline = time.monotonic() + timeout_s
     while len(ends) < len(processes) and (left := deadline - time.monotonic()) > 0:
@@ -292,8 +290,7 @@ def collect(processes: list[Process], timeout_s: float, read: Callable[..., End]
         for channel in wait(list(channels), left):
             rank = channels[channel]
             try:
-                message = processes[rank].receive()
-                ends[rank] = read(message) if read else message
+                ends[rank] = processes[rank].receive()
             except Ended as ended:
                 ends[rank] = End("died", ended)
             except Exception as error:  # noqa: BLE001  reading it runs the result's own code
