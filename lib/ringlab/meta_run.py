@@ -325,8 +325,8 @@ class MetaCall:
 
     def _lower_bound(self, run: MetaRun, way: str, q, k, dout) -> None:
         """Inputs, results, and for torch.sparse, which needs data to run, one head's probabilities."""
-        if why := wants_dtype(self.dtype, torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES):
-            raise NotImplementedError(f"blocks={way!r} {why}")
+        dtypes = torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES
+        torch_sparse.refuse(way, wants_dtype(self.dtype, dtypes))
         seen, size = self.pattern.blocks(q.shape[1]), self.pattern.block_size
         held = int((seen.tril() if self.causal else seen).sum()) * size * size if way == "bsr" else 0
         del seen
