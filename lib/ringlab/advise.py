@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import hardware, kernels
-from .block_patterns import BlockSparse, local_global, sliding_window
+from .block_patterns import BlockSparse, PerHead, local_global, sliding_window
 from .checks import LARGEST, check_bool, check_int, is_real, short_repr
 from .cost import format_bytes, format_seconds
 from .engine import Execution
@@ -26,7 +26,7 @@ from .engine.chunked import Ladder
 from .estimate import Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
 from .patterns import Dense, Dilated, Pattern
-from .ring import SCHEMES, Layout, Problem, Simulated, group_size
+from .ring import SCHEMES, Layout, Problem, group_size, length_of
 from .ring.layout import layout_named
 from .ring.volume import sent_bytes, unevenness
 
@@ -86,10 +86,8 @@ class Evidence:
 
     def turned(self) -> Evidence:
         """The same comparison from the other side."""
-        sides = {"setting": self.against, "against": self.setting}
-        return replace(
-            self, **sides, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low if self.low else math.inf
-        )
+        low, high = 1 / self.high, 1 / self.low if self.low else math.inf
+        return replace(self, setting=self.against, against=self.setting, ratio=1 / self.ratio, low=low, high=high)
 
     @property
     def text(self) -> str:
@@ -732,11 +730,13 @@ class Auto:
     def _filled(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
         if self.asks:
             group, layout = options.get("group"), options.get("layout", "contiguous")
-            ranks = 1 if group is None else group_size(group)
-            shards = 1 if isinstance(group, Simulated) else ranks
+            heads, kv_heads = q.shape[2], k.shape[2]
+            if isinstance(pattern, PerHead):  # the one of the fewest heads: what serves it serves the others
+                pattern, mine = min(pattern.heads().items(), key=lambda each: len(each[1]))
+                heads = kv_heads = len(mine)
             self.advice = _advised(
-                q.device, seq_len=layout.n if isinstance(layout, Layout) else q.shape[1] * shards, ranks=ranks,
-                batch=q.shape[0], heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
+                q.device, seq_len=length_of(q, group, layout), ranks=1 if group is None else group_size(group),
+                batch=q.shape[0], heads=heads, kv_heads=kv_heads, head_dim=q.shape[3],
                 causal=options["causal"], passes="fwd+bwd" if torch.is_grad_enabled() else "fwd",
                 pattern=pattern, dtype=q.dtype, layout=layout,
             )  # fmt: skip

@@ -150,8 +150,7 @@ class PublishedAttention(nn.Module):
 
     def _attend(self, q, k, v, is_causal):
         options = {"causal": is_causal, "backend": self.chain, "execution": self.execution} | self._ranks(q.shape[1])
-        shards = self.group is not None and not isinstance(self.group, Simulated)
-        pattern = self.pattern_for(q.shape[1] * (ring.group_size(self.group) if shards else 1), is_causal)
+        pattern = self.pattern_for(ring.length_of(q, self.group, "contiguous"), is_causal)
         if self.auto is not None:
             options = self.auto.fill(options, pattern, q, k)
         return attention(q, k, v, pattern, **options)

@@ -58,7 +58,7 @@ def count(
 ) -> Cost:
     """Count pairs, FLOPs and bytes of ``attention`` on (batch, seq_len, heads, head_dim) tensors.
 
-    Raises ValueError for ``passes`` other than "fwd" and "fwd+bwd", and as ``check_countable`` does.
+    Raises ValueError for ``passes`` other than "fwd" and "fwd+bwd", and as ``count_pairs`` does.
 
     >>> from ringlab.patterns import Dense
     >>> c = count(Dense(), batch=1, seq_len=8, heads=2, head_dim=4, dtype=torch.float32)
@@ -78,7 +78,7 @@ def count(
 def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = None, causal: bool = False):
     """(sum of M, number of pairs with M > 0) over one sequence of ``n`` positions and all heads.
 
-    Raises ValueError as ``check_countable`` does.
+    Raises ValueError in one line for a dilated pattern whose pairs take too long to count.
 
     >>> from ringlab.patterns import Dilated
     >>> count_pairs(Dilated([2048, 4096, 8192], [1, 2, 4]), 8192, 4)
@@ -92,13 +92,6 @@ def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = Non
         pairs += alike * sum(branch.pairs(n, causal) for branch in branches)
         distinct += alike * sum(times * term.pairs(n, causal) for term, times in terms.items())
     return pairs, distinct
-
-
-def check_countable(pattern: Pattern, n: int) -> None:
-    """Raise ValueError in one line for a dilated pattern whose pairs over ``n`` positions take too long to count."""
-    if not isinstance(pattern, BlockSparse):
-        for _ in _terms(pattern, n, heads=1, kv_heads=None):
-            pass
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def _shared(out: Tensor, lse: Tensor, ranks: int) -> Steps:
     return merge(list(parts[..., :-1]), list(parts[..., -1].transpose(2, 3)))
 
 
-def _rules(pattern, heads, kv_heads, max_seq_len, max_crop, rank: int = 0, ranks: int = 1) -> Rules:
+def _rules(pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int) -> Rules:
     """The rules of checked sizes."""
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")

@@ -95,8 +95,8 @@ class MetaRun(LiveStorageTracker):
         self.name(part, made)
         return made
 
-    def name(self, part: str, *tensors: Tensor | None) -> None:
-        """Say what the storages of these tensors are for, one of ``PARTS``; the first name stays."""
+    def name(self, part: str, *tensors) -> None:
+        """Say what the storages of these tensors, or dicts of them, are for, one of ``PARTS``; the first name stays."""
         for storage in storages(tensors, True):
             self._names.setdefault(storage._cdata, (StorageWeakRef(storage), part))
 
@@ -119,9 +119,7 @@ class MetaRun(LiveStorageTracker):
             if not isinstance(step, Wait):
                 answer = step  # the ticket: like those of a group it holds what is on its way
                 self.traffic.add(rank, answer)
-                coming = answer.receive
-                self.name("received", *([coming] if isinstance(coming, Tensor) else sum(coming.values(), ())))
-                del coming
+                self.name("received", answer.receive)
             step = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -327,8 +325,8 @@ class MetaCall:
 
     def _lower_bound(self, run: MetaRun, way: str, q, k, dout) -> None:
         """Inputs, results, and for torch.sparse, which needs data to run, one head's probabilities."""
-        if why := wants_dtype(self.dtype, torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES):
-            raise NotImplementedError(f"blocks={way!r} {why}")
+        dtypes = torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES
+        torch_sparse.refuse(way, wants_dtype(self.dtype, dtypes))
         seen, size = self.pattern.blocks(q.shape[1]), self.pattern.block_size
         held = int((seen.tril() if self.causal else seen).sum()) * size * size if way == "bsr" else 0
         del seen

@@ -238,10 +238,7 @@ def positions(x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout 
     if cu_seqlens is not None:
         _, starts, stops = torch.tensor(Documents.packed(cu_seqlens, x, n).spans, device="cpu").T
         found -= starts.repeat_interleave(stops - starts)
-    if group is not None and not isinstance(group, ring.Simulated):
-        ranks = Group.of(group)
-        found = found[layout_named(layout, n, ranks.size).positions(ranks.here[0])]
-    return found.to(x.device)
+    return (found if group is None else shard_sequence(found, group, layout=layout, dim=0)).to(x.device)
 
 
 def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
@@ -295,11 +292,12 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups) -> Tensor:
     they are averaged over these ranks, as FSDP and DDP do, and ``average_gradients``. 0 where there is no target.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    known = targets >= 0
+    loss = F.cross_entropy(logits, targets.masked_fill(~known, -100).flatten(), reduction="sum")
     found = [Group.sharing(group) for group in groups]
     if not (shared := [group for group in found if group is not None and group.process_group is not None]):
-        return loss / (targets >= 0).sum().clamp(min=1)
-    total = torch.stack([loss.detach().double(), (targets >= 0).sum().double()])
+        return loss / known.sum().clamp(min=1)
+    total = torch.stack([loss.detach().double(), known.sum().double()])
     for group in shared:
         dist.all_reduce(total, group=group.process_group)
     mine = loss * math.prod(group.size for group in shared) / total[1].clamp(min=1).to(loss.dtype)
@@ -429,9 +427,7 @@ class LanguageModel(nn.Module):
         The first token of a document and padding are not predicted. Needs whole sequences, so no process group.
         """
         if ring.length_of(tokens, self.blocks[0].attention.options["group"], "contiguous") != tokens.shape[1]:
-            raise NotImplementedError(
-                "loss needs whole sequences: take mean_loss of shards, with targets of next_tokens"
-            )
+            raise NotImplementedError("loss needs whole sequences: take mean_loss of shards and their next_tokens")
         logits = self(tokens, cu_seqlens=cu_seqlens, lengths=lengths)
         return mean_loss(logits, next_tokens(tokens, cu_seqlens, lengths))
 

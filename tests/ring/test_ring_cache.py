@@ -39,7 +39,7 @@ def test_processes_answer_as_simulated_ranks_and_as_the_reference(ranks):
 def test_no_rank_keeps_much_more_than_its_part():
     """Of every branch, whatever its rate: hashing does not follow the residues of the pattern."""
     for pattern in (Dense(), LADDER):
-        most = rules_of(pattern, 4, 4, 16384, 0).slots
+        most = rules_of(pattern, 4, 4, 16384, 0, 0, 1).slots
         each = [rules_of(pattern, 4, 4, 16384, 0, rank, 4).slots for rank in range(4)]
         assert max(each) <= 1.25 * most / 4, (pattern, most, each)
 

@@ -28,6 +28,7 @@ def test_targets_and_losses_of_one_device():
     logits = torch.randn(1, 64, 7, dtype=torch.float64)
     want = torch.nn.functional.cross_entropy(logits[0], targets[0])
     assert torch.allclose(mean_loss(logits, targets), want) and torch.allclose(mean_loss(logits, targets, None), want)
+    assert torch.equal(mean_loss(logits, targets.clamp(min=-1)), mean_loss(logits, targets)), "any negative one is none"
     assert mean_loss(logits, torch.full_like(targets, -100)) == 0
     assert shard_sequence(tokens, Simulated(2)) is tokens
     average_gradients(torch.nn.Linear(2, 2), Simulated(2))

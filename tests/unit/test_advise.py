@@ -12,6 +12,7 @@ import torch
 from reporting import GOOD, made_up, whole_suite
 from ringlab import Dense, Dilated, Evidence, Execution, Simulated, advise, cache_bytes, cli, hardware
 from ringlab.advise import ladder, local
+from ringlab.block_patterns import PerHead, sliding_window
 from ringlab.cost import count_pairs
 from ringlab.estimate import estimate, longest
 from ringlab.measure import Group, Point
@@ -229,6 +230,19 @@ def test_a_layer_with_config_auto_is_the_layer(group, pattern):
         first = auto.advice
         auto(x)
         assert auto.advice is first and copy.deepcopy(auto)(x).shape == x.shape  # asked once
+
+
+@pytest.mark.parametrize("group", (None, Simulated(2)), ids=str)
+def test_config_auto_takes_a_pattern_for_each_head(group):
+    """Of 4 heads one has a pattern of its own, which two ranks cannot share by heads."""
+    few, others = (sliding_window(before, block_size=4) for before in (1, 5))
+    pattern, x = PerHead((others, others, few, others)), torch.randn(2, 48, 16, dtype=torch.float64)
+    torch.manual_seed(0)
+    plain = MultiheadAttention(16, 4, pattern, num_kv_heads=2, group=group, dtype=x.dtype)
+    auto = MultiheadAttention(16, 4, pattern, num_kv_heads=2, group=group, dtype=x.dtype, config="auto")
+    auto.load_state_dict(plain.state_dict())
+    assert_same(results(auto, [x]), results(plain, [x]), x.dtype)
+    assert auto.advice["pattern"] == few and (group is None or auto.advice["scheme"] == "plan")
 
 
 SYSTEMS = [getattr(ringlab, name) for name in ringlab.__all__ if name.endswith(("DilatedAttention", "Attention")) or

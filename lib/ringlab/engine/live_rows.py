@@ -400,8 +400,8 @@ class Rules:
     kv_heads: int
     n: int
     max_crop: int
-    rank: int = 0
-    ranks: int = 1
+    rank: int
+    ranks: int
     run = RUN
 
     @property
@@ -553,8 +553,7 @@ class BlockRules(Rules):
         return self.pattern.block_size
 
     def _most(self, offsets) -> int:
-        last = self._last.repeat_interleave(self.pattern.block_size)[: self.n]
-        return most_alive(last.masked_fill_(~self.owns(torch.arange(self.n)), NEVER) + self.max_crop)
+        return most_alive(self.last(torch.arange(self.n)) + self.max_crop)
 
     def last_anywhere(self, positions):
         return self._last[positions // self.pattern.block_size]
@@ -588,8 +587,6 @@ def most_alive(last: Tensor) -> int:
 
 
 @lru_cache(maxsize=64)
-def rules_of(
-    pattern: Pattern, heads: int, kv_heads: int, n: int, max_crop: int, rank: int = 0, ranks: int = 1
-) -> Rules:
+def rules_of(pattern: Pattern, heads: int, kv_heads: int, n: int, max_crop: int, rank: int, ranks: int) -> Rules:
     kind = BlockRules if isinstance(pattern, BlockSparse) else Rules
     return kind(pattern, heads, kv_heads, n, max_crop, rank, ranks)

@@ -200,13 +200,11 @@ def refusal(
     return None if has_triton() else "needs Triton and compute capability 7.0 on a GPU"
 
 
-def flex_prepare(
-    pattern: BlockSparse, n: int, causal: bool = False, device: torch.device | str = "cpu", tile: int | None = None
-) -> Mask:
+def flex_prepare(pattern: BlockSparse, n: int, causal: bool = False, device: torch.device | str = "cpu") -> Mask:
     """The mask of ``n`` positions of queries and of keys; its memory grows with the square of the number of blocks.
 
-    ``tile``: positions of a tile, a multiple of the block size; by default one block, on a GPU as many as make it one
-    of 128. Tiles that are seen in part are cut by a table of blocks.
+    A tile is one block, on a GPU as many as make it a multiple of 128 positions. Tiles that are seen in part are cut
+    by a table of blocks.
 
     >>> from ringlab.block_patterns import sliding_window
     >>> mask = flex_prepare(sliding_window(1, block_size=16), 100, causal=True).blocks
@@ -216,7 +214,7 @@ def flex_prepare(
     from torch.nn.attention.flex_attention import BlockMask  # brings the compiler with it
 
     size, device = pattern.block_size, torch.device(device)
-    tile = tile or (size if device.type == "cpu" else lcm(size, GPU_TILE))
+    tile = size if device.type == "cpu" else lcm(size, GPU_TILE)
     seen = pattern.blocks(n)
     some, all_ = (_pooled(seen, tile // size, whole) for whole in (False, True))  # (tiles, tiles)
     if causal:

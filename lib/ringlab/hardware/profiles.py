@@ -108,30 +108,16 @@ class Profile:
         >>> p.peak("float16") == p.peak(torch.float32) == 8.873e12
         True
         """
-        rate = self.flops.get(self._arithmetic(dtype)[0])
+        rate = self.flops.get(self._arithmetic(dtype))
         here = self.kind == "cuda" and machine and match(machine) == self.name
         clock = machine.gpus[0].clock_max_hz if here else None
         return rate * max(1.0, clock / self.clock_hz) if rate and clock and self.clock_hz else rate
 
-    def peak_reason(self, dtype: torch.dtype | str) -> str:
-        """Say in one line what :meth:`peak` is the rate of.
-
-        >>> get_profile("gtx1080").peak_reason("float16")
-        'sm_61 has no tensor cores: fp16 is storage, products accumulate in fp32'
-        """
-        if self.kind == "cpu":
-            return "measured in the run, not tabled"
-        name, reason = self._arithmetic(dtype)
-        return reason if self.flops.get(name) is not None else f"no figure for {name} on {self.title}"
-
-    def _arithmetic(self, dtype: torch.dtype | str) -> tuple[str, str]:
-        """The dtype whose arithmetic serves a storage dtype, and why."""
-        name, here = str(dtype).removeprefix("torch."), rules.sm(self.capability)
-        if name == "float16" and self.capability and not rules.has_tensor_cores(self.capability):
-            return "float32", f"{here} has no tensor cores: fp16 is storage, products accumulate in fp32"
-        if name == "bfloat16" and self.capability and not rules.has_bf16(self.capability):
-            return "float32", f"{here} has no bf16 unit: bf16 is storage, products accumulate in fp32"
-        return name, f"{name} arithmetic" + (", fp32 accumulation" if name in ("float16", "bfloat16") else "")
+    def _arithmetic(self, dtype: torch.dtype | str) -> str:
+        """The dtype whose arithmetic serves a storage dtype: float32 where the hardware has no unit for it."""
+        name = str(dtype).removeprefix("torch.")
+        has_unit = {"float16": rules.has_tensor_cores, "bfloat16": rules.has_bf16}.get(name)
+        return "float32" if has_unit and self.capability and not has_unit(self.capability) else name
 
     def bandwidth(self, working_set_bytes: float) -> float | None:
         """Return bytes/s of memory; None for a working set that fits the L2 cache, whose speed no sheet states."""

@@ -111,9 +111,7 @@ def attend(
         if others.get(name) is not None:
             raise NotImplementedError(f"ringlab's attention cannot honour {name!r}: {why}")
     if others.get("output_attentions"):
-        raise NotImplementedError(
-            "ringlab's attention keeps no weights; ringlab.reference.weights has those of short ones"
-        )
+        raise NotImplementedError("attention keeps no weights; ringlab.reference.weights has those of short sequences")
     if dropout:
         raise NotImplementedError("attention dropout is not supported: set config.attention_dropout = 0.0")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # (b, n, h, d)
@@ -128,20 +126,15 @@ def attend(
         raise NotImplementedError("a ringlab_group takes whole documents, without a mask of padding and a cache")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pattern = pattern_of(module.config, module.layer_idx)
-    how = {
-        "causal": causal or layer is not None,
-        "scale": scaling,
-        "cache": cache,
-        "group": ringlab_group,
-    }
+    how = {"causal": causal or layer is not None, "scale": scaling, "cache": cache, "group": ringlab_group}
     if attention_mask is not None and attention_mask.dim() != 2:
         raise NotImplementedError("ringlab's attention takes a mask of padding (batch, tokens), no mask of pairs")
-    real = None if attention_mask is None else attention_mask[:, -n:].bool()
+    real = None if attention_mask is None or attention_mask[:, -n:].all() else attention_mask[:, -n:].bool()
     where = None if ringlab_group is not None else position_ids  # those of shards tell no borders
     borders = None if layer else _borders(b, n, where, cu_seq_lens_q, real)
     if layer:
         layer.check(attention_mask, n)
-    if real is not None and not real.all():
+    if real is not None:
         out = _padded(q, k, v, pattern, real, how)
     elif borders is None:
         out = attention(q, k, v, pattern, **how)
@@ -167,17 +160,15 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, real: Tensor, how
 
 
 def _borders(b: int, n: int, position_ids: Tensor | None, given: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """The borders of the documents of a batch in one row, None if these are its entries."""
+    """The borders of the documents of a batch in one row, None if these are its entries; ``real`` None: no padding."""
     if given is not None:
         return given
     if position_ids is None or position_ids.shape[-1] != n or position_ids.dim() != 2:
         return None
     anew = (position_ids.diff(dim=1) != 1).expand(b, -1)  # (b, n - 1)
-    if real is not None and not real.all():
+    if real is not None:
         if (anew & real[:, 1:] & real[:, :-1]).any():
-            raise NotImplementedError(
-                "position_ids that start anew and padding do not go together: pack without padding"
-            )
+            raise NotImplementedError("position_ids that start anew and padding do not go together: pack without it")
         return None
     starts = anew.nonzero()
     if not len(starts):
@@ -252,11 +243,10 @@ class _Layer(CacheLayerMixin):
 
     def keep(self, real: Tensor | None, b: int, n: int) -> None:
         """Count n new tokens, of which those that are ``real`` (b, n) are no padding; None: all."""
-        if self.real is not None or (real is not None and not real.all()):
+        if self.real is not None or real is not None:
             ones = torch.ones(b, self.seen + n, dtype=torch.bool, device=self.live.device)
-            ones[:, : self.seen] = ones[:, : self.seen] if self.real is None else self.real
-            ones[:, self.seen :] = ones[:, self.seen :] if real is None else real
-            self.real = ones
+            before, new = ones.split([self.seen, n], 1)
+            self.real = torch.cat([before if self.real is None else self.real, new if real is None else real], 1)
         self.seen += n
 
     def get_seq_length(self) -> int:

@@ -34,9 +34,7 @@ class Peer(NamedTuple):
 PEERS = {
     "dilated_attention_pytorch": Peer("dilated-attention-pytorch", kernel="xformers"),
     "torchscale_dilated": Peer(
-        "torchscale",
-        "no release has its DilatedAttention; `make report PEERS=1` installs it from GitHub",
-        "flash-attn",
+        "torchscale", "no release has its DilatedAttention; `make report PEERS=1` installs it from GitHub", "flash-attn"
     ),
     "local_attention": Peer("local-attention"),
     "ring_attention_pytorch": Peer("ring-attention-pytorch"),
@@ -81,9 +79,8 @@ def _dilated(point: Point, mixing: str, offsets: str) -> patterns.Dilated:
 
 def _flash(q, k, v, causal: bool):
     """torch's kernel for the CPU: out (b, n, h, d) and log-sum-exp (b, h, n) of q, k, v (b, n, h, d)."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(t.transpose(1, 2) for t in (q, k, v)), 0.0, causal
-    )
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), 0.0, causal)
     return out.transpose(1, 2), lse
 
 

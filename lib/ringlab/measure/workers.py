@@ -68,7 +68,7 @@ class Workers(ExitStack):
         for process in self.processes:
             process.send((command, arguments))
         several = len(self.processes) > 1
-        ends = launch.collect(self.processes, timeout_s, read=lambda end: end)
+        ends = launch.collect(self.processes, timeout_s)
         counts = launch.beats(self.folder, len(self.processes))
         found = launch.culprit(ends, counts)
         if found is None:

@@ -101,10 +101,8 @@ class Problem:
             if (ranks := self.layout.ranks) > self.heads:
                 raise ValueError(f"ulysses shares out heads: {ranks} ranks are more than {self.heads} heads")
         elif self.layout.kind == "striped" and not isinstance(self.pattern, Dense):
-            raise ValueError(
-                f"scheme {scheme!r} serves a striped layout with dense attention only, not {self.pattern}: "
-                "stripes have no neighbours; take another layout, or ulysses"
-            )
+            what = f"scheme {scheme!r} serves a striped layout with dense attention only, not {self.pattern}"
+            raise ValueError(f"{what}: stripes have no neighbours; take another layout, or ulysses")
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:

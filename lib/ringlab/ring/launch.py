@@ -250,9 +250,7 @@ class End:
         message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         module = frames[-1].f_globals.get("__name__", "") if frames else ""
-        communicates = (
-            module.startswith("torch.distributed") or module == comm.__name__ or "gloo/transport" in str(error)
-        )
+        communicates = module.startswith(("torch.distributed", comm.__name__)) or "gloo/transport" in str(error)
         if isinstance(error, dist.DistError) or type(error) is RuntimeError and communicates:
             return cls("network", message)
         return cls("error", message, "".join(traceback.format_exception(error)), getattr(error, "rank", None))
@@ -282,11 +280,9 @@ def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
     return (first["network"], "network") if "network" in first else None
 
 
-def collect(processes: list[Process], timeout_s: float, read: Callable[..., End] | None = None) -> dict[int, End]:
-    """How each process ended, by rank: until all have, the time is up, or one has failed and a grace is over.
-
-    The next message of a process is an End, or ``read`` makes one of it.
-    """
+def collect(processes: list[Process], timeout_s: float) -> dict[int, End]:
+    """The next message of each process, an End, by rank: until all came, the time is up, or one has failed and a grace
+    is over."""
     ends: dict[int, End] = {}
     deadline = time.monotonic() + timeout_s
     while len(ends) < len(processes) and (left := deadline - time.monotonic()) > 0:
@@ -294,8 +290,7 @@ def collect(processes: list[Process], timeout_s: float, read: Callable[..., End]
         for channel in wait(list(channels), left):
             rank = channels[channel]
             try:
-                message = processes[rank].receive()
-                ends[rank] = read(message) if read else message
+                ends[rank] = processes[rank].receive()
             except Ended as ended:
                 ends[rank] = End("died", ended)
             except Exception as error:  # noqa: BLE001  reading it runs the result's own code
@@ -363,9 +358,8 @@ def _check(function: Callable, args: tuple, ranks: int, timeout_s: float, thread
     check_int("ranks", ranks)
     check_int("threads", threads)
     if not is_real(timeout_s) or not 0 < timeout_s <= LONGEST_S:
-        raise ValueError(
-            f"timeout_s must be a positive number of seconds up to {LONGEST_S:,}, got {short_repr(timeout_s)}"
-        )
+        wanted = f"timeout_s must be a positive number of seconds up to {LONGEST_S:,}"
+        raise ValueError(f"{wanted}, got {short_repr(timeout_s)}")
     if ranks > (most := most_ranks()):
         raise ValueError(f"ranks is {short_repr(ranks)}: this machine has memory and open files for {most:,} at most")
     importable = "<" not in getattr(function, "__qualname__", "<") and function.__module__ != "__main__"
