@@ -72,7 +72,7 @@ def shows_no_marks(number: str, change):
     """What the page shows but for its lists of reasons, which say how fast is too fast."""
     found, about = shown(number, change, without=("failures", "limits")), page(number, change)
     marked = [r for r in about.results if r.median == FAST or r.memory == LEAN]
-    assert len(marked) > 10 and all(map(trust.objection, marked)) and len(about.failed()) >= len(marked)
+    assert len(marked) > 10 and all(map(trust.objection, marked)) and len(about.failed) >= len(marked)
     assert not [m for m in MARKS if m in found.text]
     assert not [v for v in found.drawn if v in (FAST, FAST * 1e3) or 4.3 < v < 4.33]
     return found

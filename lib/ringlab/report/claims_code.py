@@ -43,7 +43,7 @@ def ledger(study: Study) -> Table:
     """Every claim of the document whose suite a study is about, drawn closed under a count of the verdicts."""
     document = next(number for number, about in DOCUMENTS.items() if about.suite == study.suite)
     found = [*judged(study, document)]
-    return study.table(
+    return Table(
         counted((verdict for _, verdict in found), "claim"), COLUMNS, [cells(*each) for each in found],
         note="The tolerance follows from what is printed, not from these rows. The page of claims explains the words.",
         folded=True, cards=True,

@@ -30,9 +30,9 @@ class Column:
         return Column(header or self.header, lambda line: None if line.get(name) is None else self.show(line[name]))
 
 
-def table(study: Study, caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:
-    """A table with a row for each line; "not measured" where there is none."""
-    return study.table(caption, [c.header for c in columns], [[c.show(x) for c in columns] for x in lines], **more)
+def table(caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:
+    """A table with a row for each line."""
+    return Table(caption, [c.header for c in columns], [[c.show(x) for c in columns] for x in lines], **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

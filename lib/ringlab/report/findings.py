@@ -54,7 +54,7 @@ def gaps_line(study: Study) -> str:
         gaps.append(f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores")
     if missing := missing_points(study):
         gaps.append(f"{len(missing)} points of this profile")
-    if failed := study.failed():
+    if failed := study.failed:
         gaps.append(f"{len(failed)} of {len(study.results)} points are not quoted (listed below)")
     return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
 
@@ -76,7 +76,7 @@ def limits(study: Study, *more: str) -> Text:
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Unstable times: {len(unstable)}, as {_some(unstable)}.")
-    return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
+    return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
 
 
 def _shape(point) -> str:
@@ -103,15 +103,18 @@ def missing_points(study: Study) -> list:
 
 def failures(study: Study) -> Table | None:
     """Every point that is not quoted; points of one shape and reason share a line. None where all are quoted."""
+    failed = study.failed
+    if not failed:
+        return None
     found: dict[tuple, list[str]] = {}
-    for r, _ in study.failed():
+    for r in failed:
         found.setdefault((_shape(r.point), status(r), reason(r)), []).append(label(r))
-    return study.table(
-        f"{len(study.failed())} of {len(study.results)} rows are not shown",
+    return Table(
+        f"{len(failed)} of {len(study.results)} rows are not shown",
         ["Systems", "Shape", "Status", "Reason"],
         [["; ".join(names), shape, Cell(word, kind="bad"), why] for (shape, word, why), names in found.items()],
         folded=True,
-    ) if found else None  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,10 +123,7 @@ def failures(study: Study) -> Table | None:
 
 def reading(study: Study) -> Text:
     """One line for each kind of number, folded."""
-    dense = (
-        "**Faster than dense**: a sparse pattern leaves out keys, so it computes another function than dense attention."
-    )
-    return study.text(
+    lines = [
         "**Time**: the median of repeated calls in a process of its own, with a 95 % interval that also holds how far "
         "the machine's speed drifted during the run. *Unstable*: the samples vary by more than 20 %, drift, or "
         "disagree with an earlier run. The **roofline** is the shortest time that this device's peak rates allow.",
@@ -136,9 +136,11 @@ def reading(study: Study) -> Text:
         "**Instead of a time**: *refused* or *unsupported* code says that it cannot run this call here. An *incorrect* "
         "result is off by more than is allowed. A *suspect* time or size is below what is possible. With *more ranks "
         "than cores* the check ran, but ranks wait for each other, so no time is shown.",
-        *([dense] if study.rows(system="dense_sdpa") else []),
-        bullets=True, summary="What the numbers mean",
-    )  # fmt: skip
+    ]
+    if study.rows(system="dense_sdpa"):
+        other = "a sparse pattern leaves out keys, so it computes another function than dense attention."
+        lines.append(f"**Faster than dense**: {other}")
+    return Text(lines, bullets=True, summary="What the numbers mean")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def provenance(study: Study) -> Table:
     rows.append(["Samples of one point, least to most", _samples(study)])
     rows.append(["Inputs", "normal, from a generator seeded by the point's own hash"])
     known = [r for r in rows if r[1] is not None]
-    return study.table("Where these rows come from", ["What", "Value"], known, folded=True)
+    return Table("Where these rows come from", ["What", "Value"], known, folded=True)
 
 
 def _states(states: list[dict]) -> str | None:

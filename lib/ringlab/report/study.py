@@ -13,10 +13,7 @@ import torch
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
 from .places import REHEARSAL, data_folder
-from .tables import Table, Text
 from .trust import apart, earlier, judged, objection, reproduced, spread, threads, turns, widened
-
-NOT_MEASURED = "not measured"
 
 
 def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
@@ -142,9 +139,10 @@ class Study:
     def good(self) -> list:
         return [r for r in self.results if not objection(r)]
 
-    def failed(self) -> list[tuple]:
-        """(result, reason) of every row that is not quoted."""
-        return [(r, why) for r in self.results if (why := objection(r))]
+    @property
+    def failed(self) -> list:
+        """The rows that are not quoted."""
+        return [r for r in self.results if objection(r)]
 
     def rows(self, results: Iterable | None = None, **wanted) -> list:
         """Results whose point has the ``wanted`` fields; ``options`` are matched one by one, a callable is a test.
@@ -192,15 +190,6 @@ class Study:
         import pandas
 
         return pandas.DataFrame([_flat(r) for r in self.results])
-
-    def table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence], **more) -> Table:
-        if not rows or len(rows) == 1 and rows[0][0] == NOT_MEASURED:  # one dash after another says no more
-            more, columns = {}, ["What"]
-            rows = [[NOT_MEASURED]]
-        return Table(caption, columns, rows, **more)
-
-    def text(self, *lines: str, **more) -> Text:
-        return Text(lines, **more)
 
 
 def with_rates(study: Study) -> hardware.Profile:

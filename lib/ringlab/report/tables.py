@@ -72,6 +72,7 @@ class Table(Shown):
     """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
 
     ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for each row, as suits words.
+    Without rows the table says "not measured".
 
     >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
     **Times**
@@ -91,6 +92,9 @@ class Table(Shown):
     cards: bool = False
 
     def __post_init__(self):
+        if not self.rows:  # one dash after another says no more
+            self.columns, self.rows, self.note, self.marked = ["What"], [["not measured"]], "", ()
+            self.folded = self.cards = False
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.caption!r} has {len(self.columns)} columns, a row has {len(row)}")

@@ -57,7 +57,7 @@ def answer(study: Study) -> Text:
     decided = Counter(decider(study, e) for e in entries if e.open)
     if here := decided[_report(study.profile)] if study.rehearsal else 0:
         lines.append(f"**Decided by {_report(study.profile)}**: {here} claims.")
-    return study.text(*lines, kind="answer", bullets=True)
+    return Text(lines, kind="answer", bullets=True)
 
 
 def _sorted(entries: list[Entry]) -> list[Entry]:
@@ -90,10 +90,10 @@ def claims(study: Study, *words: str) -> Table | Text:
     """
     found = [e for e in _sorted(judged(study)) if e.verdict.word in words]
     if not found:
-        return study.text(f"No claims {WORDS[words[0]][1]}.")
+        return Text([f"No claims {WORDS[words[0]][1]}."])
     columns = [*COLUMNS, "Tested by", *(["Decided by"] if words[0] in OPEN else [])]
     meanings = [f"{word.capitalize()}: {WORDS[word][2]}" for word in words]
-    return study.table(
+    return Table(
         counted((e.verdict for e in found), "claim"),
         columns,
         [_line(study, e)[: len(columns)] for e in found],
@@ -113,7 +113,7 @@ def contradicting(study: Study) -> Table:
     """Printed figures of one thing that cannot all be right and stand with no claim, those furthest apart first."""
     told = {f"{e.document} {e.claim['contradiction']}" for e in judged(study) if "contradiction" in e.claim}
     found = sorted((x for x in compared() if x.contradict and x.key not in told), key=lambda x: -x.apart * x.factor)
-    return study.table(
+    return Table(
         f"{len(found)} more quantities that are printed twice, with different figures",
         ["What", "Printed (document, place)", ">Apart"],
         [[x.text, x.said, f"{number(x.apart)}×" if x.factor else None] for x in found],

@@ -216,7 +216,7 @@ def ranking(study: Study) -> Table:
     p = found[0][2].point if found else None
     shape = f", {p.seq_len:,} tokens, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, forward" if p else ""
     return table(
-        study, f"Ranked by time{shape}",
+        f"Ranked by time{shape}",
         [Column("System", lambda x: x["entry"].name),
          Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
          Column(">Of all pairs", lambda x: percent(density(x["row"].point))),
@@ -239,7 +239,7 @@ def training(study: Study) -> Table:
     dense = {r.point.seq_len: r for e, r in found if e is DENSE}
     found.sort(key=lambda x: (x[1].point.seq_len, x[1].median))
     return table(
-        study, "Training: forward and backward of one call",
+        "Training: forward and backward of one call",
         [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "dense", "row", ">Faster than dense"), columns.PEAK.of("row")],
         [{"entry": e, "row": r, "dense": None if e is DENSE else dense.get(r.point.seq_len)} for e, r in found],
@@ -254,8 +254,8 @@ def unranked(study: Study) -> Table | Text:
     checked += "shortest."
     found = [(e, v) for e in FIELD if (v := verdict(study, e)).word != RIGHT]
     if not found:
-        return study.text(f"Every system of this ranking is right. {checked}")
-    return study.table(
+        return Text([f"Every system of this ranking is right. {checked}"])
+    return Table(
         "Without a rank", ["System", "Verdict", "Why"],
         [[e.name, Cell(v.word, kind="bad" if v.word == WRONG else "none"), v.why] for e, v in found],
         note=f"{checked} Wrong: one of these is off by more than is allowed.",
@@ -281,7 +281,7 @@ def time_figure(study: Study) -> None:
     lines = [{"entry": e, "row": r, "dense": None if e is DENSE else DENSE.at(study, r.point.seq_len)}
              for e, r in found]  # fmt: skip
     data = table(
-        study, "Data: time over length",
+        "Data: time over length",
         [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "dense", "row", ">Faster than dense"),
          Column(">Cost of a pair, dense = 1", lambda x: times(over_dense(study, x["row"])) if x["dense"] else None)],
@@ -307,7 +307,7 @@ def generation(study: Study) -> Text | None:
     """Tokens per second and bytes of the cache over the position, of one layer."""
     rows = [r for r in study.rows(system=suite.GENERATION) if columns.timed(r) and r.point == r.point.first]
     if not rows:
-        return study.text("No step of generation was measured.")
+        return Text(["No step of generation was measured."])
     speed: dict[str, list[tuple]] = {}
     held: dict[str, list[tuple]] = {}
     for r in sorted(rows, key=lambda r: r.point.seq_len):
@@ -319,7 +319,7 @@ def generation(study: Study) -> Text | None:
     fig = figures.panels(panels, xlabel="Position", colors=[KIND_COLORS[name] for name in speed])
     per_step = Column(">A step (ms)", lambda r: columns.time(r, 1e3 / STEPS))
     data = table(
-        study, "Data: a step of generation",
+        "Data: a step of generation",
         [Column("Pattern", lambda r: KINDS[r.point.pattern["kind"]]),
          Column(">Position", lambda r: r.point.seq_len + STEPS), per_step,
          Column(">Roofline (ms)", lambda r: r.bound_seconds and number(r.bound_seconds * 1e3 / STEPS)),
@@ -347,10 +347,10 @@ def documents(study: Study) -> Table | Text:
     """Packed documents of different length beside equal ones with as many pairs, in turns."""
     lines = [{"uneven": uneven, "equal": equal} for uneven, equal, _ in _packed(study)]
     if not lines:
-        return study.text("No packed documents were measured.")
+        return Text(["No packed documents were measured."])
     count, tokens = (f"{x:,}" for x in (lines[0]["uneven"].option("documents"), lines[0]["uneven"].point.seq_len))
     return table(
-        study, "Packed documents: different lengths beside equal ones",
+        "Packed documents: different lengths beside equal ones",
         [Column("Pattern", lambda x: KINDS[x["uneven"].point.pattern["kind"]]), TIME.of("uneven", ">Different (ms)"),
          TIME.of("equal", ">Equal (ms)"), columns.ratio(study, "uneven", "equal", ">Different over equal")],
         lines, note=f"Causal, forward. {count} documents of 64 to 4,096 tokens, {tokens} in all; the equal ones have "
@@ -376,14 +376,14 @@ def peers(study: Study) -> Table | Text:
     rows = [r for r in rows if r.option("version")]
     if not rows:
         names = ", ".join(p.package for p in packages.PEERS.values())
-        return study.text(f"No other package was measured: `make report PEERS=1` installs and measures {names}.")
+        return Text([f"No other package was measured: `make report PEERS=1` installs and measures {names}."])
     here = {r.point.system: packages.PEERS[r.point.system] for r in rows}
     kernels = [f"{p.kernel} in {p.package}" for p in here.values() if p.kernel and study.device_type == "cpu"]
     wrong = {r.point.system for r in rows if status(r) == "incorrect"}
     why = [f"{here[name].package} {source}" for name, source in SOURCES.items() if name in wrong]
     absent = [f"{p.package} ({p.how})" for name, p in packages.PEERS.items() if name not in here]
     return table(
-        study, "Beside the packages of others, on the same function",
+        "Beside the packages of others, on the same function",
         [Column("Package", lambda x: Cell(here[x["row"].point.system].package, x["row"].option("version"))),
          Column("Pattern", lambda x: str(pattern_of(x["row"].point))), TOKENS.of("row"),
          Column("Pass", lambda x: pass_of(x["row"].point)),

@@ -62,7 +62,7 @@ def answer_of(study: Study, computed: str, *lines: str) -> Text:
     if study.rehearsal:
         here = " ".join(line for line in lines if line != computed).replace("**", "")
         lines = computed, f"**Measured on {study.device}, not on that GPU**: {here}"
-    return study.text(*lines, findings.trust_line(study), findings.gaps_line(study), kind="answer", bullets=True)
+    return Text([*lines, findings.trust_line(study), findings.gaps_line(study)], kind="answer", bullets=True)
 
 
 def _pays_line(study: Study) -> str:
@@ -191,7 +191,7 @@ def implementations(study: Study) -> Table:
         for p in (pattern(), patterns.Dense())
     )
     return table(
-        study, f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
+        f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
         [Column("Implementation", name), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "naive", "row", ">Faster than naive"),
          columns.ratio(study, "dense", "row", ">Faster than dense"), PEAK.of("row"),
@@ -233,7 +233,7 @@ def length_figure(study: Study) -> None:
     """Time over length of dense attention and of the pattern, with the pattern's roofline."""
     found = over_dense(study)
     data = table(
-        study, "Data: time over length",
+        "Data: time over length",
         [TOKENS.of("ours"), TIME.of("dense", ">Dense SDPA (ms)"), TIME.of("ours", ">All optimizations (ms)"),
          ROOFLINE.of("ours"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
         [{"dense": d, "ours": r} for _, _, d, r in found],
@@ -279,7 +279,7 @@ def passes(study: Study) -> Table:
             for passes in ("fwd", "fwd+bwd") for causal in (False, True)}  # fmt: skip
     where = f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""
     return table(
-        study, f"All optimizations beside dense attention{where}, segments {segments()}",
+        f"All optimizations beside dense attention{where}, segments {segments()}",
         [PASS.of("ours", "Pass"), MASK.of("ours", "Mask"), TIME.of("ours", ">All optimizations (ms)"),
          ROOFLINE.of("ours", ">Roofline (ms)"), TIME.of("dense", ">Dense SDPA (ms)"),
          ROOFLINE.of("dense", ">Roofline, dense (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
@@ -335,7 +335,7 @@ def reuse(study: Study) -> Text:
             f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast). Strided views write results "
             "in place and borrow nothing but an fp32 accumulator; gathered copies borrow their buffers."
         )
-    return study.text(f"**Pattern cache**: {cache_line}", f"**Memory pool**: {pool_line}", bullets=True)
+    return Text([f"**Pattern cache**: {cache_line}", f"**Memory pool**: {pool_line}"], bullets=True)
 
 
 def efficiency(study: Study) -> Text:
@@ -351,7 +351,7 @@ def efficiency(study: Study) -> Text:
             for name, some in found.items()}  # fmt: skip
     ends = {name: dict.fromkeys(number(f(some), 2) for f in (min, max)) for name, some in over.items() if some}
     said = ", ".join(f"{name} {' to '.join(x)}×" for name, x in ends.items())
-    return study.text(f"**Time over roofline**: {said or 'not measured'}. The roofline is that of the row's threads.")
+    return Text([f"**Time over roofline**: {said or 'not measured'}. The roofline is that of the row's threads."])
 
 
 def kernels_table(study: Study) -> Table:
@@ -372,7 +372,7 @@ def kernels_table(study: Study) -> Table:
         return Cell(allowed or "refused", "; ".join({x: 1 for x in why.values() if x}), "" if allowed else "none")
 
     return table(
-        study, f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
+        f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
         [Column("Kernel", lambda x: x), Column(">Time here (ms)", here), Column(f"On {gpu.title}", by_rule)],
         kernels.order(card if study.device_type == "cuda" else torch.device("cpu")), folded=True,
         note="The first that is not refused is chosen. Rules are stated needs; nothing was called on that device.",
@@ -405,7 +405,7 @@ def folded(study: Study) -> Table | None:
         return Cell(f"{number(apart / fold)}×", f"chosen: {chosen}")
 
     return table(
-        study, "Nested branches: branch by branch → folded, each visible pair once",
+        "Nested branches: branch by branch → folded, each visible pair once",
         [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)), PASS.of("auto", "Pass"),
          MASK.of("auto", "Mask"), Column(">Calls", both(lambda plan, _: len(plan.calls))),
          Column(">Pairs a position", both(lambda plan, work: plan.pairs / work)),

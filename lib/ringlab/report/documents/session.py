@@ -235,7 +235,6 @@ def block_sparse(study: Study) -> Table:
 
     computed = "; ".join(f"{x['name']} {x['computes']}" for x in d["block_rows"]).replace("`", "")
     return table(
-        study,
         f"Block-sparse attention, {d['block_sparse']['seq_len']:,} tokens: here, and as published",
         [Column("Here (published name)", name), TIME.of("row"), Column(">Faster than row by row", faster),
          ROOFLINE.of("row"), PEAK.of("row"), CALLS.of("row"),
@@ -271,10 +270,8 @@ def reuse(study: Study) -> Text:
         buffers = f"{ends}× as fast as fresh memory: {'; '.join(lines) or 'all within noise'}"
     else:
         buffers = "not measured"
-    return study.text(
-        f"**Pattern cache**, {cache_systems.LOOKUPS} {cache}.", f"**Scratch buffers from the pool**: {buffers}.",
-        bullets=True,
-    )  # fmt: skip
+    lines = f"**Pattern cache**, {cache_systems.LOOKUPS} {cache}.", f"**Scratch buffers from the pool**: {buffers}."
+    return Text(lines, bullets=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,7 +294,7 @@ def efficiency(study: Study) -> Table:
         return None if row in dense else times(pair_cost(study, row, best(alike)))
 
     return table(
-        study, "What a tenth of the pairs costs" + (f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""),
+        "What a tenth of the pairs costs" + (f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""),
         [Column("System", system), Column("Mask", lambda r: str(pattern_of(r.point))), DENSITY,
          replace(MASK, header="Causal"), PASS, TIME, ROOFLINE,
          Column(">Cost of a pair, dense = 1", over)],
@@ -314,7 +311,7 @@ def length_figure(study: Study) -> None:
             for r in study.rows(group=suite.WINDOW_LENGTHS, system=system)]  # fmt: skip
     system = Column("System", lambda r: Cell(SYSTEMS[r.point.system], SHORT[r.point.dtype]))
     data = table(
-        study, "Data: time over length", [system, columns.TOKENS, DENSITY, TIME, ROOFLINE, PEAK],
+        "Data: time over length", [system, columns.TOKENS, DENSITY, TIME, ROOFLINE, PEAK],
         [*(r for *_, r in found), *also, *(d for _, _, d, _ in found if d is not None)],
     )  # fmt: skip
     looks = {"Dense SDPA": figures.GREY, "Row by row": figures.ORANGE, "Batched": figures.GREEN,
@@ -330,7 +327,7 @@ def patterns(study: Study) -> Table:
     chosen = one(study, suite.BLOCK_PATTERNS, "adaptive", suite.ADAPTIVE)
     lines.append({"name": "by content", "said": str(Adaptive(**suite.ADAPTIVE)), "row": chosen})
     return table(
-        study, "Every kind of pattern",
+        "Every kind of pattern",
         [Column("Pattern", lambda line: line["name"]), Column("Blocks", lambda line: line["said"]),
          DENSITY.of("row"), TIME.of("row"), ROOFLINE.of("row"), PEAK.of("row")],
         [line for line in lines if line["row"] is not None],
@@ -350,7 +347,7 @@ def extreme(study: Study) -> Table:
     p = found[0].point if found else None
     named = f": {pattern_of(p)}, {heads(p)} of {p.head_dim}, {SHORT[p.dtype]}" if p else ""
     return table(
-        study, f"Extreme lengths, forward{named}",
+        f"Extreme lengths, forward{named}",
         [columns.TOKENS, TIME, ROOFLINE, PEAK,
          Column(">q, k, v and out in fp16, 8 heads", lambda r: size(work(seq_len=r.point.seq_len).floor_bytes)),
          Column(">Published (MB)", lambda r: printed.get(r.point.seq_len, {}).get("mb"))],
