@@ -278,10 +278,9 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
         for p in advice.proposals if advice.fits is not False else ():
             if p.bound_s and p.name in LINES:
                 points.setdefault(LINES[p.name][0], []).append((n, p.bound_s, None, None))
-    colors = dict(LINES.values())
     call = "training" if any(advice.call.passes != "fwd" for advice in advised.values()) else "forward"
     fig = figures.lines(points, xlabel="Tokens", ylabel=f"Computed: shortest possible time of a {call} call (s)",
-                       colors=[colors[name] for name in points], limit=end, limit_label="memory full")  # fmt: skip
+                       colors=dict(LINES.values()), limit=(end, "memory full") if end else None)  # fmt: skip
     full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
     caption = f"Computed for {profile.title}: rooflines over length, lower bounds of the time.{full}"
     ends = "; ".join(f"{name} at least {_seconds(p[-1][1])} at {p[-1][0]:,} tokens" for name, p in points.items())

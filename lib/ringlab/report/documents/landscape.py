@@ -268,7 +268,7 @@ def draw(study: Study, ylabel: str) -> tuple | None:
               for name, rows in series(study).items()}  # fmt: skip
     if not points:
         return None
-    fig = figures.lines(points, xlabel="Tokens", ylabel=ylabel, colors=[COLORS[name] for name in points])
+    fig = figures.lines(points, xlabel="Tokens", ylabel=ylabel, colors=COLORS)
     return fig, "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in points.items())
 
 
@@ -300,7 +300,6 @@ def time_figure(study: Study) -> None:
 # in models: steps of generation, packed documents
 
 KINDS = {"dense": "Dense", "block_sparse": "Sliding window", "dilated": "LongNet from 256"}
-KIND_COLORS = {"Dense": figures.GREY} | COLORS
 
 
 def generation(study: Study) -> Text | None:
@@ -316,7 +315,7 @@ def generation(study: Study) -> Text | None:
         speed.setdefault(name, []).append((n, *rates))
         held.setdefault(name, []).append((n, r.memory["cache_bytes"] / 2**20, None, None))
     panels = {"Tokens per second, one layer": speed, "Cache (MiB)": held}
-    fig = figures.panels(panels, xlabel="Position", colors=[KIND_COLORS[name] for name in speed])
+    fig = figures.panels(panels, xlabel="Position", colors=COLORS | {"Dense": DENSE.color})
     per_step = Column(">A step (ms)", lambda r: columns.time(r, 1e3 / STEPS))
     data = table(
         "Data: a step of generation",
