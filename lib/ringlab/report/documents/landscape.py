@@ -19,7 +19,7 @@ from ..tables import Cell, Table, Text, interval, number, size
 from ..theme import INK
 from ..trust import objection, reason, status
 from .optimization import answer_of, fits_line
-from .session import density, pair_cost, percent
+from .session import DENSITY, density, pair_cost, percent
 
 __all__ = [
     "answer", "documents", "failures", "generation", "limits", "peers", "provenance", "ranking", "reading",
@@ -83,6 +83,7 @@ FIELD = (
 )  # fmt: skip
 DENSE = FIELD[0]
 COLORS = {e.name: e.color for e in FIELD}
+SYSTEM = Column("System", lambda line: line["entry"].name)
 
 
 def verdict(study: Study, entry: Entry) -> Verdict:
@@ -97,8 +98,7 @@ def verdict(study: Study, entry: Entry) -> Verdict:
         return Verdict(RIGHT)
     if not rows:
         return Verdict(UNMEASURED, "no row of it is here")
-    why = reason((forward or rows)[0])
-    return Verdict(REFUSED, why)
+    return Verdict(REFUSED, reason((forward or rows)[0]))
 
 
 def lengths(study: Study) -> list[int]:
@@ -165,10 +165,6 @@ def fastest(study: Study) -> str:
     return f"{said}. {entry.name} computes {percent(density(row.point), 2)} of the query–key pairs."
 
 
-def _cost(ratio) -> str | None:
-    return ratio and f"{number(ratio.value)}×"
-
-
 def over_dense(study: Study, row):
     """What a visible pair costs over dense attention of the same length."""
     return pair_cost(study, row, DENSE.at(study, row.point.seq_len))
@@ -196,11 +192,10 @@ def _wrong_line(study: Study) -> str:
 
 def _model_line(study: Study) -> str:
     """A step of generation and packed documents, at the longest position and for the dearest pattern."""
-    steps = [r for r in study.rows(system=suite.GENERATION) if columns.timed(r) and r.point == r.point.first]
-    if not steps:
+    if not (steps := _steps(study)):
         return ""
-    n = max(r.point.seq_len for r in steps)
-    said = [f"{KINDS[r.point.pattern['kind']]} {number(r.median * 1e3 / STEPS)} ms and {size(r.memory['cache_bytes'])}"
+    n = steps[-1].point.seq_len
+    said = [f"{kind(r)} {number(r.median * 1e3 / STEPS)} ms and {size(r.memory['cache_bytes'])}"
             for r in steps if r.point.seq_len == n]  # fmt: skip
     found = [x for _, _, x in _packed(study) if x]
     dear = max(found, key=lambda x: x.value, default=None)
@@ -217,10 +212,9 @@ def ranking(study: Study) -> Table:
     shape = f", {p.seq_len:,} tokens, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, forward" if p else ""
     return table(
         f"Ranked by time{shape}",
-        [Column("System", lambda x: x["entry"].name),
-         Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
-         Column(">Of all pairs", lambda x: percent(density(x["row"].point))),
-         Column(">Cost of a pair, dense = 1", lambda x: _cost(over_dense(study, x["row"]))),
+        [SYSTEM, Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
+         DENSITY.of("row"),
+         Column(">Cost of a pair, dense = 1", lambda x: (cost := over_dense(study, x["row"])) and times(cost).text),
          Column("A query sees", lambda x: Cell(x["entry"].states, str(pattern_of(x["row"].point))))],
         [{"rank": rank, "entry": e, "row": r} for rank, e, r in found],
         marked=[i for i, (rank, *_) in enumerate(found) if rank == 1],
@@ -240,7 +234,7 @@ def training(study: Study) -> Table:
     found.sort(key=lambda x: (x[1].point.seq_len, x[1].median))
     return table(
         "Training: forward and backward of one call",
-        [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
+        [SYSTEM, TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "dense", "row", ">Faster than dense"), columns.PEAK.of("row")],
         [{"entry": e, "row": r, "dense": None if e is DENSE else dense.get(r.point.seq_len)} for e, r in found],
         note="With a random gradient of the output. Every gradient passed its check. Peak memory counts q, k, v, the "
@@ -250,8 +244,10 @@ def training(study: Study) -> Table:
 
 def unranked(study: Study) -> Table | Text:
     """The systems without a rank: wrong, refused, with the reason of each."""
-    checked = "Checked against the float64 reference of its own function: the output at every length, gradients at the "
-    checked += "shortest."
+    checked = (
+        "Checked against the float64 reference of its own function: the output at every length, gradients at the "
+        "shortest."
+    )
     found = [(e, v) for e in FIELD if (v := verdict(study, e)).word != RIGHT]
     if not found:
         return Text([f"Every system of this ranking is right. {checked}"])
@@ -282,7 +278,7 @@ def time_figure(study: Study) -> None:
              for e, r in found]  # fmt: skip
     data = table(
         "Data: time over length",
-        [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
+        [SYSTEM, TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "dense", "row", ">Faster than dense"),
          Column(">Cost of a pair, dense = 1", lambda x: times(over_dense(study, x["row"])) if x["dense"] else None)],
         lines,
@@ -302,25 +298,33 @@ def time_figure(study: Study) -> None:
 KINDS = {"dense": "Dense", "block_sparse": "Sliding window", "dilated": "LongNet from 256"}
 
 
+def kind(row) -> str:
+    """What a reader calls the pattern of a row."""
+    return KINDS[row.point.pattern["kind"]]
+
+
+def _steps(study: Study) -> list:
+    """The timed steps of generation, the shortest position first."""
+    return sorted(filter(columns.timed, study.rows(system=suite.GENERATION)), key=lambda r: r.point.seq_len)
+
+
 def generation(study: Study) -> Text | None:
     """Tokens per second and bytes of the cache over the position, of one layer."""
-    rows = [r for r in study.rows(system=suite.GENERATION) if columns.timed(r) and r.point == r.point.first]
-    if not rows:
+    if not (rows := _steps(study)):
         return Text(["No step of generation was measured."])
     speed: dict[str, list[tuple]] = {}
     held: dict[str, list[tuple]] = {}
-    for r in sorted(rows, key=lambda r: r.point.seq_len):
-        name, n, (slow, quick) = KINDS[r.point.pattern["kind"]], r.point.seq_len + STEPS, (r.ci or (None, None))[::-1]
+    for r in rows:
+        name, n, (slow, quick) = kind(r), r.point.seq_len + STEPS, (r.ci or (None, None))[::-1]
         rates = [t and STEPS / t for t in (r.median, slow, quick)]
         speed.setdefault(name, []).append((n, *rates))
         held.setdefault(name, []).append((n, r.memory["cache_bytes"] / 2**20, None, None))
     panels = {"Tokens per second, one layer": speed, "Cache (MiB)": held}
     fig = figures.panels(panels, xlabel="Position", colors=COLORS | {"Dense": DENSE.color})
-    per_step = Column(">A step (ms)", lambda r: columns.time(r, 1e3 / STEPS))
     data = table(
         "Data: a step of generation",
-        [Column("Pattern", lambda r: KINDS[r.point.pattern["kind"]]),
-         Column(">Position", lambda r: r.point.seq_len + STEPS), per_step,
+        [Column("Pattern", kind), Column(">Position", lambda r: r.point.seq_len + STEPS),
+         Column(">A step (ms)", lambda r: columns.time(r, 1e3 / STEPS)),
          Column(">Roofline (ms)", lambda r: r.bound_seconds and number(r.bound_seconds * 1e3 / STEPS)),
          Column(">Cache", lambda r: size(r.memory["cache_bytes"])), Column(">Error", columns.error)],
         rows, note="The roofline reads each visible row of k and v once, at the rate that the run's probe reached.",
@@ -350,7 +354,7 @@ def documents(study: Study) -> Table | Text:
     count, tokens = (f"{x:,}" for x in (lines[0]["uneven"].option("documents"), lines[0]["uneven"].point.seq_len))
     return table(
         "Packed documents: different lengths beside equal ones",
-        [Column("Pattern", lambda x: KINDS[x["uneven"].point.pattern["kind"]]), TIME.of("uneven", ">Different (ms)"),
+        [Column("Pattern", kind).of("uneven"), TIME.of("uneven", ">Different (ms)"),
          TIME.of("equal", ">Equal (ms)"), columns.ratio(study, "uneven", "equal", ">Different over equal")],
         lines, note=f"Causal, forward. {count} documents of 64 to 4,096 tokens, {tokens} in all; the equal ones have "
         "as many tokens and pairs.",

@@ -17,18 +17,7 @@ from .. import columns, figures, findings, rows
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, shown, table, times
 from ..evidence import evidence
 from ..findings import failures, provenance, reading
-from ..rows import (
-    FULL,
-    SHORT,
-    dense_beside,
-    document_rows,
-    is_optimised,
-    is_plain,
-    label,
-    pattern,
-    shape,
-    switches,
-)
+from ..rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
 from ..study import Study, best, together, with_rates
 from ..tables import Cell, Code, Table, Text, number, size
 from ..trust import reason
@@ -92,14 +81,13 @@ def _beyond(ratio) -> int:
 
 def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
     """How long a sequence fits on so many ranks, by ``longest``; in a rehearsal the roofline of the device too."""
-    gpu, dtype, bound = study.profile, rows.hardware_dtype(study), ""
-    ours, dense = (_bound(gpu, p, dtype, seq_len) for p in (pattern, patterns.Dense()))
-    if study.rehearsal and ours and dense:
-        bound = f"computed for {gpu.title} in {SHORT[dtype]}, over {seq_len:,} tokens on one device: {pattern} takes "
-        bound += f"at least {ours} ms, dense attention {dense} ms; "
+    gpu, bound = study.profile, ""
+    if study.rehearsal and (least := _bounds(gpu, pattern, seq_len)):
+        dtype = SHORT[rows.hardware_dtype(study)]
+        bound = f"computed for {gpu.title} in {dtype}, over {seq_len:,} tokens on one device: {pattern} takes {least}; "
     if not study.memory_bytes:
         return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
-    how = {"dtype": getattr(torch, dtype), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
+    how = {"dtype": gpu.default_dtype(), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
     said = []
     for n in ranks:
         on = "" if ranks == (1,) else f" on {n} rank{'s' * (n > 1)}"
@@ -186,10 +174,6 @@ def implementations(study: Study) -> Table:
         return cell.plain if (cell := times(study.ratio(one, two))) else "not measured"
 
     s, d, gpu = shape(), rows.published(), gpu_of(study)
-    least = (
-        _bound(gpu, p, str(gpu.default_dtype()).removeprefix("torch."), s["seq_len"])
-        for p in (pattern(), patterns.Dense())
-    )
     return table(
         f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
         [Column("Implementation", name), TIME.of("row"), ROOFLINE.of("row"),
@@ -201,7 +185,7 @@ def implementations(study: Study) -> Table:
         f"gains {by_dtype(is_plain)} in the naive path and {by_dtype(is_optimised)} in the optimized one; the "
         f"published {d['rows'][1]['speedup']}× mixes dtype and optimizations. Published "
         f"on {d['device']}; according to its source code the original attends across heads instead of tokens. Computed "
-        f"for {gpu.title}: the call takes at least {' ms, dense attention '.join(map(str, least))} ms.",
+        f"for {gpu.title}: the call takes {_bounds(gpu, pattern(), s['seq_len'])}.",
     )  # fmt: skip
 
 
@@ -423,12 +407,16 @@ def gpu_of(study: Study):
     return study.profile if own else hardware.get_profile(rows.published()["profile"])
 
 
-def _bound(profile, pattern, dtype: str, seq_len: int) -> str | None:
-    """The roofline of a pattern in the document's heads on a profile, in ms."""
-    fields = {"seq_len": seq_len} | {k: shape()[k] for k in ("batch", "heads", "head_dim", "causal", "passes")}
-    rate, bandwidth = profile.peak(getattr(torch, dtype)), profile.bandwidth_bytes_per_s
-    work = cost.count(pattern, dtype=getattr(torch, dtype), **fields)
-    return number(work.seconds(rate, bandwidth) * 1e3) if rate and bandwidth else None
+def _bounds(profile, pattern, seq_len: int) -> str:
+    """The rooflines of a pattern and of dense attention in the document's heads on a profile; empty for no rates."""
+    dtype = profile.default_dtype()
+    rate, bandwidth = profile.peak(dtype), profile.bandwidth_bytes_per_s
+    if not rate or not bandwidth:
+        return ""
+    fields = {"dtype": dtype, "seq_len": seq_len}
+    fields |= {k: shape()[k] for k in ("batch", "heads", "head_dim", "causal", "passes")}
+    ours, dense = (cost.count(p, **fields).seconds(rate, bandwidth) for p in (pattern, patterns.Dense()))
+    return f"at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms"
 
 
 def limits(study: Study) -> Text:
