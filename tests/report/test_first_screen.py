@@ -9,7 +9,8 @@ import pytest
 import ringlab
 from reporting import longer, made_up
 from ringlab import hardware
-from ringlab.measure import peers, suites
+from ringlab.advise import ladder
+from ringlab.measure import Group, Point, peers, suites
 from ringlab.report import findings, first_screen, index, render, tables
 from ringlab.report.documents import landscape
 from ringlab.report.study import Study
@@ -126,6 +127,18 @@ def test_rooflines_of_a_cpu_come_from_its_rows():
     for a, b in zip(once.table.rows, twice.table.rows):
         assert a[3].text != b[3].text
     assert shortest(once)[0] / shortest(twice)[0] > 1.9
+
+
+def test_a_measured_time_is_that_of_the_call_as_it_is_advised(monkeypatch):
+    """Other systems and settings on the same pattern are no answer to what the advised call takes."""
+    monkeypatch.setattr(first_screen, "LENGTHS", (8192,))
+    plain = Point("ringlab", ladder(8192), seq_len=8192)
+    others = plain.but(options={"merge": "eager"}), plain.but(system="copying"), plain.but(system="plan_build")
+    group = Group("g", (plain, *others))
+    mine, *quicker = (made_up(p, group, False) for p in group.points)
+    there = study()
+    there.results = [*there.results, mine, *(longer(r, 0.01, bound_seconds=None) for r in quicker)]
+    assert first_screen.first_screen(there).table.rows[0][3].text == f"{tables.number(mine.median * 1e3)} ms"
 
 
 def test_a_rehearsal_shows_no_time_of_this_machine(monkeypatch):

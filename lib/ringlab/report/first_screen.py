@@ -260,9 +260,10 @@ def _time(study: Study, n: int, advice: Advice | str) -> Cell:
     if isinstance(advice, str):
         return Cell("does not fit", kind="bad")
     c = advice.call
-    wanted = {"seq_len": n, "passes": c.passes, "causal": False, "world_size": 1, "options": {}, **SHAPE}
-    rows = [] if study.rehearsal else study.rows(dtype=str(c.dtype).removeprefix("torch."), **wanted)
-    row = best([r for r in rows if r.median and not objection(r) and pattern_of(r.point) == advice["pattern"]])
+    wanted = {"seq_len": n, "passes": c.passes, "dtype": str(c.dtype).removeprefix("torch."), **SHAPE}
+    rows = [] if study.rehearsal else study.rows(system="ringlab", causal=False, world_size=1, **wanted)
+    own = [r for r in rows if pattern_of(r.point) == advice["pattern"] and not r.point.options]
+    row = best([r for r in own if r.median and not objection(r)])
     bound = advice.proposals[0].bound_s
     time = _seconds(row.median) if row else f"≥ {_seconds(bound)}" if bound else "not known"
     if advice.fits is False:
