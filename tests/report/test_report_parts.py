@@ -127,7 +127,6 @@ def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys)
         render.write(tmp_path / "whole" / f"page.{ending}", "a page")
     index.write_manifest(tmp_path / "b-rehearsal", manifest() | {"rehearsal": True}, complete=False)
     index.write_manifest(tmp_path / "failed", manifest(failed="page.ipynb: code cell 2 raised | <b>"), complete=False)
-    render.write(tmp_path / "failed" / "page.failed.html", "a page")
     write_two_rows(tmp_path, "measured")
     for name, text in {"cut": '{"reports": [', "list": "[]", "odd": '{"reports": [1]}', "binary": "\udc80"}.items():
         path = tmp_path / name / "data" / "manifest.json"

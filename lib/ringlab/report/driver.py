@@ -189,8 +189,7 @@ def _digest(text: str, paths: Sequence[Path]) -> str:
 
 def _about(study: Study) -> dict:
     """A manifest's fields: what was measured, where and of which commit, and what made the pages."""
-    newest = max((r.provenance for r in study.results), key=lambda p: p.get("utc", ""))
-    commit, dirty = provenance.git_state()
+    newest, (commit, dirty) = study.newest, provenance.git_state()
     return {
         "profile": study.profile.name, "rehearsal": study.rehearsal, "device": study.device,
         "measured": newest.get("utc", ""), "commit": newest.get("commit", ""), "dirty": newest.get("dirty"),

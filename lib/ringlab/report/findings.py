@@ -10,7 +10,7 @@ from ..measure import suites
 from ..measure.peers import PEERS
 from .rows import SHORT, label, pass_of
 from .study import Study
-from .tables import Cell, Table, Text, number, size
+from .tables import Cell, Table, Text, number, size, some
 from .trust import NORMAL, objection, reason, status
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,14 +68,14 @@ def limits(study: Study, *more: str) -> Text:
     missing = [p.label() for p in missing_points(study)]
     if missing:
         count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
-        lines.append(f"What {count} would have shown, for they are not measured: {_some(missing)}.")
+        lines.append(f"What {count} would have shown, for they are not measured: {some(missing)}.")
     if crowded := [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]:
         lines.append(f"How fast this machine is when quiet: other processes used up to {max(crowded):g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
         lines.append(f"Whether {len(unbound)} times are possible: their roofline is not known.")
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
-        lines.append(f"Unstable times: {len(unstable)}, as {_some(unstable)}.")
+        lines.append(f"Unstable times: {len(unstable)}, as {some(unstable)}.")
     return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
 
 
@@ -83,10 +83,6 @@ def _shape(point) -> str:
     many = f"{point.batch} × " if point.batch > 1 else ""
     ranks = f", {point.world_size} ranks" if point.world_size > 1 else ""
     return f"{SHORT.get(point.dtype, point.dtype)}, {many}{point.seq_len:,} tokens, {pass_of(point)}{ranks}"
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
 
 
 def suite_points(study: Study) -> list:

@@ -136,6 +136,11 @@ class Study:
         return next((r.provenance.get("device", "cpu") for r in self.results), "cpu")
 
     @property
+    def newest(self) -> dict:
+        """The provenance of the row that was measured last."""
+        return max((r.provenance for r in self.results), key=lambda p: p.get("utc", ""))
+
+    @property
     def good(self) -> list:
         return [r for r in self.results if not objection(r)]
 
@@ -256,11 +261,10 @@ def cost_of(point, **changes):
 def _matches(result, wanted: dict) -> bool:
     for name, value in wanted.items():
         if name == "options":
-            have = dict(result.point.options)
-            if any(have.get(k) != v for k, v in value.items()):
-                return False
-            continue
-        have = getattr(result.point, name, getattr(result, name, None))
-        if not (value(have) if callable(value) else have == value):
+            fits = all(result.option(k) == v for k, v in value.items())
+        else:
+            have = getattr(result.point, name, getattr(result, name, None))
+            fits = value(have) if callable(value) else have == value
+        if not fits:
             return False
     return True

@@ -250,6 +250,15 @@ def interval(low: float | None, high: float | None, scale: float = 1.0, digits: 
     return f"{number(low * scale, digits)} to {number(high * scale, digits)}"
 
 
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first of several names, and how many are left.
+
+    >>> some(["a", "b", "c", "d", "e"])
+    'a; b; c; and 2 more'
+    """
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+
+
 def size(nbytes: float | None) -> str:
     """Bytes in binary units.
 
