@@ -150,6 +150,20 @@ def test_a_rehearsal_shows_no_time_of_this_machine(monkeypatch):
     assert found.table.rows[-1][4].text == "does not fit" and "measured" not in found.lines[0] + found.lines[1]
 
 
+def test_a_device_of_unknown_rates_and_memory_has_a_first_screen():
+    found = first_screen.first_screen(study("generic"))
+    assert not found.figures and "its rates are not known" in found.lines[0] and "not known" in found.lines[1]
+    assert found.overview == ["not known, memory not known"] * 2
+    with pytest.raises(ValueError, match="no rate is known of"):
+        first_screen.rooflines(hardware.get_profile("generic"), {}, None)
+
+
+def test_too_few_rooflines_are_said_to_be_too_few():
+    few = study("gtx1080")
+    few.results = few.results[:1]
+    assert "lower bounds. Too few of the times" in first_screen.first_screen(few).lines[-1]
+
+
 def test_the_index_shows_it_offline_with_alt_text(tmp_path):
     found, folder = screen(), tmp_path / "cpu"
     for f in found.figures:

@@ -297,6 +297,8 @@ NOT_ALL = {"at 1,024 tokens": 1.0, "at 2,048 tokens": 1.9}
     (claims.Finding(NOT_ALL, missing="a row"), {}, "untested", "not measured: a row"),
     (claims.Finding(), {}, "untested", "not measured: a pair of rows that passed"),
     (claims.Finding(holds=False, why="so"), {}, "does not hold", "so"),
+    (claims.Finding({"": stats.Ratio(2.0, 0.0, math.inf, 3, True)}), {"unit": "% saved"}, "untested", "too few samples "
+     "for an interval"),
 ])  # fmt: skip
 def test_one_rule_gives_every_verdict(finding, claim, expected, why):
     found = claims.judge(study_of([]), {"low": 0.9, "high": 1.1, **claim}, finding)

@@ -38,7 +38,10 @@ WORDS = {
 }
 NO_PAIR = "a pair of rows that passed"
 SAME = ("system", "seq_len", "dtype", "batch", "heads", "kv_heads", "head_dim", "passes", "causal", "world_size")
-UNITS = {"% saved": lambda x: 100 * (1 - 1 / x), "% faster": lambda x: 100 * (x - 1)}  # of a ratio; others as they are
+UNITS = {  # of a ratio, which is 0 at an end that is not known; others as they are
+    "% saved": lambda x: 100 * (1 - 1 / x) if x else -math.inf,
+    "% faster": lambda x: 100 * (x - 1),
+}
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def gaps_line(study: Study) -> str:
     if crowded:
         gaps.append(f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores")
     if missing := missing_points(study):
-        gaps.append(f"{len(missing)} points of this profile")
+        gaps.append(f"{len(missing)} point{'s' * (len(missing) > 1)} of this profile")
     if failed := study.failed:
         gaps.append(f"{len(failed)} of {len(study.results)} points are not quoted (listed below)")
     return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."

@@ -316,8 +316,7 @@ def generation(study: Study) -> Text | None:
     held: dict[str, list[tuple]] = {}
     for r in rows:
         name, n, (slow, quick) = kind(r), r.point.seq_len + STEPS, (r.ci or (None, None))[::-1]
-        rates = [t and STEPS / t for t in (r.median, slow, quick)]
-        speed.setdefault(name, []).append((n, *rates))
+        speed.setdefault(name, []).append((n, *(t and STEPS / t for t in (r.median, slow, quick))))
         held.setdefault(name, []).append((n, r.memory["cache_bytes"] / 2**20, None, None))
     panels = {"Tokens per second, one layer": speed, "Cache (MiB)": held}
     fig = figures.panels(panels, xlabel="Position", colors=COLORS | {"Dense": DENSE.color})
@@ -330,8 +329,8 @@ def generation(study: Study) -> Text | None:
         rows, note="The roofline reads each visible row of k and v once, at the rate that the run's probe reached.",
     )  # fmt: skip
     most = max(n for n, *_ in speed.get("Dense") or speed[next(iter(speed))])
-    at = {name: next(((x[1], y[1]) for x, y in zip(p, held[name]) if x[0] == most), None) for name, p in speed.items()}
-    said = "; ".join(f"{x} {number(rate)} tokens per second, {number(mib)} MiB" for x, (rate, mib) in at.items())
+    said = "; ".join(f"{name} {number(x[1])} tokens per second, {number(y[1])} MiB"
+                     for name, rates in speed.items() for x, y in zip(rates, held[name]) if x[0] == most)  # fmt: skip
     heads = f"{rows[0].point.heads} heads of {rows[0].point.head_dim}"
     caption = f"One layer of {heads} at position {most:,}: {said}. A window and LongNet keep live rows alone."
     figures.show(fig, "landscape-generation", caption, caption, data, stamp=study.stamp)
