@@ -157,8 +157,12 @@ class Pages:
 
     def _report(self, source: Path, study: Study, about: dict, kernel: render.Kernel) -> tuple[dict, list[Path]]:
         """(entry for the manifest, files) of one notebook, run and rendered."""
-        subtitle = " · ".join([study.profile.name, *index.facts(about)])
-        page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, _made_by(about))
+        subtitle, by = " · ".join([study.profile.name, *index.facts(about)]), about["made_by"]
+        made = (
+            f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
+            f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
+        )
+        page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, made)
         notebook = render.execute(source, self.given, kernel, cell_timeout_s=self.cell_timeout_s)
         title, headline = render.title_of(notebook), render.headline_of(notebook)
         return {"name": source.stem, "title": title, "headline": headline}, render.render(notebook, page, self.folder)
@@ -200,14 +204,6 @@ def _about(study: Study) -> dict:
             "torch": torch.__version__,
         },
     }  # fmt: skip
-
-
-def _made_by(about: dict) -> str:
-    by = about["made_by"]
-    return (
-        f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
-        f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
-    )
 
 
 def _utc() -> str:

@@ -155,22 +155,24 @@ STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
 
 def provenance(study: Study) -> Table:
     """Where the rows come from: each fact with the values it took, one where all rows agree."""
-    rows = []
-    for key, name in NAMES.items():
-        values = [r.provenance.get(key) for r in study.results]
-        rows.append([name, _spread(values, size if key == "device_memory_bytes" else _plain)])
+    found = {
+        name: _spread([r.provenance.get(key) for r in study.results], size if key == "device_memory_bytes" else _plain)
+        for key, name in NAMES.items()
+    }
     for key, name in STATES.items():
-        rows.append([name, _states([r.provenance.get(key) or {} for r in study.results])])
+        found[name] = _states([r.provenance.get(key) or {} for r in study.results])
     times = sorted(str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc"))
-    rows.append(["Groups begun (UTC)", f"{times[0]} to {times[-1]}" if times else None])
-    rows.append(["Points", f"{len(study.results)} measured, {len(study.good)} quoted"])
-    missing = missing_points(study)
-    rows.append(["Complete", "yes" if not missing else f"no, {len(missing)} of {len(suite_points(study))} are missing"])
-    if study.left_out:
-        rows.append(["Left out", f"{study.left_out} rows of another engine, machine or device"])
-    rows.append(["Samples of one point, least to most", _samples(study)])
-    rows.append(["Inputs", "normal, from a generator seeded by the point's own hash"])
-    known = [r for r in rows if r[1] is not None]
+    missing, counts = missing_points(study), {len(r.seconds) for r in study.good if r.seconds}
+    samples = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
+    found |= {
+        "Groups begun (UTC)": f"{times[0]} to {times[-1]}" if times else None,
+        "Points": f"{len(study.results)} measured, {len(study.good)} quoted",
+        "Complete": f"no, {len(missing)} of {len(suite_points(study))} are missing" if missing else "yes",
+        "Left out": f"{study.left_out} rows of another engine, machine or device" if study.left_out else None,
+        "Samples of one point, least to most": f"{samples}, warm-up discarded; 95 % intervals" if samples else None,
+        "Inputs": "normal, from a generator seeded by the point's own hash",
+    }
+    known = [[name, value] for name, value in found.items() if value is not None]
     return Table("Where these rows come from", ["What", "Value"], known, folded=True)
 
 
@@ -194,9 +196,3 @@ def _spread(values: list, show) -> str | None:
     if len(known) > 2 and all(isinstance(v, int | float) for v in known):
         return f"{show(min(known))} to {show(max(known))}"
     return ", ".join(sorted(show(v) for v in known))
-
-
-def _samples(study: Study) -> str | None:
-    counts = [len(r.seconds) for r in study.good if r.seconds]
-    said = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
-    return f"{said}, warm-up discarded; 95 % intervals" if counts else None

@@ -149,13 +149,11 @@ class Study:
         """The rows that are not quoted."""
         return [r for r in self.results if objection(r)]
 
-    def rows(self, results: Iterable | None = None, **wanted) -> list:
-        """Results whose point has the ``wanted`` fields; ``options`` are matched one by one, a callable is a test.
-
-        Without ``results`` those of this study, but for the A/A controls.
+    def rows(self, **wanted) -> list:
+        """Results but for the A/A controls whose point has the ``wanted`` fields; ``options`` are matched one by one, a
+        callable is a test.
         """
-        results = (r for r in self.results if not r.option("twin")) if results is None else results
-        return [r for r in results if _matches(r, wanted)]
+        return [r for r in self.results if not r.option("twin") and _matches(r, wanted)]
 
     def ratio(self, slow, fast):
         """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None unless both may be quoted."""

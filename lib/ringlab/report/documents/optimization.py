@@ -189,15 +189,15 @@ def implementations(study: Study) -> Table:
     )  # fmt: skip
 
 
-def _pair(study: Study, name: str, dtype: str = "float32", **others) -> tuple | None:
-    """(row off, row on, Ratio) of a switch, the ``others`` on, in a dtype where there is one; the faster of each."""
+def _pair(study: Study, name: str, **others) -> tuple | None:
+    """(row off, row on, Ratio) of a switch, the ``others`` on, in fp32 where there is one; the faster of each."""
     ours, (_, off, on), found = document_rows(study, system="ringlab"), SWITCHES[name], []
     for one in rows.dtypes(ours):
         pair = [best([r for r in ours if r.point.dtype == one and switches(r.point) == FULL | others | {name: way}])
                 for way in (off, on)]  # fmt: skip
         if ratio := study.ratio(*pair):
             found.append((*pair, ratio))
-    return min(found, key=lambda x: x[1].point.dtype != dtype, default=None)
+    return min(found, key=lambda x: x[1].point.dtype != "float32", default=None)
 
 
 def over_dense(study: Study) -> list[tuple]:

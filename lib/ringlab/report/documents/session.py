@@ -110,12 +110,12 @@ def percent(share: float, digits: int = 3) -> str:
     return f"{number(100 * share, digits)} %"
 
 
-def work(pattern=None, seq_len: int | None = None) -> cost.Cost:
-    """FLOPs and bytes of a pattern at the document's shape; without one, of the function that its benchmark states."""
+def work(seq_len: int | None = None) -> cost.Cost:
+    """FLOPs and bytes of the function that the document's benchmark states, at its own length by default."""
     ring, shape = document()["ring_shape"], document()["shape"]
-    own = functions.Dilated(ring["segment_lengths"], ring["dilation_rates"], "head_groups", "branch")
+    pattern = functions.Dilated(ring["segment_lengths"], ring["dilation_rates"], "head_groups", "branch")
     fields = {k: shape[k] for k in ("batch", "heads", "head_dim")} | {"dtype": getattr(torch, shape["dtype"])}
-    return cost.count(pattern or own, seq_len=seq_len or ring["seq_len"], **fields)
+    return cost.count(pattern, seq_len=seq_len or ring["seq_len"], **fields)
 
 
 def card():
