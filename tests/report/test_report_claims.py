@@ -459,7 +459,7 @@ def test_the_page_counts_every_claim_and_answers_in_five_lines(whole):
 def test_a_rehearsal_is_decided_by_its_own_device_and_no_rows_decide_nothing():
     about = study_of([r for number in ("000", "002") for r in made(number, "gtx1080", True)], "gtx1080", True)
     assert about.rehearsal
-    wanted = {ledger.decider(about, e) for e in ledger.judged(about) if e.open}
+    wanted = {ledger.decider(about, e) for e in ledger.judged(about) if e.verdict.word in ledger.OPEN}
     assert "`make report GPU=gtx1080` on a machine with that device" in wanted
     assert not [x for x in wanted if "remeasure" in x]
     words = {f"{e.document} {e.claim['key']}": e.verdict.word for e in ledger.judged(study_of([]))}

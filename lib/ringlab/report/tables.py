@@ -103,13 +103,15 @@ class Table(Shown):
     def html(self) -> str:
         rows, marked = [[cell(x) for x in row] for row in self.rows], set(self.marked)
         kinds = [_column_class(name, [row[i] for row in rows]) for i, name in enumerate(self.columns)]
-        names = [re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', escape(c.lstrip(">"))) for c in self.columns]
-        head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(names, kinds))
+        names = [escape(c.lstrip(">")) for c in self.columns]
+        units = [re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', name) for name in names]
+        head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(units, kinds))
+        if self.cards:  # a card has no head, so each of its cells says what it is
+            kinds = [f'{kind} data-name="{name}"' for kind, name in zip(kinds, names)]
         body = []
         for i, row in enumerate(rows):
             first, *others = [(c.html, k) for c, k in zip(row, kinds)]
-            cells = f'<th scope="row"{first[1]}{self._named(0)}>{first[0]}</th>'
-            cells += "".join(f"<td{k}{self._named(i)}>{c}</td>" for i, (c, k) in enumerate(others, 1))
+            cells = f'<th scope="row"{first[1]}>{first[0]}</th>' + "".join(f"<td{k}>{c}</td>" for c, k in others)
             body.append(f'<tr class="marked">{cells}</tr>' if i in marked else f"<tr>{cells}</tr>")
         label = escape(self.caption, quote=True)
         table = (
@@ -121,19 +123,14 @@ class Table(Shown):
             return f'<details class="data"><summary>{escape(self.caption)}</summary>{table}{note}</details>'
         return f'<div class="block"><p class="caption">{escape(self.caption)}</p>{table}{note}</div>'
 
-    def _named(self, column: int) -> str:
-        """What a cell is called on a card, which has no head."""
-        return f' data-name="{escape(self.columns[column].lstrip(">"), quote=True)}"' if self.cards else ""
-
     @property
     def markdown(self) -> str:
-        rows = [[cell(x) for x in row] for row in self.rows]
         lines = [f"**{markdown_text(self.caption)}**", ""]
         lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in self.columns) + " |")
         lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in self.columns) + "|")
         marked = set(self.marked)
-        for i, row in enumerate(rows):
-            texts = [markdown_text(c.plain) for c in row]
+        for i, row in enumerate(self.rows):
+            texts = [markdown_text(cell(x).plain) for x in row]
             if i in marked:
                 texts = [f"**{t}**" if t != DASH else t for t in texts]
             lines.append("| " + " | ".join(texts) + " |")

@@ -15,7 +15,7 @@ from ..tables import Cell, Table, Text, number
 
 __all__ = ["answer", "claims", "contradicting", "provenance"]
 PRINTED = ("impossible as printed", "contradicts itself")  # by arithmetic on a document alone
-OPEN = ("not reproduced here", "untested")
+OPEN = ("not reproduced here", "untested")  # these rows do not decide it
 AGAIN = "a steadier run: `make report ARGS=--remeasure` on a machine left alone"
 
 
@@ -26,11 +26,6 @@ class Entry:
     document: str
     claim: dict
     verdict: Verdict
-
-    @property
-    def open(self) -> bool:
-        """These rows do not decide it."""
-        return self.verdict.word in OPEN
 
 
 def judged(study: Study) -> list[Entry]:
@@ -54,7 +49,7 @@ def answer(study: Study) -> Text:
     far = "; ".join(f"{x.text[0].lower()}{x.text[1:]}, {number(x.apart)}×: {x.said}" for x in apart[:2])
     lines.append(f"**Printed figures furthest apart**: {far}.")
     lines.append(f"**The headlines**: {said}.")
-    decided = Counter(decider(study, e) for e in entries if e.open)
+    decided = Counter(decider(study, e) for e in entries if e.verdict.word in OPEN)
     if here := decided[_report(study.profile)] if study.rehearsal else 0:
         lines.append(f"**Decided by {_report(study.profile)}**: {here} claims.")
     return Text(lines, kind="answer", bullets=True)

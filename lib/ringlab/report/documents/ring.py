@@ -72,10 +72,9 @@ def _at(tokens: int, ranks: int) -> str:
 # 001 and 004: one function over length and ranks
 
 
-def _reductions(found: dict) -> dict[tuple[int, int], float]:
-    """(tokens, ranks) -> peak of one rank over the peak of each of several."""
-    held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
-    return {(n, p): held[n, 1] / peak for (n, p), peak in held.items() if p > 1 and (n, 1) in held}
+def _peaks(found: dict) -> dict[tuple[int, int], int]:
+    """(tokens, ranks) -> peak of the rank that holds most."""
+    return {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
 
 
 def _speed_ups(study: Study, found: dict) -> dict[tuple[int, int], object]:
@@ -86,7 +85,8 @@ def _speed_ups(study: Study, found: dict) -> dict[tuple[int, int], object]:
 
 def _shards_line(study: Study, system: str) -> str:
     found = {k: row for k, row in _rows(study, system).items() if not columns.simulated(row)}
-    less, faster = _reductions(found), _speed_ups(study, found)
+    held, faster = _peaks(found), _speed_ups(study, found)
+    less = {(n, p): held[n, 1] / peak for (n, p), peak in held.items() if p > 1 and (n, 1) in held}
     if not less:
         return "**Memory and time on several ranks**: not measured."
     n = max(n for n, _ in less)
@@ -112,7 +112,7 @@ def _shards_line(study: Study, system: str) -> str:
 
 def _longest_run(found: dict) -> str:
     """The longest sequence that was measured, and what failed."""
-    held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
+    held = _peaks(found)
     failed = ", ".join(f"{_at(*key)} ({status(row)})" for key, row in found.items() if objection(row))
     said = []
     if held:
