@@ -83,7 +83,7 @@ def _judged(result, alone: Iterable):
 def reason(result) -> str:
     """Why a row is not quoted, without its status and without what its own name says already."""
     said = objection(result).partition(": ")[2] or objection(result)
-    backend = dict(result.point.options).get("backend")
+    backend = result.option("backend")
     return said.rpartition(f": {backend}: ")[2] if backend and said.startswith("backend ") else said
 
 

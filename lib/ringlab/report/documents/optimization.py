@@ -14,7 +14,7 @@ from ...engine import dilated, folding
 from ...estimate import longest
 from ...kernels.base import DeviceSpec
 from .. import columns, figures, findings, rows
-from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, shown, table, times
+from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, beyond, shown, table, times
 from ..evidence import evidence
 from ..findings import failures, provenance, reading
 from ..rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
@@ -61,22 +61,17 @@ def _pays_line(study: Study) -> str:
         return "**What optimizing pays**: not measured, no pair of rows passed its check."
     sure = [x for x in found if x.significantly_slower]
     factor = " to ".join(dict.fromkeys(number(f(x.value for x in sure or found), 2) for f in (min, max)))
-    beyond = f", {len(sure)} of {len(found)} implementations beyond noise" if sure else ", within noise"
-    noise = "" if len(sure) == len(found) else beyond
+    noise = f", {len(sure)} of {len(found)} implementations beyond noise" if sure else ", within noise"
+    noise = "" if len(sure) == len(found) else noise
     where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
     said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
     effects = [(words.lower(), x[2]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
     for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
-        if names := [f"{name} ({number(x.value)}×)" for name, x in effects if _beyond(x) == sign and x.high < math.inf]:
+        if names := [f"{name} ({number(x.value)}×)" for name, x in effects if beyond(x) == sign and x.high < math.inf]:
             said.append(f"{words}: {', '.join(names)}")
     if names := [name for name, x in effects if x.high == math.inf]:
         said.append(f"Too few samples: {', '.join(names)}")
     return f"{'. '.join(said)}."
-
-
-def _beyond(ratio) -> int:
-    """1 where the second row of a ratio is faster beyond noise, -1 where it is slower."""
-    return 0 if ratio is None else ratio.significantly_slower - ratio.significantly_faster
 
 
 def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
@@ -158,7 +153,7 @@ def implementations(study: Study) -> Table:
     tests = {"original": is_plain, "optimised": is_optimised, "flash": lambda r: r.point.system.endswith("V2Flash")}
 
     def name(x: dict) -> Cell:
-        slower = {label(r): _beyond(study.ratio(r, x["row"])) for r in x["others"]}
+        slower = {label(r): beyond(study.ratio(r, x["row"])) for r in x["others"]}
         also = (f"also {name}{', not as fast' if apart else ''}" for name, apart in slower.items())
         return Cell(label(x["row"]), "; ".join([SHORT[x["row"].point.dtype], *also]))
 
@@ -312,7 +307,7 @@ def reuse(study: Study) -> Text:
             "the list of dense calls that a pattern comes to."
         )
     if used := [x for *_, x in pool_rows(study)]:
-        won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))
+        won, lost = (sum(beyond(x) == sign for x in used) for sign in (1, -1))
         ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
         pool_line = (
             f"of {len(used)} calls {won} are faster with it, {lost} slower, "

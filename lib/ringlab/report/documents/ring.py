@@ -9,7 +9,7 @@ from __future__ import annotations
 from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECTIVE
 from ...ring.volume import ladder_rows
 from .. import columns, figures
-from ..columns import PEAK, ROOFLINE, TIME, Column, peak_bytes, ratio, rows_of, sent_bytes, table, timed, times
+from ..columns import PEAK, ROOFLINE, TIME, Column, beyond, peak_bytes, ratio, rows_of, sent_bytes, table, timed, times
 from ..findings import failures, limits, provenance, reading
 from ..predicted import accuracy
 from ..published import published
@@ -230,7 +230,7 @@ def _schemes_lines(study: Study) -> list[str]:
         each = [_each(last, value).items() for value in (sent_bytes, peak_bytes)]
         sent, held = (", ".join(f"{size(x)} by {name}" for name, x in found) for found in each)
         pairs = [(x.get(name), x.get(PLAN)) for x in lines if x["ranks"] > 1 for name in (RING, GATHER)]
-        told = [r.significantly_slower or r.significantly_faster for a, b in pairs if (r := study.ratio(a, b))]
+        told = [beyond(r) != 0 for a, b in pairs if (r := study.ratio(a, b))]
         found = [
             f"**A rank sends {sent}**, at {_at(last['tokens'], last['ranks'])}: the plan "
             "sends only the rows that a query of another rank sees.",

@@ -219,7 +219,7 @@ def block_sparse(study: Study) -> Table:
     def name(line: dict) -> Cell:
         row, paper = line["row"], line["printed"]
         ours = SYSTEMS[row.point.system if row else paper["system"]]
-        if row and dict(row.point.options).get("cache") is False:
+        if row and row.option("cache") is False:
             ours = {"rows": "Row by row", "views": ours}[row.option("blocks")] + ", the plan built in each call"
         more = paper.get("name", "").replace("`", ""), SHORT[row.point.dtype] if row else ""
         return Cell(ours, "; ".join(filter(None, more)))
@@ -263,8 +263,7 @@ def reuse(study: Study) -> Text:
             if ratio := study.ratio(fresh, lent):
                 pool.append((f"{mb:g} MiB on {threads} thread{'s' * (threads > 1)}", ratio))
     if pool:
-        won, lost = ([name for name, x in pool if test(x)] for test in (
-            lambda x: x.significantly_slower, lambda x: x.significantly_faster))  # fmt: skip
+        won, lost = ([name for name, x in pool if columns.beyond(x) == sign] for sign in (1, -1))
         ends = " to ".join(number(f(x.value for _, x in pool)) for f in (min, max))
         lines = [f"{word} for {', '.join(names)}" for word, names in (("faster", won), ("slower", lost)) if names]
         buffers = f"{ends}× as fast as fresh memory: {'; '.join(lines) or 'all within noise'}"
