@@ -121,15 +121,13 @@ def spread(results: Iterable) -> float:
 def earlier(results: Iterable, kept: Iterable) -> list:
     """The quotable results that were measured as one of ``kept`` was, but in a run before: by the same code on the same
     machine, beside the same calls, and undisturbed."""
-    newest = {(r.group, r.point.id): r for r in kept}
+    newest = {(r.group, r.point.id): r for r in kept if _steady(r)}
 
-    def counts(r) -> bool:
-        now = newest.get((r.group, r.point.id))
-        if now is None or r.run == now.run or not (_steady(r) and _steady(now)):
-            return False
-        return [key(r.provenance), r.composition, r.rehearsal] == [key(now.provenance), now.composition, now.rehearsal]
+    def how(r) -> list:
+        return [key(r.provenance), r.composition, r.rehearsal]
 
-    return [r for r in results if counts(r)]
+    both = ((r, newest.get((r.group, r.point.id))) for r in results if _steady(r))
+    return [r for r, now in both if now and r.run != now.run and how(r) == how(now)]
 
 
 def turns(kept: Iterable, before: Iterable) -> float:
