@@ -72,7 +72,7 @@ def shows_no_marks(number: str, change):
     """What the page shows but for its lists of reasons, which say how fast is too fast."""
     found, about = shown(number, change, without=("failures", "limits")), page(number, change)
     marked = [r for r in about.results if r.median == FAST or r.memory == LEAN]
-    assert len(marked) > 10 and all(map(trust.objection, marked)) and len(about.failed()) >= len(marked)
+    assert len(marked) > 10 and all(map(trust.objection, marked)) and len(about.failed) >= len(marked)
     assert not [m for m in MARKS if m in found.text]
     assert not [v for v in found.drawn if v in (FAST, FAST * 1e3) or 4.3 < v < 4.33]
     return found
@@ -297,6 +297,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     assert all(name in refused[0] for name in ("cudnn", "flash_attn_2", "flash_attn_3", "xformers", "efficient"))
     assert (text(refused[2]), refused[3]) == ("unsupported", "needs a CUDA device, this is cpu")
     assert f"{missing} points of this profile" in single.answer(about).lines[-1]
+    assert "; 1 point of this profile" in single.answer(study_of(made("000")[1:], suite="optimization")).lines[-1]
     nothing = page("000", lambda r: replace(r, errors={"out": 1.0}) if r.point.dtype == "bfloat16" else r)
     assert "bf16: no row passed, each with its reason below." in single.limits(nothing).lines
 

@@ -9,7 +9,8 @@ import pytest
 import ringlab
 from reporting import longer, made_up
 from ringlab import hardware
-from ringlab.measure import peers, suites
+from ringlab.advise import ladder
+from ringlab.measure import Group, Point, peers, suites
 from ringlab.report import findings, first_screen, index, render, tables
 from ringlab.report.documents import landscape
 from ringlab.report.study import Study
@@ -128,6 +129,18 @@ def test_rooflines_of_a_cpu_come_from_its_rows():
     assert shortest(once)[0] / shortest(twice)[0] > 1.9
 
 
+def test_a_measured_time_is_that_of_the_call_as_it_is_advised(monkeypatch):
+    """Other systems and settings on the same pattern are no answer to what the advised call takes."""
+    monkeypatch.setattr(first_screen, "LENGTHS", (8192,))
+    plain = Point("ringlab", ladder(8192), seq_len=8192)
+    others = plain.but(options={"merge": "eager"}), plain.but(system="copying"), plain.but(system="plan_build")
+    group = Group("g", (plain, *others))
+    mine, *quicker = (made_up(p, group, False) for p in group.points)
+    there = study()
+    there.results = [*there.results, mine, *(longer(r, 0.01, bound_seconds=None) for r in quicker)]
+    assert first_screen.first_screen(there).table.rows[0][3].text == f"{tables.number(mine.median * 1e3)} ms"
+
+
 def test_a_rehearsal_shows_no_time_of_this_machine(monkeypatch):
     monkeypatch.setattr(first_screen, "LENGTHS", (131072, 524288))
     found = first_screen.first_screen(study("gtx1080"))
@@ -135,6 +148,20 @@ def test_a_rehearsal_shows_no_time_of_this_machine(monkeypatch):
     bound = ringlab.advise("gtx1080", 131072, passes="fwd").proposals[0].bound_s
     assert f"takes at least {tables.number(bound * 1e3)} ms" in found.lines[0]
     assert found.table.rows[-1][4].text == "does not fit" and "measured" not in found.lines[0] + found.lines[1]
+
+
+def test_a_device_of_unknown_rates_and_memory_has_a_first_screen():
+    found = first_screen.first_screen(study("generic"))
+    assert not found.figures and "its rates are not known" in found.lines[0] and "not known" in found.lines[1]
+    assert found.overview == ["not known, memory not known"] * 2
+    with pytest.raises(ValueError, match="no rate is known of"):
+        first_screen.rooflines(hardware.get_profile("generic"), {}, None)
+
+
+def test_too_few_rooflines_are_said_to_be_too_few():
+    few = study("gtx1080")
+    few.results = few.results[:1]
+    assert "lower bounds. Too few of the times" in first_screen.first_screen(few).lines[-1]
 
 
 def test_the_index_shows_it_offline_with_alt_text(tmp_path):

@@ -400,6 +400,13 @@ def test_generation_and_documents_follow_the_rows():
     )
     assert "No step of generation was measured." in lost.text
 
+    def without_the_longest(r):
+        gone = r.point.system == "generation" and r.point.seq_len == 65520 and r.point.pattern["kind"] != "dense"
+        return replace(r, **LOST | {"status": "oom"}) if gone else r
+
+    said = shown(without_the_longest).text
+    assert re.search(r"at position 65,536: Dense [\d,.]+ tokens per second, 64.0 MiB. A window", said)
+
 
 def test_density_and_cost_of_a_pair_are_counted():
     there = page()

@@ -50,7 +50,7 @@ def browser(tmp_path, monkeypatch):
 def test_each_report_is_printed_beside_its_page_with_the_network_off(tmp_path, browser):
     asked = browser(PRINTS)
     reports = tmp_path / "reports"
-    report(reports, "cpu", "one", "two words", "two.failed")
+    report(reports, "cpu", "one", "two words")
     written = pdf.run("auto", reports=reports, machine=CPU)
     assert written == [reports / "cpu" / "one.pdf", reports / "cpu" / "two words.pdf"]
     assert all(path.read_bytes().startswith(b"%PDF-") for path in written)

@@ -37,8 +37,12 @@ WORDS = {
     "untested": ("untestable", "are untested", "No row decides it, or the difference is within noise."),
 }
 NO_PAIR = "a pair of rows that passed"
+SIZES = {"KB": KB, "MB": MB, "GB": 1e9}
 SAME = ("system", "seq_len", "dtype", "batch", "heads", "kv_heads", "head_dim", "passes", "causal", "world_size")
-UNITS = {"% saved": lambda x: 100 * (1 - 1 / x), "% faster": lambda x: 100 * (x - 1)}  # of a ratio; others as they are
+UNITS = {  # of a ratio, which is 0 at an end that is not known; others as they are
+    "% saved": lambda x: 100 * (1 - 1 / x) if x else -math.inf,
+    "% faster": lambda x: 100 * (x - 1),
+}
 
 
 @dataclass(frozen=True)
@@ -205,10 +209,13 @@ def _value(x: Ratio | float, unit: str) -> str:
 def by_rows(study: Study, claim: dict) -> Finding:
     """What the rows that a claim names come to, wherever they were measured: one over another, or by themselves."""
     rows = claim["rows"]
-    quantity, printed = rows.get("quantity", "time"), rows.get("printed")
+    quantity, printed, unit = rows.get("quantity", "time"), rows.get("printed"), SIZES.get(claim.get("unit"), 1)
     values, counts = {}, set()
     for where, (a, b) in pairs(study, rows).items():
-        x = over(study, a, b, quantity) if "second" in rows else _amount(a, quantity, claim.get("unit"))
+        if "second" in rows:
+            x = over(study, a, b, quantity)
+        else:
+            x = (amount := QUANTITIES[quantity](a)) and amount / unit
         if printed and x:
             x = x / printed[n] if (n := str(a.point.seq_len)) in printed else None
         if x:
@@ -269,23 +276,13 @@ def over(study: Study, first, second, quantity: str = "time") -> Ratio | float |
     return a / b if a and b else None
 
 
-def _amount(row, quantity: str, unit: str | None) -> float | None:
-    found = QUANTITIES[quantity](row)
-    return found and found / {"KB": KB, "MB": MB, "GB": 1e9}.get(unit, 1)
-
-
-def _scores(row) -> float | None:
-    """The scores of all heads in fp32 over a row's peak."""
-    held, p = peak_bytes(row), row.point
-    return held and 4 * p.heads * p.seq_len**2 / held
-
-
 QUANTITIES = {
     "peak": peak_bytes,
     "per token": per_token,
     "sent": sent_bytes,
     "all ranks": lambda r: (held := peak_bytes(r)) and held * r.point.world_size,
-    "scores": _scores,
+    # The scores of all heads in fp32 over the peak.
+    "scores": lambda r: (held := peak_bytes(r)) and 4 * r.point.heads * r.point.seq_len**2 / held,
     "tokens/s": lambda r: r.tokens_per_s if timed(r) else None,
 }
 ABOUT_ROWS = ("first", "second", "what", "quantity", "printed", "longer", "counts")  # no fields of a point

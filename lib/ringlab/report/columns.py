@@ -30,9 +30,9 @@ class Column:
         return Column(header or self.header, lambda line: None if line.get(name) is None else self.show(line[name]))
 
 
-def table(study: Study, caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:
-    """A table with a row for each line; "not measured" where there is none."""
-    return study.table(caption, [c.header for c in columns], [[c.show(x) for c in columns] for x in lines], **more)
+def table(caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:
+    """A table with a row for each line."""
+    return Table(caption, [c.header for c in columns], [[c.show(x) for c in columns] for x in lines], **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,12 +45,12 @@ def shown(row) -> bool:
 
 def simulated(row) -> bool:
     """Its ranks are no processes, so that it has no time and no memory of a rank."""
-    return "simulated" in dict(row.point.options)
+    return row.option("simulated") is not None
 
 
 def ranks(row) -> int:
     """Ranks that share the work, as processes or simulated in one."""
-    return max(row.point.world_size, dict(row.point.options).get("simulated", 1))
+    return max(row.point.world_size, row.option("simulated", 1))
 
 
 def timed(row) -> bool:
@@ -134,12 +134,16 @@ def error(row) -> Cell | None:
     return Cell(f"{row.errors[name]:.1e}", f"{name} ≤ {row.tolerance[name]:.1e}")
 
 
+def beyond(ratio) -> int:
+    """1 where the second row of a ratio is faster beyond noise, -1 where it is slower, 0 where neither is known."""
+    return 0 if ratio is None else ratio.significantly_slower - ratio.significantly_faster
+
+
 def times(ratio) -> Cell | None:
     """How many times as fast, with its interval; a ratio within the noise of the run says so."""
     if ratio is None:
         return None
-    different = ratio.significantly_slower or ratio.significantly_faster
-    doubts = [] if different or ratio.high == math.inf else ["within noise"]  # without an interval neither is known
+    doubts = [] if beyond(ratio) or ratio.high == math.inf else ["within noise"]  # not said without an interval
     doubts += ["unstable"] * ratio.unstable + ["unpaired"] * (not ratio.paired)
     return Cell(f"{number(ratio.value)}×", "; ".join([interval(*ratio.ci), *doubts]))
 

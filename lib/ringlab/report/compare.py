@@ -28,7 +28,7 @@ from ..measure.store import NAME
 from .places import UsageError, note
 from .rows import DEFAULTS
 from .study import Study, settle
-from .tables import Table, cell, interval, number, size
+from .tables import Table, cell, interval, number, size, some
 from .trust import apart, objection, threads
 
 DEMANDED = ("machine", "device", "device_name", "torch", "method")  # all but the engine, which a check is about
@@ -37,7 +37,6 @@ FEW = 6  # samples below which the ranks of a row cannot tell, and its interval 
 GROWTH = 0.01  # bytes are counted, not sampled, and repeat
 BY_CHANCE = ("ok", "suspect")  # what a row may turn to by a disturbed machine; every other status is of the code
 PROBE = "sgemm"  # the machine's rate: no attention, so in no mean
-NAMED = 3  # points that a line names before it only counts them
 UNSTABLE = "unstable: its samples spread or drift by over 20 % of their median, or an earlier run differs"
 BYTES = {  # what they are called where they grew, and how many a row has, None where that is not known
     "Peak": ("higher peak of memory", lambda r: r.memory.get("tracked_peak_bytes")),
@@ -56,14 +55,9 @@ class Side:
     name: str
     study: Study
 
-    @property
-    def newest(self) -> dict:
-        """The provenance of the row that was measured last."""
-        return max((r.provenance for r in self.study.results), key=lambda p: p.get("utc", ""))
-
     def about(self) -> dict[str, str]:
         """Where the rows come from, for the head of a comparison."""
-        p = self.newest
+        p = self.study.newest
         commits = {r.provenance.get("commit") for r in self.study.results}
         more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
         said = {name: str(p.get(name)) for name in ("device_name", "device", "threads", "torch", "engine", "method")}
@@ -455,12 +449,11 @@ def _summary(found: Comparison) -> Iterable[str]:
         yield f"The same work differed by up to {number(floor)} within a run; no smaller factor counts."
     if found.probe:
         yield f"Their machines' own matrix product, {first} / {second}: {number(found.probe.value)}."
-    if found.first.newest.get("method") != found.second.newest.get("method"):
+    if studies[0].newest.get("method") != studies[1].newest.get("method"):
         yield "How points are measured changed between the two (method): a part of a difference may come from that."
     for side, only in zip((found.first, found.second), found.only):
         if only:
-            more = f"; and {len(only) - NAMED} more" if len(only) > NAMED else ""
-            yield f"Only in {side.name}, {len(only)}: {'; '.join(map(_name, only[:NAMED]))}{more}."
+            yield f"Only in {side.name}, {len(only)}: {some([*map(_name, only)])}."
 
 
 def worse(found: Comparison, failures: Sequence[tuple[Pair, str]], tolerance: float) -> str:

@@ -157,8 +157,12 @@ class Pages:
 
     def _report(self, source: Path, study: Study, about: dict, kernel: render.Kernel) -> tuple[dict, list[Path]]:
         """(entry for the manifest, files) of one notebook, run and rendered."""
-        subtitle = " · ".join([study.profile.name, *index.facts(about)])
-        page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, _made_by(about))
+        subtitle, by = " · ".join([study.profile.name, *index.facts(about)]), about["made_by"]
+        made = (
+            f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
+            f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
+        )
+        page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, made)
         notebook = render.execute(source, self.given, kernel, cell_timeout_s=self.cell_timeout_s)
         title, headline = render.title_of(notebook), render.headline_of(notebook)
         return {"name": source.stem, "title": title, "headline": headline}, render.render(notebook, page, self.folder)
@@ -189,8 +193,7 @@ def _digest(text: str, paths: Sequence[Path]) -> str:
 
 def _about(study: Study) -> dict:
     """A manifest's fields: what was measured, where and of which commit, and what made the pages."""
-    newest = max((r.provenance for r in study.results), key=lambda p: p.get("utc", ""))
-    commit, dirty = provenance.git_state()
+    newest, (commit, dirty) = study.newest, provenance.git_state()
     return {
         "profile": study.profile.name, "rehearsal": study.rehearsal, "device": study.device,
         "measured": newest.get("utc", ""), "commit": newest.get("commit", ""), "dirty": newest.get("dirty"),
@@ -201,14 +204,6 @@ def _about(study: Study) -> dict:
             "torch": torch.__version__,
         },
     }  # fmt: skip
-
-
-def _made_by(about: dict) -> str:
-    by = about["made_by"]
-    return (
-        f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
-        f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
-    )
 
 
 def _utc() -> str:

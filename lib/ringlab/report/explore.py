@@ -9,15 +9,17 @@ import base64
 import functools
 import re
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from html import escape
+from itertools import groupby
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import LinearSegmentedColormap
 
 from .. import block_patterns, cost, hardware, measure, patterns, ring
-from ..advise import Advice, advise, ladder, local
+from ..advise import advise, ladder, local
 from ..cost import format_seconds
 from ..estimate import Estimate, estimate, longest
 from ..hardware import Profile
@@ -50,40 +52,47 @@ LIMIT_S = 60.0  # that a measurement may take
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 NEAR = 64  # positions that are drawn one by one
 SHADES = LinearSegmentedColormap.from_list("seen", [theme.PAPER, "#bcd9ea", BLUE, "#00304d"])
+PATTERN, TENSORS, HARDWARE = "Pattern", "Tensors", "Hardware and view"  # groups of controls
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def control(default, group: str, label: str, values: Iterable = ()):
+    """A field with its control: the group where it stands, what it is called, and the values it takes, if few."""
+    return field(default=default, metadata={"group": group, "control": (label, tuple(values))})
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The values of the controls by name, texts as they were typed; ``pattern`` and ``n`` raise ValueError for wrong
+    """The controls and their values by name, texts as they were typed; ``pattern`` and ``n`` raise ValueError for wrong
     ones.
 
     >>> Choice(lengths="2K 4K", rates="1, 2", seq_len="128K").pattern
     Dilated(segment_lengths=(2048, 4096), dilation_rates=(1, 2), mixing='lse', offsets='head')
     """
 
-    kind: str = "dilated"
-    lengths: str = "2048, 4096, 8192"
-    rates: str = "1, 2, 4"
-    mixing: str = "lse"
-    offsets: str = "head"
-    block_size: int = 128
-    window: int = 2
-    global_blocks: int = 1
-    random_blocks: int = 2
-    seq_len: str = "8192"
-    batch: int = 1
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    dtype: str = "float32"
-    causal: bool = False
-    passes: str = "fwd"
-    ranks: int = 1
-    scheme: str = "auto"
-    layout: str = "contiguous"
-    profile: str = "cpu"
-    head: int = 0  # the one that is drawn
-    at: str = "0"  # from where on positions are drawn one by one
+    kind: str = control("dilated", PATTERN, "pattern", KINDS)
+    lengths: str = control("2048, 4096, 8192", PATTERN, "segments")
+    rates: str = control("1, 2, 4", PATTERN, "dilation rates")
+    mixing: str = control("lse", PATTERN, "mixing", patterns.MIXINGS)
+    offsets: str = control("head", PATTERN, "offsets by", patterns.OFFSETS)
+    block_size: int = control(128, PATTERN, "block size")
+    window: int = control(2, PATTERN, "window")
+    global_blocks: int = control(1, PATTERN, "global blocks")
+    random_blocks: int = control(2, PATTERN, "random blocks")
+    causal: bool = control(False, PATTERN, "causal")
+    seq_len: str = control("8192", TENSORS, "length n")
+    batch: int = control(1, TENSORS, "batch")
+    heads: int = control(8, TENSORS, "heads")
+    kv_heads: int = control(8, TENSORS, "K/V heads")
+    head_dim: int = control(64, TENSORS, "head_dim")
+    dtype: str = control("float32", TENSORS, "dtype", DTYPES)
+    passes: str = control("fwd", TENSORS, "passes", cost.PASSES)
+    profile: str = control("cpu", HARDWARE, "hardware", hardware.profiles())
+    ranks: int = control(1, HARDWARE, "ranks", (1, 2, 4, 8))
+    scheme: str = control("auto", HARDWARE, "scheme", ("auto", *ring.SCHEMES))
+    layout: str = control("contiguous", HARDWARE, "layout", ("contiguous", "zigzag", "striped"))
+    head: int = control(0, HARDWARE, "head drawn")
+    at: str = control("0", HARDWARE, "from position")  # on, where positions are drawn one by one
 
     @property
     def n(self) -> int:
@@ -243,7 +252,7 @@ def memory(found: Estimate) -> Table:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# variants, and advice
+# variants
 
 
 def variants(choice: Choice) -> dict[str, patterns.Pattern]:
@@ -290,11 +299,6 @@ def over_length(choice: Choice) -> Figure:
     return rooflines(choice.hardware, found, end if isinstance(end, int) else None)
 
 
-def advised(choice: Choice) -> Advice:
-    """What to use for the chosen length, shape, hardware and number of ranks, whatever the pattern."""
-    return advise(choice.hardware, choice.n, **choice.shape)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # a measurement
 
@@ -329,8 +333,7 @@ def run(choice: Choice, profile: Profile) -> measure.Result:
     seconds = found.bound_s * sharing
     calls = 2 + samples_for(seconds)
     if profile.memory_bytes and needs > profile.memory_bytes:
-        free = size(profile.memory_bytes)
-        raise ValueError(f"too large: a checked run needs about {size(needs)}, free are {free}")
+        raise ValueError(f"too large: a checked run needs about {size(needs)}, free are {size(profile.memory_bytes)}")
     if seconds * calls > LIMIT_S:
         raise ValueError(f"too long: {calls} calls of at least {number(seconds)} s each")
     with tempfile.TemporaryDirectory(prefix="ringlab-explore-", ignore_cleanup_errors=True) as folder:
@@ -365,25 +368,6 @@ STYLE = f"""<style>
 .ringlab-explore svg {{ max-width: 100%; height: auto; {theme.LIGHT} }}
 [data-jp-theme-light=false] .ringlab-explore svg {{ {theme.DARK} }}
 </style>"""
-# By field of Choice what its control is called, and the values that it takes, if these are few.
-CONTROLS = {
-    "Pattern": {
-        "kind": ("pattern", KINDS), "lengths": ("segments",), "rates": ("dilation rates",),
-        "mixing": ("mixing", patterns.MIXINGS), "offsets": ("offsets by", patterns.OFFSETS),
-        "block_size": ("block size",), "window": ("window",), "global_blocks": ("global blocks",),
-        "random_blocks": ("random blocks",), "causal": ("causal",),
-    },
-    "Tensors": {
-        "seq_len": ("length n",), "batch": ("batch",), "heads": ("heads",), "kv_heads": ("K/V heads",),
-        "head_dim": ("head_dim",), "dtype": ("dtype", ("float32", "bfloat16", "float16", "float64")),
-        "passes": ("passes", cost.PASSES),
-    },
-    "Hardware and view": {
-        "profile": ("hardware", hardware.profiles()), "ranks": ("ranks", (1, 2, 4, 8)),
-        "scheme": ("scheme", ("auto", *ring.SCHEMES)), "layout": ("layout", ("contiguous", "zigzag", "striped")),
-        "head": ("head drawn",), "at": ("from position",),
-    },
-}  # fmt: skip
 CUSTOM = "choose a preset"
 SLIDER = [f"{1 << i}K" for i in range(11)]  # 1K to 1M
 SHOWN = ("seen", "facts", "traffic", "memory", "code", "compared", "over_length")
@@ -418,11 +402,8 @@ class Panel:
 
     def __init__(self, widgets, start: Choice):
         self.results: list[tuple[Choice, measure.Result]] = []
-        self.controls = {
-            name: _control(widgets, getattr(start, name), *about)
-            for group in CONTROLS.values()
-            for name, about in group.items()
-        }
+        own = fields(Choice)
+        self.controls = {f.name: _control(widgets, getattr(start, f.name), *f.metadata["control"]) for f in own}
         self.places = at = {name: widgets.HTML() for name in ("alert", *SHOWN, "advice", "status", "measured")}
         for place in at.values():
             place.add_class("jp-RenderedHTMLCommon")
@@ -434,8 +415,8 @@ class Panel:
         self.advise_button = widgets.Button(description="Advise me", icon="lightbulb-o")
         wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="8px 16px")
         columns = [
-            widgets.VBox([widgets.HTML(f"<b>{title}</b>"), *(self.controls[n] for n in group)])
-            for title, group in CONTROLS.items()
+            widgets.VBox([widgets.HTML(f"<b>{title}</b>"), *(self.controls[f.name] for f in group)])
+            for title, group in groupby(own, key=lambda f: f.metadata["group"])
         ]
         right = widgets.VBox([at["memory"], at["traffic"]])
         one = widgets.VBox([at["seen"], widgets.HBox([at["facts"], right], layout=wrap), at["code"]])
@@ -501,9 +482,10 @@ class Panel:
             control.layout.display = "none" if name in hidden else None
 
     def advise(self, _=None) -> None:
-        """Show what to use for the length, shape, hardware and number of ranks, with code."""
+        """Show what to use for the length, shape, hardware and number of ranks, whatever the pattern, with code."""
+        choice = self.choice
         try:
-            advice = advised(self.choice)
+            advice = advise(choice.hardware, choice.n, **choice.shape)
             html = f"<pre>{escape(advice.text())}</pre>{_folded('Advised call as code', advice.code())}"
         except Exception as error:  # noqa: BLE001  as above
             html = _alert(error)
@@ -535,10 +517,10 @@ class Panel:
         return {**self.box._repr_mimebundle_(**asked), "text/markdown": table, "text/plain": table}
 
 
-def _control(widgets, value, label: str, options=()):
+def _control(widgets, value, label: str, options: tuple):
     look = {"description": label, "style": {"description_width": "108px"}, "layout": {"width": "256px"}}
     if options:
-        return widgets.Dropdown(options=tuple(options), value=value, **look)
+        return widgets.Dropdown(options=options, value=value, **look)
     if isinstance(value, bool):
         return widgets.Checkbox(value=value, indent=True, **look)
     kind = widgets.IntText if isinstance(value, int) else widgets.Text

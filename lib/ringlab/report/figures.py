@@ -11,9 +11,10 @@ import base64
 import io
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 
 import matplotlib
 
@@ -123,46 +124,41 @@ def lines(
     *,
     xlabel: str,
     ylabel: str,
-    colors: Sequence[str] = (BLUE, ORANGE, GREEN, PURPLE),
+    colors: Mapping[str, str],
     dashed: Sequence[str] = (),
-    limit: float | None = None,
-    limit_label: str = "",
+    limit: tuple[float, str] | None = None,
 ):
     """One line per name over (x, y, low, high), both axes logarithmic base 2 and 10, labelled at the line's end.
 
-    ``limit``: where a vertical line stands, with its label.
-
-    Raises ValueError for more lines than ``colors`` and markers tell apart.
+    ``colors``: by name. ``limit``: where a vertical line stands, and its label.
     """
-    if len(series) > min(len(colors), len(MARKERS)):
-        raise ValueError(f"{len(series)} lines cannot be told apart, at most {min(len(colors), len(MARKERS))}")
     with drawing(**{"axes.grid": True}):
         fig, ax = plt.subplots(figsize=(WIDTH, 3.3))
-        _draw(ax, series, list(zip(colors, MARKERS)), dashed)
+        _draw(ax, ylabel, series, colors, dashed)
         if limit:
-            ax.axvline(limit, color=RED, lw=1.5, ls=":")
-            ax.annotate(limit_label, (limit, 0.02), (-3, 0), xycoords=("data", "axes fraction"), rotation=90,
+            at, label = limit
+            ax.axvline(at, color=RED, lw=1.5, ls=":")
+            ax.annotate(label, (at, 0.02), (-3, 0), xycoords=("data", "axes fraction"), rotation=90,
                         textcoords="offset points", ha="right", va="bottom", color=RED, fontsize=9)  # fmt: skip
         ax.set_xlabel(xlabel)
-        ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
         return fig
 
 
-def panels(each: dict[str, dict], *, xlabel: str, colors: Sequence[str] = (BLUE, ORANGE, GREEN, PURPLE)):
+def panels(each: dict[str, dict], *, xlabel: str, colors: Mapping[str, str]):
     """Panels one above the other over the same x, by their ylabel, each of ``lines``."""
     with drawing(**{"axes.grid": True}):
         fig, axes = plt.subplots(len(each), 1, figsize=(WIDTH, 2.5 * len(each)))
         for ax, (ylabel, series) in zip(axes, each.items()):
-            _draw(ax, series, list(zip(colors, MARKERS)), ())
-            ax.set_title(ylabel, loc="left", fontsize=10)
+            _draw(ax, ylabel, series, colors)
         axes[-1].set_xlabel(xlabel)
         return fig
 
 
-def _draw(ax, series: dict, looks: Sequence[tuple[str, str]], dashed: Sequence[str]) -> None:
+def _draw(ax, ylabel: str, series: dict, colors: Mapping[str, str], dashed: Sequence[str] = ()) -> None:
+    ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
     ends = []
-    for (name, points), (color, marker) in zip(series.items(), looks):
-        x, y, *_ = zip(*sorted(points))
+    for (name, points), marker in zip(series.items(), cycle(MARKERS)):
+        color, (x, y, *_) = colors[name], zip(*sorted(points))
         style = {"ls": "--"} if name in dashed else {"marker": marker}
         ax.plot(x, y, color=color, lw=2, ms=5, **style)
         for at, middle, low, high in points:

@@ -10,7 +10,7 @@ from ..measure import suites
 from ..measure.peers import PEERS
 from .rows import SHORT, label, pass_of
 from .study import Study
-from .tables import Cell, Table, Text, number, size
+from .tables import Cell, Table, Text, number, size, some
 from .trust import NORMAL, objection, reason, status
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,8 +53,8 @@ def gaps_line(study: Study) -> str:
     if crowded:
         gaps.append(f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores")
     if missing := missing_points(study):
-        gaps.append(f"{len(missing)} points of this profile")
-    if failed := study.failed():
+        gaps.append(f"{len(missing)} point{'s' * (len(missing) > 1)} of this profile")
+    if failed := study.failed:
         gaps.append(f"{len(failed)} of {len(study.results)} points are not quoted (listed below)")
     return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
 
@@ -68,25 +68,21 @@ def limits(study: Study, *more: str) -> Text:
     missing = [p.label() for p in missing_points(study)]
     if missing:
         count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
-        lines.append(f"What {count} would have shown, for they are not measured: {_some(missing)}.")
+        lines.append(f"What {count} would have shown, for they are not measured: {some(missing)}.")
     if crowded := [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]:
         lines.append(f"How fast this machine is when quiet: other processes used up to {max(crowded):g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
         lines.append(f"Whether {len(unbound)} times are possible: their roofline is not known.")
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
-        lines.append(f"Unstable times: {len(unstable)}, as {_some(unstable)}.")
-    return study.text(*(lines or ["Nothing that was asked for is missing."]), bullets=True)
+        lines.append(f"Unstable times: {len(unstable)}, as {some(unstable)}.")
+    return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
 
 
 def _shape(point) -> str:
     many = f"{point.batch} × " if point.batch > 1 else ""
     ranks = f", {point.world_size} ranks" if point.world_size > 1 else ""
     return f"{SHORT.get(point.dtype, point.dtype)}, {many}{point.seq_len:,} tokens, {pass_of(point)}{ranks}"
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
 
 
 def suite_points(study: Study) -> list:
@@ -103,15 +99,18 @@ def missing_points(study: Study) -> list:
 
 def failures(study: Study) -> Table | None:
     """Every point that is not quoted; points of one shape and reason share a line. None where all are quoted."""
+    failed = study.failed
+    if not failed:
+        return None
     found: dict[tuple, list[str]] = {}
-    for r, _ in study.failed():
+    for r in failed:
         found.setdefault((_shape(r.point), status(r), reason(r)), []).append(label(r))
-    return study.table(
-        f"{len(study.failed())} of {len(study.results)} rows are not shown",
+    return Table(
+        f"{len(failed)} of {len(study.results)} rows are not shown",
         ["Systems", "Shape", "Status", "Reason"],
         [["; ".join(names), shape, Cell(word, kind="bad"), why] for (shape, word, why), names in found.items()],
         folded=True,
-    ) if found else None  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,10 +119,7 @@ def failures(study: Study) -> Table | None:
 
 def reading(study: Study) -> Text:
     """One line for each kind of number, folded."""
-    dense = (
-        "**Faster than dense**: a sparse pattern leaves out keys, so it computes another function than dense attention."
-    )
-    return study.text(
+    lines = [
         "**Time**: the median of repeated calls in a process of its own, with a 95 % interval that also holds how far "
         "the machine's speed drifted during the run. *Unstable*: the samples vary by more than 20 %, drift, or "
         "disagree with an earlier run. The **roofline** is the shortest time that this device's peak rates allow.",
@@ -136,9 +132,11 @@ def reading(study: Study) -> Text:
         "**Instead of a time**: *refused* or *unsupported* code says that it cannot run this call here. An *incorrect* "
         "result is off by more than is allowed. A *suspect* time or size is below what is possible. With *more ranks "
         "than cores* the check ran, but ranks wait for each other, so no time is shown.",
-        *([dense] if study.rows(system="dense_sdpa") else []),
-        bullets=True, summary="What the numbers mean",
-    )  # fmt: skip
+    ]
+    if study.rows(system="dense_sdpa"):
+        other = "a sparse pattern leaves out keys, so it computes another function than dense attention."
+        lines.append(f"**Faster than dense**: {other}")
+    return Text(lines, bullets=True, summary="What the numbers mean")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,23 +155,25 @@ STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
 
 def provenance(study: Study) -> Table:
     """Where the rows come from: each fact with the values it took, one where all rows agree."""
-    rows = []
-    for key, name in NAMES.items():
-        values = [r.provenance.get(key) for r in study.results]
-        rows.append([name, _spread(values, size if key == "device_memory_bytes" else _plain)])
+    found = {
+        name: _spread([r.provenance.get(key) for r in study.results], size if key == "device_memory_bytes" else _plain)
+        for key, name in NAMES.items()
+    }
     for key, name in STATES.items():
-        rows.append([name, _states([r.provenance.get(key) or {} for r in study.results])])
+        found[name] = _states([r.provenance.get(key) or {} for r in study.results])
     times = sorted(str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc"))
-    rows.append(["Groups begun (UTC)", f"{times[0]} to {times[-1]}" if times else None])
-    rows.append(["Points", f"{len(study.results)} measured, {len(study.good)} quoted"])
-    missing = missing_points(study)
-    rows.append(["Complete", "yes" if not missing else f"no, {len(missing)} of {len(suite_points(study))} are missing"])
-    if study.left_out:
-        rows.append(["Left out", f"{study.left_out} rows of another engine, machine or device"])
-    rows.append(["Samples of one point, least to most", _samples(study)])
-    rows.append(["Inputs", "normal, from a generator seeded by the point's own hash"])
-    known = [r for r in rows if r[1] is not None]
-    return study.table("Where these rows come from", ["What", "Value"], known, folded=True)
+    missing, counts = missing_points(study), {len(r.seconds) for r in study.good if r.seconds}
+    samples = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
+    found |= {
+        "Groups begun (UTC)": f"{times[0]} to {times[-1]}" if times else None,
+        "Points": f"{len(study.results)} measured, {len(study.good)} quoted",
+        "Complete": f"no, {len(missing)} of {len(suite_points(study))} are missing" if missing else "yes",
+        "Left out": f"{study.left_out} rows of another engine, machine or device" if study.left_out else None,
+        "Samples of one point, least to most": f"{samples}, warm-up discarded; 95 % intervals" if samples else None,
+        "Inputs": "normal, from a generator seeded by the point's own hash",
+    }
+    known = [[name, value] for name, value in found.items() if value is not None]
+    return Table("Where these rows come from", ["What", "Value"], known, folded=True)
 
 
 def _states(states: list[dict]) -> str | None:
@@ -196,9 +196,3 @@ def _spread(values: list, show) -> str | None:
     if len(known) > 2 and all(isinstance(v, int | float) for v in known):
         return f"{show(min(known))} to {show(max(known))}"
     return ", ".join(sorted(show(v) for v in known))
-
-
-def _samples(study: Study) -> str | None:
-    counts = [len(r.seconds) for r in study.good if r.seconds]
-    said = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
-    return f"{said}, warm-up discarded; 95 % intervals" if counts else None

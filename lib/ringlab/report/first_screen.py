@@ -63,15 +63,18 @@ def first_screen(study: Study) -> FirstScreen:
     known = next(a for a in advised.values() if isinstance(a, Advice))
     most = _longest(study, known)
     measured = not study.rehearsal and bool(field.ranked(study))
-    lines = [fastest(study) if measured else _roofline(advised), _memory(study, most), _call(known), _trust(study)]
-    of_forward = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)}
-    there = replace(study.profile, memory_bytes=study.memory_bytes)
+    bounded = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)
+               and a.fits is not False and a.proposals[0].bound_s}  # fmt: skip
+    lines = [fastest(study) if measured else _roofline(bounded), _memory(study, most), _call(known), _trust(study)]
     found = [_measured_figure(study)] if measured else []
+    if bounded:
+        there = replace(study.profile, memory_bytes=study.memory_bytes)
+        found.append(rooflines(there, bounded, most["fwd"][0] if most else None))
     return FirstScreen(
         f"{study.profile.title}, computed" if study.rehearsal else _device(study),
         lines,
         _decisions(study, advised),
-        [*found, rooflines(there, of_forward, most["fwd"][0] if most else None)],
+        found,
         [_overview(study, n, advised) for n in OVERVIEW if n in LENGTHS],
     )
 
@@ -147,10 +150,12 @@ def _memory(study: Study, most: dict[str, tuple[int, int]]) -> str:
     )
 
 
-def _roofline(advised: dict) -> str:
+def _roofline(bounded: dict[int, Advice]) -> str:
     """What arithmetic says of a device that is not here."""
-    known = [(n, a) for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice) and a.fits]
-    n, advice = next(((n, a) for n, a in known if n == OVERVIEW[1]), known[-1])
+    if not bounded:
+        return "**How fast** it is cannot be computed, because its rates are not known. No such device was here."
+    n = OVERVIEW[1] if OVERVIEW[1] in bounded else max(bounded)
+    advice = bounded[n]
     bounds = {p.name: p.bound_s for p in advice.proposals}
     return (
         f"**{n:,} tokens, forward, computed: {_name(advice['pattern'])} takes at least {_seconds(bounds['advised'])}, "
@@ -169,7 +174,7 @@ def _call(advice: Advice) -> str:
 def _trust(study: Study) -> str:
     """How far the times are from their rooflines, and for measured ones the line of every page."""
     above = sorted(r.median / r.bound_seconds for r in study.good if r.median and r.bound_seconds)
-    over = ""
+    over = "Too few of the times here have a roofline to set them beside"
     if len(above) > 3:
         low, middle, high = (number(x, 2) for x in quantiles(above, n=4))
         over = f"Half of the times on {study.device} are {low} to {high} times their roofline, {middle} in the median"
@@ -213,7 +218,7 @@ def _overview(study: Study, n: int, advised: dict) -> str:
         return f"does not fit{f'; {advice.enough_ranks} devices hold it' if advice.enough_ranks else ''}"
     training = advised[n, "fwd+bwd"]
     also = "fits" if isinstance(training, Advice) and training.fits else "fits forward only"
-    return f"{_time(study, n, advice).text}, {also}"
+    return f"{_time(study, n, advice).text}, {'memory not known' if advice.fits is None else also}"
 
 
 def _decisions(study: Study, advised: dict) -> Table:
@@ -260,9 +265,10 @@ def _time(study: Study, n: int, advice: Advice | str) -> Cell:
     if isinstance(advice, str):
         return Cell("does not fit", kind="bad")
     c = advice.call
-    wanted = {"seq_len": n, "passes": c.passes, "causal": False, "world_size": 1, "options": {}, **SHAPE}
-    rows = [] if study.rehearsal else study.rows(dtype=str(c.dtype).removeprefix("torch."), **wanted)
-    row = best([r for r in rows if r.median and not objection(r) and pattern_of(r.point) == advice["pattern"]])
+    wanted = {"seq_len": n, "passes": c.passes, "dtype": str(c.dtype).removeprefix("torch."), **SHAPE}
+    rows = [] if study.rehearsal else study.rows(system="ringlab", causal=False, world_size=1, **wanted)
+    own = [r for r in rows if pattern_of(r.point) == advice["pattern"] and not r.point.options]
+    row = best([r for r in own if r.median and not objection(r)])
     bound = advice.proposals[0].bound_s
     time = _seconds(row.median) if row else f"≥ {_seconds(bound)}" if bound else "not known"
     if advice.fits is False:
@@ -272,16 +278,20 @@ def _time(study: Study, n: int, advice: Advice | str) -> Cell:
 
 
 def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> Figure:
-    """Rooflines of a call over length, by the advice for each; ``end``: the length at which the memory is full."""
+    """Rooflines of a call over length, by the advice for each; ``end``: the length at which the memory is full.
+
+    Raises ValueError where no rate of the device is known.
+    """
     points: dict[str, list] = {}
     for n, advice in advised.items():
         for p in advice.proposals if advice.fits is not False else ():
             if p.bound_s and p.name in LINES:
                 points.setdefault(LINES[p.name][0], []).append((n, p.bound_s, None, None))
-    colors = dict(LINES.values())
+    if not points:
+        raise ValueError(f"no rate is known of {profile.title}, so there is no roofline")
     call = "training" if any(advice.call.passes != "fwd" for advice in advised.values()) else "forward"
     fig = figures.lines(points, xlabel="Tokens", ylabel=f"Computed: shortest possible time of a {call} call (s)",
-                       colors=[colors[name] for name in points], limit=end, limit_label="memory full")  # fmt: skip
+                       colors=dict(LINES.values()), limit=(end, "memory full") if end else None)  # fmt: skip
     full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
     caption = f"Computed for {profile.title}: rooflines over length, lower bounds of the time.{full}"
     ends = "; ".join(f"{name} at least {_seconds(p[-1][1])} at {p[-1][0]:,} tokens" for name, p in points.items())

@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from . import theme
+from .figures import tokens
 from .first_screen import OVERVIEW
 from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
@@ -96,8 +97,8 @@ def _overview(found: list[dict]) -> dict | None:
     rows = [[screen["title"], *screen["overview"]] for screen in screens]
     if not rows:
         return None
-    lengths = (f"{n >> 20}M tokens" if n >= 1 << 20 else f"{n >> 10}K tokens" for n in OVERVIEW)
-    return {"columns": ["Device", *lengths], "rows": rows, "note": SAID["overview_note"]}
+    columns = ["Device", *(f"{tokens(n)} tokens" for n in OVERVIEW)]
+    return {"columns": columns, "rows": rows, "note": SAID["overview_note"]}
 
 
 def _section(folder: Path) -> dict:

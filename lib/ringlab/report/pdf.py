@@ -50,7 +50,7 @@ def pages(name: str, reports: Path, machine: hardware.Machine | None = None) -> 
     profile = hardware.resolve(name.removesuffix(f"-{REHEARSAL}"), machine).name
     own = [] if name.endswith(REHEARSAL) else [profile]
     for folder in (*own, f"{profile}-{REHEARSAL}", *(["*"] if name == "auto" else [])):
-        found = sorted(p for p in reports.glob(f"{folder}/*.html") if not p.name.endswith(".failed.html"))
+        found = sorted(reports.glob(f"{folder}/*.html"))
         if found:
             return found
     given = "" if name == "auto" else f" GPU={name}"

@@ -94,12 +94,12 @@ def accuracy(study: Study) -> Text:
     found = predict(kept, study.profile.name if study.device_type == "cuda" else None)
     over = [(r, x.peak_bytes / r.memory["tracked_peak_bytes"] - 1) for r, x in found if not x.at_least]
     if not over:
-        return study.text("Nothing was measured to set a prediction of memory beside.")
+        return Text(["Nothing was measured to set a prediction of memory beside."])
     off = [f"{r.point.system}, {r.point.seq_len:,} tokens on {r.point.world_size} ranks ({100 * x:+.1f} %)"
            for r, x in over if abs(x) > 0.01]  # fmt: skip
     exceptions, left = "; ".join(off), len(rows) - len(kept)
-    return study.text(
+    said = (
         f"`ringlab.estimate` predicts {len(over) - len(off)} of {len(over)} peaks of memory to 1 %, without running "
         f"the calls{f'; not of {exceptions}' if off else ''}."
-        + (f" Rows of many operators were not tried: {left}." if left else "")
     )
+    return Text([said + (f" Rows of many operators were not tried: {left}." if left else "")])

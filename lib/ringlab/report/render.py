@@ -70,7 +70,7 @@ def read(source: Path) -> nbformat.NotebookNode:
         raise ReportError(f"{source.name} is not a notebook: {_line(error)}") from error
 
 
-class Kernel:
+class Kernel(ExitStack):
     """One kernel of this interpreter for several notebooks, in the folder ``cwd``; each ends by forgetting its names.
 
     It starts with the first notebook, and anew after one that failed. Leaving the context kills it at once, so that
@@ -78,31 +78,25 @@ class Kernel:
     """
 
     def __init__(self, cwd: Path):
-        self.cwd, self._held, self._manager = cwd, ExitStack(), None
-
-    def __enter__(self) -> Kernel:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._manager = None
-        self._held.close()
+        super().__init__()
+        self.cwd, self._manager = cwd, None
 
     @property
     def manager(self) -> AsyncKernelManager:
         """What starts the kernel, or holds the one that runs."""
         if self._manager is None:
-            folder = self._held.enter_context(own_jupyter())
+            folder = self.enter_context(own_jupyter())
             # A socket's path has 107 bytes; beyond, the default TCP.
             sockets = {"transport": "ipc", "ip": str(folder / "kernel")} if len(str(folder)) < 60 else {}
-            manager = self._manager = AsyncKernelManager(kernel_name=KERNEL, **sockets)
-            # In a new event loop: tasks of a notebook that was stopped would go on in its own.
-            self._held.callback(lambda: asyncio.new_event_loop().run_until_complete(_kill(manager)))
+            self._manager = AsyncKernelManager(kernel_name=KERNEL, **sockets)
+            self.callback(self._kill)
         return self._manager
 
-
-async def _kill(manager: AsyncKernelManager) -> None:
-    if manager.has_kernel:
-        await manager.shutdown_kernel(now=True)
+    def _kill(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager.has_kernel:
+            # In a new event loop: tasks of a notebook that was stopped would go on in its own.
+            asyncio.new_event_loop().run_until_complete(manager.shutdown_kernel(now=True))
 
 
 def execute(source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: int = 300) -> nbformat.NotebookNode:
@@ -113,7 +107,7 @@ def execute(source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: i
     notebook = read(source)
     notebook.cells.append(nbformat.v4.new_code_cell("%reset -f", metadata={"tags": [RESET]}))
     with tempfile.TemporaryDirectory(prefix="ringlab-") as folder, ExitStack() as failed:
-        failed.callback(kernel.__exit__)
+        failed.callback(kernel.close)
         partial = Path(folder, "notebook.ipynb")  # what a notebook that fails got to
         try:
             done = papermill.execute_notebook(

@@ -120,11 +120,6 @@ def dtypes(results) -> list[str]:
     return sorted({r.point.dtype for r in results}, key=order.index)
 
 
-def fastest_row(study: Study):
-    """The fastest row of the document's function that may be shown; those within noise of it are no slower."""
-    return best([r for r in document_rows(study) if (is_plain(r) or is_engine(r)) and not objection(r) and r.median])
-
-
 def hardware_dtype(study: Study) -> str:
     return str(study.profile.default_dtype()).removeprefix("torch.")
 

@@ -120,7 +120,6 @@ def times(study: Study) -> Table | None:
     missing = f" Not measured: {len(m)} points, as {m[0].label()}." if (m := missing_points(study)) else ""
     foreseen = [Column(">Predicted", lambda r: predicted(study, r))] if any(predicted(study, r) for r in rows) else []
     return table(
-        study,
         f"Ways to run {suite.RUNG_PATTERN} and {suite.RUNG_MASK}, {suite.RUNG_HEADS} heads",
         [Column("Way", lambda r: Cell(*WAYS[way_of(r.point)])), TOKENS, Column(">head_dim", lambda r: r.point.head_dim),
          Column("Pattern", lambda r: r.point.pattern["kind"].replace("_", "-")),
@@ -157,7 +156,7 @@ def tuned(study: Study) -> Table | None:
             one["why"] or ", ".join(["kept"] * one["kept"] + ["the default"] * one["default"]) or None,
         ])  # fmt: skip
     about = found["about"]
-    return study.table(
+    return Table(
         f"Tile sizes of the tile lists at {found['shape']['seq_len']:,} tokens",
         ["Pass", "Tile, warps, stages, reads", ">Time (ms)", ">Default over it", "Outcome"],
         lines,

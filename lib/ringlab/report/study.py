@@ -13,10 +13,7 @@ import torch
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
 from .places import REHEARSAL, data_folder
-from .tables import Table, Text
 from .trust import apart, earlier, judged, objection, reproduced, spread, threads, turns, widened
-
-NOT_MEASURED = "not measured"
 
 
 def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
@@ -139,20 +136,24 @@ class Study:
         return next((r.provenance.get("device", "cpu") for r in self.results), "cpu")
 
     @property
+    def newest(self) -> dict:
+        """The provenance of the row that was measured last."""
+        return max((r.provenance for r in self.results), key=lambda p: p.get("utc", ""))
+
+    @property
     def good(self) -> list:
         return [r for r in self.results if not objection(r)]
 
-    def failed(self) -> list[tuple]:
-        """(result, reason) of every row that is not quoted."""
-        return [(r, why) for r in self.results if (why := objection(r))]
+    @property
+    def failed(self) -> list:
+        """The rows that are not quoted."""
+        return [r for r in self.results if objection(r)]
 
-    def rows(self, results: Iterable | None = None, **wanted) -> list:
-        """Results whose point has the ``wanted`` fields; ``options`` are matched one by one, a callable is a test.
-
-        Without ``results`` those of this study, but for the A/A controls.
+    def rows(self, **wanted) -> list:
+        """Results but for the A/A controls whose point has the ``wanted`` fields; ``options`` are matched one by one, a
+        callable is a test.
         """
-        results = (r for r in self.results if not r.option("twin")) if results is None else results
-        return [r for r in results if _matches(r, wanted)]
+        return [r for r in self.results if not r.option("twin") and _matches(r, wanted)]
 
     def ratio(self, slow, fast):
         """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None unless both may be quoted."""
@@ -192,15 +193,6 @@ class Study:
         import pandas
 
         return pandas.DataFrame([_flat(r) for r in self.results])
-
-    def table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence], **more) -> Table:
-        if not rows or len(rows) == 1 and rows[0][0] == NOT_MEASURED:  # one dash after another says no more
-            more, columns = {}, ["What"]
-            rows = [[NOT_MEASURED]]
-        return Table(caption, columns, rows, **more)
-
-    def text(self, *lines: str, **more) -> Text:
-        return Text(lines, **more)
 
 
 def with_rates(study: Study) -> hardware.Profile:
@@ -267,11 +259,10 @@ def cost_of(point, **changes):
 def _matches(result, wanted: dict) -> bool:
     for name, value in wanted.items():
         if name == "options":
-            have = dict(result.point.options)
-            if any(have.get(k) != v for k, v in value.items()):
-                return False
-            continue
-        have = getattr(result.point, name, getattr(result, name, None))
-        if not (value(have) if callable(value) else have == value):
+            fits = all(result.option(k) == v for k, v in value.items())
+        else:
+            have = getattr(result.point, name, getattr(result, name, None))
+            fits = value(have) if callable(value) else have == value
+        if not fits:
             return False
     return True

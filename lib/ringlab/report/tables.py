@@ -72,6 +72,7 @@ class Table(Shown):
     """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
 
     ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for each row, as suits words.
+    Without rows the table says "not measured".
 
     >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
     **Times**
@@ -91,6 +92,9 @@ class Table(Shown):
     cards: bool = False
 
     def __post_init__(self):
+        if not self.rows:  # one dash after another says no more
+            self.columns, self.rows, self.note, self.marked = ["What"], [["not measured"]], "", ()
+            self.folded = self.cards = False
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.caption!r} has {len(self.columns)} columns, a row has {len(row)}")
@@ -99,13 +103,15 @@ class Table(Shown):
     def html(self) -> str:
         rows, marked = [[cell(x) for x in row] for row in self.rows], set(self.marked)
         kinds = [_column_class(name, [row[i] for row in rows]) for i, name in enumerate(self.columns)]
-        names = [re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', escape(c.lstrip(">"))) for c in self.columns]
-        head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(names, kinds))
+        names = [escape(c.lstrip(">")) for c in self.columns]
+        units = [re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', name) for name in names]
+        head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(units, kinds))
+        if self.cards:  # a card has no head, so each of its cells says what it is
+            kinds = [f'{kind} data-name="{name}"' for kind, name in zip(kinds, names)]
         body = []
         for i, row in enumerate(rows):
             first, *others = [(c.html, k) for c, k in zip(row, kinds)]
-            cells = f'<th scope="row"{first[1]}{self._named(0)}>{first[0]}</th>'
-            cells += "".join(f"<td{k}{self._named(i)}>{c}</td>" for i, (c, k) in enumerate(others, 1))
+            cells = f'<th scope="row"{first[1]}>{first[0]}</th>' + "".join(f"<td{k}>{c}</td>" for c, k in others)
             body.append(f'<tr class="marked">{cells}</tr>' if i in marked else f"<tr>{cells}</tr>")
         label = escape(self.caption, quote=True)
         table = (
@@ -117,19 +123,14 @@ class Table(Shown):
             return f'<details class="data"><summary>{escape(self.caption)}</summary>{table}{note}</details>'
         return f'<div class="block"><p class="caption">{escape(self.caption)}</p>{table}{note}</div>'
 
-    def _named(self, column: int) -> str:
-        """What a cell is called on a card, which has no head."""
-        return f' data-name="{escape(self.columns[column].lstrip(">"), quote=True)}"' if self.cards else ""
-
     @property
     def markdown(self) -> str:
-        rows = [[cell(x) for x in row] for row in self.rows]
         lines = [f"**{markdown_text(self.caption)}**", ""]
         lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in self.columns) + " |")
         lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in self.columns) + "|")
         marked = set(self.marked)
-        for i, row in enumerate(rows):
-            texts = [markdown_text(c.plain) for c in row]
+        for i, row in enumerate(self.rows):
+            texts = [markdown_text(cell(x).plain) for x in row]
             if i in marked:
                 texts = [f"**{t}**" if t != DASH else t for t in texts]
             lines.append("| " + " | ".join(texts) + " |")
@@ -244,6 +245,15 @@ def interval(low: float | None, high: float | None, scale: float = 1.0, digits: 
     if high == math.inf:
         return f"fewer than {FEWEST} samples"
     return f"{number(low * scale, digits)} to {number(high * scale, digits)}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first of several names, and how many are left.
+
+    >>> some(["a", "b", "c", "d", "e"])
+    'a; b; c; and 2 more'
+    """
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
 
 
 def size(nbytes: float | None) -> str:

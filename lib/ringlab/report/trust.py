@@ -57,7 +57,7 @@ def judged(results: Iterable) -> list:
     for r in results:
         if r.point.world_size == 1 and r.median and not objection(r):
             alone.setdefault(_on_one(r.point), []).append(r)
-    return [_superlinear(r, _fastest_alone(r, alone)) if r.point.world_size > 1 else r for r in results]
+    return [_judged(r, alone.get(_on_one(r.point), ())) if r.point.world_size > 1 else r for r in results]
 
 
 def _on_one(point) -> str:
@@ -65,30 +65,25 @@ def _on_one(point) -> str:
     return point.but(world_size=1, options={k: v for k, v in point.options if k not in PLACEMENT}).id
 
 
-def _fastest_alone(result, alone: dict[str, list]) -> float | None:
-    """The fastest time of the work on one rank with at least the threads that each of several has."""
-    own = threads(result)
-    fit = [r for r in alone.get(_on_one(result.point), ()) if None in (own, threads(r)) or threads(r) >= own]
-    return min((r.median for r in fit), default=None)
-
-
 def threads(result) -> int | None:
     """Those of each rank."""
     return result.ranks.get("threads") or result.provenance.get("threads")
 
 
-def _superlinear(result, alone: float | None):
-    ranks = result.point.world_size
-    if alone is None or not result.median or objection(result) or alone / result.median <= SUPERLINEAR * ranks:
+def _judged(result, alone: Iterable):
+    """A result on several ranks beside the rows ``alone`` on one that have at least the threads of each of them."""
+    own, ranks = threads(result), result.point.world_size
+    times = [r.median for r in alone if None in (own, threads(r)) or threads(r) >= own]
+    if not times or not result.median or objection(result) or min(times) / result.median <= SUPERLINEAR * ranks:
         return result
-    said = f"{number(alone / result.median)} times faster on {ranks} ranks than on one, over {SUPERLINEAR} × {ranks}"
-    return replace(result, status="suspect", reason=f"superlinear: {said}")
+    faster = f"{number(min(times) / result.median)} times faster on {ranks} ranks than on one"
+    return replace(result, status="suspect", reason=f"superlinear: {faster}, over {SUPERLINEAR} × {ranks}")
 
 
 def reason(result) -> str:
     """Why a row is not quoted, without its status and without what its own name says already."""
     said = objection(result).partition(": ")[2] or objection(result)
-    backend = dict(result.point.options).get("backend")
+    backend = result.option("backend")
     return said.rpartition(f": {backend}: ")[2] if backend and said.startswith("backend ") else said
 
 
@@ -101,6 +96,11 @@ def status(result) -> str:
 # from group to group, and from run to run
 
 
+def _steady(result) -> bool:
+    """Its time may be quoted, and no other work disturbed it."""
+    return bool(result.median) and not objection(result) and not result.provenance.get("crowded")
+
+
 def spread(results: Iterable) -> float:
     """Standard deviation, between groups, of the logarithm of a call's median time; 0.0 where too few calls repeat.
 
@@ -110,7 +110,7 @@ def spread(results: Iterable) -> float:
     """
     found: dict[tuple, dict[tuple, list[float]]] = {}
     for r in results:
-        if r.median and not objection(r) and not r.provenance.get("crowded"):
+        if _steady(r):
             same = found.setdefault((r.point.first.id, threads(r)), {})
             same.setdefault((r.group, r.run), []).append(math.log(r.median))
     logs = [[mean(group) for group in groups.values()] for groups in found.values()]
@@ -121,18 +121,13 @@ def spread(results: Iterable) -> float:
 def earlier(results: Iterable, kept: Iterable) -> list:
     """The quotable results that were measured as one of ``kept`` was, but in a run before: by the same code on the same
     machine, beside the same calls, and undisturbed."""
-    newest = {(r.group, r.point.id): r for r in kept}
+    newest = {(r.group, r.point.id): r for r in kept if _steady(r)}
 
-    def fit(r) -> bool:
-        return bool(r.median) and not objection(r) and not r.provenance.get("crowded")
+    def how(r) -> list:
+        return [key(r.provenance), r.composition, r.rehearsal]
 
-    def counts(r) -> bool:
-        now = newest.get((r.group, r.point.id))
-        if now is None or r.run == now.run or not (fit(r) and fit(now)):
-            return False
-        return [key(r.provenance), r.composition, r.rehearsal] == [key(now.provenance), now.composition, now.rehearsal]
-
-    return [r for r in results if counts(r)]
+    both = ((r, newest.get((r.group, r.point.id))) for r in results if _steady(r))
+    return [r for r, now in both if now and r.run != now.run and how(r) == how(now)]
 
 
 def turns(kept: Iterable, before: Iterable) -> float:

@@ -15,7 +15,7 @@ from ..tables import Cell, Table, Text, number
 
 __all__ = ["answer", "claims", "contradicting", "provenance"]
 PRINTED = ("impossible as printed", "contradicts itself")  # by arithmetic on a document alone
-OPEN = ("not reproduced here", "untested")
+OPEN = ("not reproduced here", "untested")  # these rows do not decide it
 AGAIN = "a steadier run: `make report ARGS=--remeasure` on a machine left alone"
 
 
@@ -26,11 +26,6 @@ class Entry:
     document: str
     claim: dict
     verdict: Verdict
-
-    @property
-    def open(self) -> bool:
-        """These rows do not decide it."""
-        return self.verdict.word in OPEN
 
 
 def judged(study: Study) -> list[Entry]:
@@ -54,10 +49,10 @@ def answer(study: Study) -> Text:
     far = "; ".join(f"{x.text[0].lower()}{x.text[1:]}, {number(x.apart)}×: {x.said}" for x in apart[:2])
     lines.append(f"**Printed figures furthest apart**: {far}.")
     lines.append(f"**The headlines**: {said}.")
-    decided = Counter(decider(study, e) for e in entries if e.open)
+    decided = Counter(decider(study, e) for e in entries if e.verdict.word in OPEN)
     if here := decided[_report(study.profile)] if study.rehearsal else 0:
         lines.append(f"**Decided by {_report(study.profile)}**: {here} claims.")
-    return study.text(*lines, kind="answer", bullets=True)
+    return Text(lines, kind="answer", bullets=True)
 
 
 def _sorted(entries: list[Entry]) -> list[Entry]:
@@ -90,10 +85,10 @@ def claims(study: Study, *words: str) -> Table | Text:
     """
     found = [e for e in _sorted(judged(study)) if e.verdict.word in words]
     if not found:
-        return study.text(f"No claims {WORDS[words[0]][1]}.")
+        return Text([f"No claims {WORDS[words[0]][1]}."])
     columns = [*COLUMNS, "Tested by", *(["Decided by"] if words[0] in OPEN else [])]
     meanings = [f"{word.capitalize()}: {WORDS[word][2]}" for word in words]
-    return study.table(
+    return Table(
         counted((e.verdict for e in found), "claim"),
         columns,
         [_line(study, e)[: len(columns)] for e in found],
@@ -113,7 +108,7 @@ def contradicting(study: Study) -> Table:
     """Printed figures of one thing that cannot all be right and stand with no claim, those furthest apart first."""
     told = {f"{e.document} {e.claim['contradiction']}" for e in judged(study) if "contradiction" in e.claim}
     found = sorted((x for x in compared() if x.contradict and x.key not in told), key=lambda x: -x.apart * x.factor)
-    return study.table(
+    return Table(
         f"{len(found)} more quantities that are printed twice, with different figures",
         ["What", "Printed (document, place)", ">Apart"],
         [[x.text, x.said, f"{number(x.apart)}×" if x.factor else None] for x in found],

@@ -19,7 +19,7 @@ from ..tables import Cell, Table, Text, interval, number, size
 from ..theme import INK
 from ..trust import objection, reason, status
 from .optimization import answer_of, fits_line
-from .session import density, pair_cost, percent
+from .session import DENSITY, density, pair_cost, percent
 
 __all__ = [
     "answer", "documents", "failures", "generation", "limits", "peers", "provenance", "ranking", "reading",
@@ -83,6 +83,7 @@ FIELD = (
 )  # fmt: skip
 DENSE = FIELD[0]
 COLORS = {e.name: e.color for e in FIELD}
+SYSTEM = Column("System", lambda line: line["entry"].name)
 
 
 def verdict(study: Study, entry: Entry) -> Verdict:
@@ -97,8 +98,7 @@ def verdict(study: Study, entry: Entry) -> Verdict:
         return Verdict(RIGHT)
     if not rows:
         return Verdict(UNMEASURED, "no row of it is here")
-    why = reason((forward or rows)[0])
-    return Verdict(REFUSED, why)
+    return Verdict(REFUSED, reason((forward or rows)[0]))
 
 
 def lengths(study: Study) -> list[int]:
@@ -165,10 +165,6 @@ def fastest(study: Study) -> str:
     return f"{said}. {entry.name} computes {percent(density(row.point), 2)} of the query–key pairs."
 
 
-def _cost(ratio) -> str | None:
-    return ratio and f"{number(ratio.value)}×"
-
-
 def over_dense(study: Study, row):
     """What a visible pair costs over dense attention of the same length."""
     return pair_cost(study, row, DENSE.at(study, row.point.seq_len))
@@ -196,11 +192,10 @@ def _wrong_line(study: Study) -> str:
 
 def _model_line(study: Study) -> str:
     """A step of generation and packed documents, at the longest position and for the dearest pattern."""
-    steps = [r for r in study.rows(system=suite.GENERATION) if columns.timed(r) and r.point == r.point.first]
-    if not steps:
+    if not (steps := _steps(study)):
         return ""
-    n = max(r.point.seq_len for r in steps)
-    said = [f"{KINDS[r.point.pattern['kind']]} {number(r.median * 1e3 / STEPS)} ms and {size(r.memory['cache_bytes'])}"
+    n = steps[-1].point.seq_len
+    said = [f"{kind(r)} {number(r.median * 1e3 / STEPS)} ms and {size(r.memory['cache_bytes'])}"
             for r in steps if r.point.seq_len == n]  # fmt: skip
     found = [x for _, _, x in _packed(study) if x]
     dear = max(found, key=lambda x: x.value, default=None)
@@ -216,11 +211,10 @@ def ranking(study: Study) -> Table:
     p = found[0][2].point if found else None
     shape = f", {p.seq_len:,} tokens, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, forward" if p else ""
     return table(
-        study, f"Ranked by time{shape}",
-        [Column("System", lambda x: x["entry"].name),
-         Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
-         Column(">Of all pairs", lambda x: percent(density(x["row"].point))),
-         Column(">Cost of a pair, dense = 1", lambda x: _cost(over_dense(study, x["row"]))),
+        f"Ranked by time{shape}",
+        [SYSTEM, Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
+         DENSITY.of("row"),
+         Column(">Cost of a pair, dense = 1", lambda x: (cost := over_dense(study, x["row"])) and times(cost).text),
          Column("A query sees", lambda x: Cell(x["entry"].states, str(pattern_of(x["row"].point))))],
         [{"rank": rank, "entry": e, "row": r} for rank, e, r in found],
         marked=[i for i, (rank, *_) in enumerate(found) if rank == 1],
@@ -239,8 +233,8 @@ def training(study: Study) -> Table:
     dense = {r.point.seq_len: r for e, r in found if e is DENSE}
     found.sort(key=lambda x: (x[1].point.seq_len, x[1].median))
     return table(
-        study, "Training: forward and backward of one call",
-        [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
+        "Training: forward and backward of one call",
+        [SYSTEM, TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "dense", "row", ">Faster than dense"), columns.PEAK.of("row")],
         [{"entry": e, "row": r, "dense": None if e is DENSE else dense.get(r.point.seq_len)} for e, r in found],
         note="With a random gradient of the output. Every gradient passed its check. Peak memory counts q, k, v, the "
@@ -250,12 +244,14 @@ def training(study: Study) -> Table:
 
 def unranked(study: Study) -> Table | Text:
     """The systems without a rank: wrong, refused, with the reason of each."""
-    checked = "Checked against the float64 reference of its own function: the output at every length, gradients at the "
-    checked += "shortest."
+    checked = (
+        "Checked against the float64 reference of its own function: the output at every length, gradients at the "
+        "shortest."
+    )
     found = [(e, v) for e in FIELD if (v := verdict(study, e)).word != RIGHT]
     if not found:
-        return study.text(f"Every system of this ranking is right. {checked}")
-    return study.table(
+        return Text([f"Every system of this ranking is right. {checked}"])
+    return Table(
         "Without a rank", ["System", "Verdict", "Why"],
         [[e.name, Cell(v.word, kind="bad" if v.word == WRONG else "none"), v.why] for e, v in found],
         note=f"{checked} Wrong: one of these is off by more than is allowed.",
@@ -268,7 +264,7 @@ def draw(study: Study, ylabel: str) -> tuple | None:
               for name, rows in series(study).items()}  # fmt: skip
     if not points:
         return None
-    fig = figures.lines(points, xlabel="Tokens", ylabel=ylabel, colors=[COLORS[name] for name in points])
+    fig = figures.lines(points, xlabel="Tokens", ylabel=ylabel, colors=COLORS)
     return fig, "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in points.items())
 
 
@@ -281,8 +277,8 @@ def time_figure(study: Study) -> None:
     lines = [{"entry": e, "row": r, "dense": None if e is DENSE else DENSE.at(study, r.point.seq_len)}
              for e, r in found]  # fmt: skip
     data = table(
-        study, "Data: time over length",
-        [Column("System", lambda x: x["entry"].name), TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
+        "Data: time over length",
+        [SYSTEM, TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "dense", "row", ">Faster than dense"),
          Column(">Cost of a pair, dense = 1", lambda x: times(over_dense(study, x["row"])) if x["dense"] else None)],
         lines,
@@ -300,35 +296,41 @@ def time_figure(study: Study) -> None:
 # in models: steps of generation, packed documents
 
 KINDS = {"dense": "Dense", "block_sparse": "Sliding window", "dilated": "LongNet from 256"}
-KIND_COLORS = {"Dense": figures.GREY} | COLORS
+
+
+def kind(row) -> str:
+    """What a reader calls the pattern of a row."""
+    return KINDS[row.point.pattern["kind"]]
+
+
+def _steps(study: Study) -> list:
+    """The timed steps of generation, the shortest position first."""
+    return sorted(filter(columns.timed, study.rows(system=suite.GENERATION)), key=lambda r: r.point.seq_len)
 
 
 def generation(study: Study) -> Text | None:
     """Tokens per second and bytes of the cache over the position, of one layer."""
-    rows = [r for r in study.rows(system=suite.GENERATION) if columns.timed(r) and r.point == r.point.first]
-    if not rows:
-        return study.text("No step of generation was measured.")
+    if not (rows := _steps(study)):
+        return Text(["No step of generation was measured."])
     speed: dict[str, list[tuple]] = {}
     held: dict[str, list[tuple]] = {}
-    for r in sorted(rows, key=lambda r: r.point.seq_len):
-        name, n, (slow, quick) = KINDS[r.point.pattern["kind"]], r.point.seq_len + STEPS, (r.ci or (None, None))[::-1]
-        rates = [t and STEPS / t for t in (r.median, slow, quick)]
-        speed.setdefault(name, []).append((n, *rates))
+    for r in rows:
+        name, n, (slow, quick) = kind(r), r.point.seq_len + STEPS, (r.ci or (None, None))[::-1]
+        speed.setdefault(name, []).append((n, *(t and STEPS / t for t in (r.median, slow, quick))))
         held.setdefault(name, []).append((n, r.memory["cache_bytes"] / 2**20, None, None))
     panels = {"Tokens per second, one layer": speed, "Cache (MiB)": held}
-    fig = figures.panels(panels, xlabel="Position", colors=[KIND_COLORS[name] for name in speed])
-    per_step = Column(">A step (ms)", lambda r: columns.time(r, 1e3 / STEPS))
+    fig = figures.panels(panels, xlabel="Position", colors=COLORS | {"Dense": DENSE.color})
     data = table(
-        study, "Data: a step of generation",
-        [Column("Pattern", lambda r: KINDS[r.point.pattern["kind"]]),
-         Column(">Position", lambda r: r.point.seq_len + STEPS), per_step,
+        "Data: a step of generation",
+        [Column("Pattern", kind), Column(">Position", lambda r: r.point.seq_len + STEPS),
+         Column(">A step (ms)", lambda r: columns.time(r, 1e3 / STEPS)),
          Column(">Roofline (ms)", lambda r: r.bound_seconds and number(r.bound_seconds * 1e3 / STEPS)),
          Column(">Cache", lambda r: size(r.memory["cache_bytes"])), Column(">Error", columns.error)],
         rows, note="The roofline reads each visible row of k and v once, at the rate that the run's probe reached.",
     )  # fmt: skip
     most = max(n for n, *_ in speed.get("Dense") or speed[next(iter(speed))])
-    at = {name: next(((x[1], y[1]) for x, y in zip(p, held[name]) if x[0] == most), None) for name, p in speed.items()}
-    said = "; ".join(f"{x} {number(rate)} tokens per second, {number(mib)} MiB" for x, (rate, mib) in at.items())
+    said = "; ".join(f"{name} {number(x[1])} tokens per second, {number(y[1])} MiB"
+                     for name, rates in speed.items() for x, y in zip(rates, held[name]) if x[0] == most)  # fmt: skip
     heads = f"{rows[0].point.heads} heads of {rows[0].point.head_dim}"
     caption = f"One layer of {heads} at position {most:,}: {said}. A window and LongNet keep live rows alone."
     figures.show(fig, "landscape-generation", caption, caption, data, stamp=study.stamp)
@@ -347,11 +349,11 @@ def documents(study: Study) -> Table | Text:
     """Packed documents of different length beside equal ones with as many pairs, in turns."""
     lines = [{"uneven": uneven, "equal": equal} for uneven, equal, _ in _packed(study)]
     if not lines:
-        return study.text("No packed documents were measured.")
+        return Text(["No packed documents were measured."])
     count, tokens = (f"{x:,}" for x in (lines[0]["uneven"].option("documents"), lines[0]["uneven"].point.seq_len))
     return table(
-        study, "Packed documents: different lengths beside equal ones",
-        [Column("Pattern", lambda x: KINDS[x["uneven"].point.pattern["kind"]]), TIME.of("uneven", ">Different (ms)"),
+        "Packed documents: different lengths beside equal ones",
+        [Column("Pattern", kind).of("uneven"), TIME.of("uneven", ">Different (ms)"),
          TIME.of("equal", ">Equal (ms)"), columns.ratio(study, "uneven", "equal", ">Different over equal")],
         lines, note=f"Causal, forward. {count} documents of 64 to 4,096 tokens, {tokens} in all; the equal ones have "
         "as many tokens and pairs.",
@@ -376,14 +378,14 @@ def peers(study: Study) -> Table | Text:
     rows = [r for r in rows if r.option("version")]
     if not rows:
         names = ", ".join(p.package for p in packages.PEERS.values())
-        return study.text(f"No other package was measured: `make report PEERS=1` installs and measures {names}.")
+        return Text([f"No other package was measured: `make report PEERS=1` installs and measures {names}."])
     here = {r.point.system: packages.PEERS[r.point.system] for r in rows}
     kernels = [f"{p.kernel} in {p.package}" for p in here.values() if p.kernel and study.device_type == "cpu"]
     wrong = {r.point.system for r in rows if status(r) == "incorrect"}
     why = [f"{here[name].package} {source}" for name, source in SOURCES.items() if name in wrong]
     absent = [f"{p.package} ({p.how})" for name, p in packages.PEERS.items() if name not in here]
     return table(
-        study, "Beside the packages of others, on the same function",
+        "Beside the packages of others, on the same function",
         [Column("Package", lambda x: Cell(here[x["row"].point.system].package, x["row"].option("version"))),
          Column("Pattern", lambda x: str(pattern_of(x["row"].point))), TOKENS.of("row"),
          Column("Pass", lambda x: pass_of(x["row"].point)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -14,21 +15,10 @@ from ...engine import dilated, folding
 from ...estimate import longest
 from ...kernels.base import DeviceSpec
 from .. import columns, figures, findings, rows
-from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, shown, table, times
+from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, beyond, shown, table, times
 from ..evidence import evidence
 from ..findings import failures, provenance, reading
-from ..rows import (
-    FULL,
-    SHORT,
-    dense_beside,
-    document_rows,
-    is_optimised,
-    is_plain,
-    label,
-    pattern,
-    shape,
-    switches,
-)
+from ..rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
 from ..study import Study, best, together, with_rates
 from ..tables import Cell, Code, Table, Text, number, size
 from ..trust import reason
@@ -62,7 +52,7 @@ def answer_of(study: Study, computed: str, *lines: str) -> Text:
     if study.rehearsal:
         here = " ".join(line for line in lines if line != computed).replace("**", "")
         lines = computed, f"**Measured on {study.device}, not on that GPU**: {here}"
-    return study.text(*lines, findings.trust_line(study), findings.gaps_line(study), kind="answer", bullets=True)
+    return Text([*lines, findings.trust_line(study), findings.gaps_line(study)], kind="answer", bullets=True)
 
 
 def _pays_line(study: Study) -> str:
@@ -72,34 +62,28 @@ def _pays_line(study: Study) -> str:
         return "**What optimizing pays**: not measured, no pair of rows passed its check."
     sure = [x for x in found if x.significantly_slower]
     factor = " to ".join(dict.fromkeys(number(f(x.value for x in sure or found), 2) for f in (min, max)))
-    beyond = f", {len(sure)} of {len(found)} implementations beyond noise" if sure else ", within noise"
-    noise = "" if len(sure) == len(found) else beyond
+    noise = f", {len(sure)} of {len(found)} implementations beyond noise" if sure else ", within noise"
+    noise = "" if len(sure) == len(found) else noise
     where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
     said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
     effects = [(words.lower(), x[2]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
     for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
-        if names := [f"{name} ({number(x.value)}×)" for name, x in effects if _beyond(x) == sign and x.high < math.inf]:
+        if names := [f"{name} ({number(x.value)}×)" for name, x in effects if beyond(x) == sign and x.high < math.inf]:
             said.append(f"{words}: {', '.join(names)}")
     if names := [name for name, x in effects if x.high == math.inf]:
         said.append(f"Too few samples: {', '.join(names)}")
     return f"{'. '.join(said)}."
 
 
-def _beyond(ratio) -> int:
-    """1 where the second row of a ratio is faster beyond noise, -1 where it is slower."""
-    return 0 if ratio is None else ratio.significantly_slower - ratio.significantly_faster
-
-
 def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
     """How long a sequence fits on so many ranks, by ``longest``; in a rehearsal the roofline of the device too."""
-    gpu, dtype, bound = study.profile, rows.hardware_dtype(study), ""
-    ours, dense = (_bound(gpu, p, dtype, seq_len) for p in (pattern, patterns.Dense()))
-    if study.rehearsal and ours and dense:
-        bound = f"computed for {gpu.title} in {SHORT[dtype]}, over {seq_len:,} tokens on one device: {pattern} takes "
-        bound += f"at least {ours} ms, dense attention {dense} ms; "
+    gpu, bound = study.profile, ""
+    if study.rehearsal and (least := _bounds(gpu, pattern, seq_len)):
+        dtype = SHORT[rows.hardware_dtype(study)]
+        bound = f"computed for {gpu.title} in {dtype}, over {seq_len:,} tokens on one device: {pattern} takes {least}; "
     if not study.memory_bytes:
         return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
-    how = {"dtype": getattr(torch, dtype), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
+    how = {"dtype": gpu.default_dtype(), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
     said = []
     for n in ranks:
         on = "" if ranks == (1,) else f" on {n} rank{'s' * (n > 1)}"
@@ -170,7 +154,7 @@ def implementations(study: Study) -> Table:
     tests = {"original": is_plain, "optimised": is_optimised, "flash": lambda r: r.point.system.endswith("V2Flash")}
 
     def name(x: dict) -> Cell:
-        slower = {label(r): _beyond(study.ratio(r, x["row"])) for r in x["others"]}
+        slower = {label(r): beyond(study.ratio(r, x["row"])) for r in x["others"]}
         also = (f"also {name}{', not as fast' if apart else ''}" for name, apart in slower.items())
         return Cell(label(x["row"]), "; ".join([SHORT[x["row"].point.dtype], *also]))
 
@@ -186,12 +170,8 @@ def implementations(study: Study) -> Table:
         return cell.plain if (cell := times(study.ratio(one, two))) else "not measured"
 
     s, d, gpu = shape(), rows.published(), gpu_of(study)
-    least = (
-        _bound(gpu, p, str(gpu.default_dtype()).removeprefix("torch."), s["seq_len"])
-        for p in (pattern(), patterns.Dense())
-    )
     return table(
-        study, f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
+        f"{s['seq_len']:,} tokens, {s['heads']} heads of {s['head_dim']}, forward, segments {segments()}",
         [Column("Implementation", name), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "naive", "row", ">Faster than naive"),
          columns.ratio(study, "dense", "row", ">Faster than dense"), PEAK.of("row"),
@@ -201,19 +181,19 @@ def implementations(study: Study) -> Table:
         f"gains {by_dtype(is_plain)} in the naive path and {by_dtype(is_optimised)} in the optimized one; the "
         f"published {d['rows'][1]['speedup']}× mixes dtype and optimizations. Published "
         f"on {d['device']}; according to its source code the original attends across heads instead of tokens. Computed "
-        f"for {gpu.title}: the call takes at least {' ms, dense attention '.join(map(str, least))} ms.",
+        f"for {gpu.title}: the call takes {_bounds(gpu, pattern(), s['seq_len'])}.",
     )  # fmt: skip
 
 
-def _pair(study: Study, name: str, dtype: str = "float32", **others) -> tuple | None:
-    """(row off, row on, Ratio) of a switch, the ``others`` on, in a dtype where there is one; the faster of each."""
+def _pair(study: Study, name: str, **others) -> tuple | None:
+    """(row off, row on, Ratio) of a switch, the ``others`` on, in fp32 where there is one; the faster of each."""
     ours, (_, off, on), found = document_rows(study, system="ringlab"), SWITCHES[name], []
     for one in rows.dtypes(ours):
         pair = [best([r for r in ours if r.point.dtype == one and switches(r.point) == FULL | others | {name: way}])
                 for way in (off, on)]  # fmt: skip
         if ratio := study.ratio(*pair):
             found.append((*pair, ratio))
-    return min(found, key=lambda x: x[1].point.dtype != dtype, default=None)
+    return min(found, key=lambda x: x[1].point.dtype != "float32", default=None)
 
 
 def over_dense(study: Study) -> list[tuple]:
@@ -233,7 +213,7 @@ def length_figure(study: Study) -> None:
     """Time over length of dense attention and of the pattern, with the pattern's roofline."""
     found = over_dense(study)
     data = table(
-        study, "Data: time over length",
+        "Data: time over length",
         [TOKENS.of("ours"), TIME.of("dense", ">Dense SDPA (ms)"), TIME.of("ours", ">All optimizations (ms)"),
          ROOFLINE.of("ours"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
         [{"dense": d, "ours": r} for _, _, d, r in found],
@@ -260,9 +240,9 @@ def draw_lengths(study: Study, name: str, found: list, what: str, looks: dict, l
                 series.setdefault("Its roofline", []).append((n, row.bound_seconds * 1e3, None, None))
     if not series:
         return
-    looks = {k: color for k, color in (looks | {"Its roofline": figures.SKY}).items() if k in series}
-    fig = figures.lines({k: series[k] for k in looks}, xlabel="Tokens", ylabel="Time (ms)", colors=[*looks.values()],
-                       dashed=["Its roofline"])  # fmt: skip
+    looks = looks | {"Its roofline": figures.SKY}
+    ordered = {k: series[k] for k in looks if k in series}
+    fig = figures.lines(ordered, xlabel="Tokens", ylabel="Time (ms)", colors=looks, dashed=["Its roofline"])
     start = rows.begins([x for x in found if x[2] is not None])
     said = f"Faster than dense attention from {start:,} tokens on" if start else "Not faster than dense attention"
     faster = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not shown"
@@ -275,15 +255,15 @@ def passes(study: Study) -> Table:
     ours = [r for r in study.rows(pattern=pattern().to_dict(), **FUNCTION) if is_optimised(r)]
     p = max((r.point for r in ours if r.point.passes == "fwd+bwd"), key=lambda p: p.seq_len, default=None)
     here = [r for r in ours if p and (r.point.seq_len, r.point.dtype) == (p.seq_len, p.dtype)]
-    ways = {(passes, causal): [r for r in here if (r.point.passes, r.point.causal) == (passes, causal)]
-            for passes in ("fwd", "fwd+bwd") for causal in (False, True)}  # fmt: skip
+    fastest = [best([r for r in here if (r.point.passes, r.point.causal) == way])
+               for way in product(cost.PASSES, (False, True))]  # fmt: skip
     where = f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""
     return table(
-        study, f"All optimizations beside dense attention{where}, segments {segments()}",
-        [PASS.of("ours", "Pass"), MASK.of("ours", "Mask"), TIME.of("ours", ">All optimizations (ms)"),
-         ROOFLINE.of("ours", ">Roofline (ms)"), TIME.of("dense", ">Dense SDPA (ms)"),
-         ROOFLINE.of("dense", ">Roofline, dense (ms)"), columns.ratio(study, "dense", "ours", ">Faster than dense")],
-        [{"ours": best(some), "dense": dense_beside(study, best(some))} for some in ways.values() if some],
+        f"All optimizations beside dense attention{where}, segments {segments()}",
+        [PASS.of("ours"), MASK.of("ours"), TIME.of("ours", ">All optimizations (ms)"), ROOFLINE.of("ours"),
+         TIME.of("dense", ">Dense SDPA (ms)"), ROOFLINE.of("dense", ">Roofline, dense (ms)"),
+         columns.ratio(study, "dense", "ours", ">Faster than dense")],
+        [{"ours": r, "dense": dense_beside(study, r)} for r in fastest if r is not None],
         note="Training: forward and backward together, with a random gradient of the output.",
     )  # fmt: skip
 
@@ -328,14 +308,14 @@ def reuse(study: Study) -> Text:
             "the list of dense calls that a pattern comes to."
         )
     if used := [x for *_, x in pool_rows(study)]:
-        won, lost = (sum(_beyond(x) == sign for x in used) for sign in (1, -1))
+        won, lost = (sum(beyond(x) == sign for x in used) for sign in (1, -1))
         ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
         pool_line = (
             f"of {len(used)} calls {won} are faster with it, {lost} slower, "
             f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast). Strided views write results "
             "in place and borrow nothing but an fp32 accumulator; gathered copies borrow their buffers."
         )
-    return study.text(f"**Pattern cache**: {cache_line}", f"**Memory pool**: {pool_line}", bullets=True)
+    return Text([f"**Pattern cache**: {cache_line}", f"**Memory pool**: {pool_line}"], bullets=True)
 
 
 def efficiency(study: Study) -> Text:
@@ -351,7 +331,7 @@ def efficiency(study: Study) -> Text:
             for name, some in found.items()}  # fmt: skip
     ends = {name: dict.fromkeys(number(f(some), 2) for f in (min, max)) for name, some in over.items() if some}
     said = ", ".join(f"{name} {' to '.join(x)}×" for name, x in ends.items())
-    return study.text(f"**Time over roofline**: {said or 'not measured'}. The roofline is that of the row's threads.")
+    return Text([f"**Time over roofline**: {said or 'not measured'}. The roofline is that of the row's threads."])
 
 
 def kernels_table(study: Study) -> Table:
@@ -372,7 +352,7 @@ def kernels_table(study: Study) -> Table:
         return Cell(allowed or "refused", "; ".join({x: 1 for x in why.values() if x}), "" if allowed else "none")
 
     return table(
-        study, f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
+        f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
         [Column("Kernel", lambda x: x), Column(">Time here (ms)", here), Column(f"On {gpu.title}", by_rule)],
         kernels.order(card if study.device_type == "cuda" else torch.device("cpu")), folded=True,
         note="The first that is not refused is chosen. Rules are stated needs; nothing was called on that device.",
@@ -405,9 +385,9 @@ def folded(study: Study) -> Table | None:
         return Cell(f"{number(apart / fold)}×", f"chosen: {chosen}")
 
     return table(
-        study, "Nested branches: branch by branch → folded, each visible pair once",
-        [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)), PASS.of("auto", "Pass"),
-         MASK.of("auto", "Mask"), Column(">Calls", both(lambda plan, _: len(plan.calls))),
+        "Nested branches: branch by branch → folded, each visible pair once",
+        [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)), PASS.of("auto"),
+         MASK.of("auto"), Column(">Calls", both(lambda plan, _: len(plan.calls))),
          Column(">Pairs a position", both(lambda plan, work: plan.pairs / work)),
          Column(">Merges a row", both(merges)), Column(">Predicted gain", predicted),
          columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto")],
@@ -423,12 +403,16 @@ def gpu_of(study: Study):
     return study.profile if own else hardware.get_profile(rows.published()["profile"])
 
 
-def _bound(profile, pattern, dtype: str, seq_len: int) -> str | None:
-    """The roofline of a pattern in the document's heads on a profile, in ms."""
-    fields = {"seq_len": seq_len} | {k: shape()[k] for k in ("batch", "heads", "head_dim", "causal", "passes")}
-    rate, bandwidth = profile.peak(getattr(torch, dtype)), profile.bandwidth_bytes_per_s
-    work = cost.count(pattern, dtype=getattr(torch, dtype), **fields)
-    return number(work.seconds(rate, bandwidth) * 1e3) if rate and bandwidth else None
+def _bounds(profile, pattern, seq_len: int) -> str:
+    """The rooflines of a pattern and of dense attention in the document's heads on a profile; empty for no rates."""
+    dtype = profile.default_dtype()
+    rate, bandwidth = profile.peak(dtype), profile.bandwidth_bytes_per_s
+    if not rate or not bandwidth:
+        return ""
+    fields = {"dtype": dtype, "seq_len": seq_len}
+    fields |= {k: shape()[k] for k in ("batch", "heads", "head_dim", "causal", "passes")}
+    ours, dense = (cost.count(p, **fields).seconds(rate, bandwidth) for p in (pattern, patterns.Dense()))
+    return f"at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms"
 
 
 def limits(study: Study) -> Text:

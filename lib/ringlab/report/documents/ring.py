@@ -9,10 +9,10 @@ from __future__ import annotations
 from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECTIVE
 from ...ring.volume import ladder_rows
 from .. import columns, figures
-from ..columns import PEAK, ROOFLINE, TIME, Column, peak_bytes, ratio, rows_of, sent_bytes, table, timed, times
+from ..columns import PEAK, ROOFLINE, TIME, Column, beyond, peak_bytes, ratio, rows_of, sent_bytes, table, timed, times
 from ..findings import failures, limits, provenance, reading
 from ..predicted import accuracy
-from ..published import DOCUMENTS, published
+from ..published import published
 from ..rows import SHORT
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number, size
@@ -23,18 +23,23 @@ __all__ = [
     "accuracy", "answer", "bytes_figure", "failures", "lengths", "limits", "names", "provenance", "reading",
     "schemes", "speed_figure", "volumes",
 ]  # fmt: skip
+PAGES = {  # by suite: the document, and the system that the page is about
+    "benchmark_summary": ("001", SDPA),
+    "performance_comparison": ("003", "ringlab"),
+    "hybrid_summary": ("004", HYBRID),
+}
 
 
 def _rows(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
     """(tokens, ranks) -> row of a system in the heads that the document has; other rows are no part of its tables."""
-    number = next(number for number, document in DOCUMENTS.items() if document.suite == study.suite)
+    number, _ = PAGES[study.suite]
     return rows_of(study, system, heads=published(number)["shape"]["heads"], **wanted)
 
 
 def answer(study: Study) -> Text:
     """The finding first, how long a sequence fits, trust, and what was not measured."""
-    schemes = study.suite == "performance_comparison"
-    system = "ringlab" if schemes else HYBRID if study.suite == "hybrid_summary" else SDPA
+    number, system = PAGES[study.suite]
+    schemes = number == "003"
     found, fits = _rows(study, system), "**How long a sequence fits**: not known, without a row."
     counts = tuple(sorted({1, *(p for (_, p), row in found.items() if timed(row))}))
     if found and (study.rehearsal or not schemes):
@@ -45,11 +50,11 @@ def answer(study: Study) -> Text:
     return answer_of(study, fits, _shards_line(study, system), fits if study.rehearsal else f"{fits} {run}")
 
 
-def _work(found: dict) -> str:
+def _work(rows: list) -> str:
     """What every call of a table computes, and with how many threads."""
-    if not found:
+    if not rows:
         return ""
-    row = next(iter(found.values()))
+    row = rows[0]
     p, pattern, own = row.point, pattern_of(row.point), threads(row)
     segments, rates = (" and ".join(f"{x:,}" for x in xs) for xs in (pattern.segment_lengths, pattern.dilation_rates))
     each = f"; {own} thread{'s' * (own != 1)} a rank" if own else ""
@@ -67,10 +72,9 @@ def _at(tokens: int, ranks: int) -> str:
 # 001 and 004: one function over length and ranks
 
 
-def _reductions(found: dict) -> dict[tuple[int, int], float]:
-    """(tokens, ranks) -> peak of one rank over the peak of each of several."""
-    held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
-    return {(n, p): held[n, 1] / peak for (n, p), peak in held.items() if p > 1 and (n, 1) in held}
+def _peaks(found: dict) -> dict[tuple[int, int], int]:
+    """(tokens, ranks) -> peak of the rank that holds most."""
+    return {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
 
 
 def _speed_ups(study: Study, found: dict) -> dict[tuple[int, int], object]:
@@ -81,7 +85,8 @@ def _speed_ups(study: Study, found: dict) -> dict[tuple[int, int], object]:
 
 def _shards_line(study: Study, system: str) -> str:
     found = {k: row for k, row in _rows(study, system).items() if not columns.simulated(row)}
-    less, faster = _reductions(found), _speed_ups(study, found)
+    held, faster = _peaks(found), _speed_ups(study, found)
+    less = {(n, p): held[n, 1] / peak for (n, p), peak in held.items() if p > 1 and (n, 1) in held}
     if not less:
         return "**Memory and time on several ranks**: not measured."
     n = max(n for n, _ in less)
@@ -107,7 +112,7 @@ def _shards_line(study: Study, system: str) -> str:
 
 def _longest_run(found: dict) -> str:
     """The longest sequence that was measured, and what failed."""
-    held = {key: peak for key, row in found.items() if (peak := peak_bytes(row))}
+    held = _peaks(found)
     failed = ", ".join(f"{_at(*key)} ({status(row)})" for key, row in found.items() if objection(row))
     said = []
     if held:
@@ -115,14 +120,6 @@ def _longest_run(found: dict) -> str:
         heads = ", with one head" if found[last].point.heads == 1 else ""
         said.append(f"The longest run here, {_at(*last)}{heads}, held {size(held[last])} a rank.")
     return " ".join([*said, *([f"Not shown: {failed}."] if failed else [])])
-
-
-def _beside(found: dict, number: str, ranks: int | None = None) -> list[dict]:
-    """A line for each length and number of ranks that was measured or is printed; none where nothing was measured."""
-    papers = {(x["seq_len"], x.get("ranks", ranks)): x for x in published(number)["rows"]}
-    real = {key: row for key, row in found.items() if not columns.simulated(row)}
-    keys = sorted({*real, *papers}) if real else ()
-    return [{"tokens": n, "ranks": p, "row": real.get((n, p)), "paper": papers.get((n, p), {})} for n, p in keys]
 
 
 AT = (Column(">Tokens", lambda x: x["tokens"]), Column(">Ranks", lambda x: x["ranks"]))
@@ -135,20 +132,21 @@ def _paper(header: str, key: str, form: str = "{:,}") -> Column:
 
 def lengths(study: Study) -> Table:
     """001 and 004: time and peak memory by length and ranks, beside what the document prints."""
-    number, system = ("004", HYBRID) if study.suite == "hybrid_summary" else ("001", SDPA)
-    found, ranks = _rows(study, system), published(number)["shape"].get("ranks")
-    one = {n: row for (n, p), row in found.items() if p == 1}
-    lines = [x | {"one": one.get(x["tokens"]) if x["ranks"] > 1 and timed(x["row"]) else None}
-             for x in _beside(found, number, ranks)]  # fmt: skip
+    number, system = PAGES[study.suite]
+    paper = published(number)
+    printed = {(x["seq_len"], x.get("ranks", paper["shape"].get("ranks"))): x for x in paper["rows"]}
+    found = {key: row for key, row in _rows(study, system).items() if not columns.simulated(row)}
+    lines = [{"tokens": n, "ranks": p, "row": found.get((n, p)), "paper": printed.get((n, p), {}),
+              "one": found.get((n, 1)) if p > 1 and timed(found.get((n, p))) else None}
+             for n, p in (sorted({*found, *printed}) if found else ())]  # fmt: skip
     return table(
-        study,
         f"{system} of this library by length and ranks, and as published",
         [*AT, TIME.of("row"), ROOFLINE.of("row"), ratio(study, "one", "row", ">Faster than one rank"), PEAK.of("row"),
          columns.RATE.of("row"), *([] if study.rehearsal else [_paper(">Published tokens/s", "tokens_per_s")]),
          _paper(">Published (MB)", "mb")],
         lines,
-        note=f"{_work(found)} Peak memory: of the rank that holds most, with its q, k, v and out. Published: "
-        f"{published(number)['device']}. {PRINTED[number]}",
+        note=f"{_work([*found.values()])} Peak memory: of the rank that holds most, with its q, k, v and out. "
+        f"Published: {paper['device']}. {PRINTED[number]}",
     )  # fmt: skip
 
 
@@ -160,7 +158,8 @@ PRINTED = {
 
 def speed_figure(study: Study) -> None:
     """001 and 004: how many times as fast several ranks are as one."""
-    faster = _speed_ups(study, _rows(study, HYBRID if study.suite == "hybrid_summary" else SDPA))
+    _, system = PAGES[study.suite]
+    faster = _speed_ups(study, _rows(study, system))
     if not faster:
         return
     items = [figures.Bar(_at(*key), x.value, x.low, x.high) for key, x in faster.items()]
@@ -185,7 +184,6 @@ def names(study: Study) -> Table:
     system = Column("System", lambda x: Cell(KINDS[x["system"]], "" if x["system"] == "dense_sdpa" else x["system"]))
     of_row = [x.of("row") for x in (columns.RANKS, TIME, ROOFLINE, PEAK)]
     return table(
-        study,
         f"The systems of the document at {n:,} tokens, all run by this library",
         [system, *of_row, ratio(study, "row", "base", ">Over the first")],
         sorted(lines, key=lambda x: columns.ranks(x["row"])),
@@ -232,7 +230,7 @@ def _schemes_lines(study: Study) -> list[str]:
         each = [_each(last, value).items() for value in (sent_bytes, peak_bytes)]
         sent, held = (", ".join(f"{size(x)} by {name}" for name, x in found) for found in each)
         pairs = [(x.get(name), x.get(PLAN)) for x in lines if x["ranks"] > 1 for name in (RING, GATHER)]
-        told = [r.significantly_slower or r.significantly_faster for a, b in pairs if (r := study.ratio(a, b))]
+        told = [beyond(r) != 0 for a, b in pairs if (r := study.ratio(a, b))]
         found = [
             f"**A rank sends {sent}**, at {_at(last['tokens'], last['ranks'])}: the plan "
             "sends only the rows that a query of another rank sees.",
@@ -262,14 +260,13 @@ def schemes(study: Study) -> Table:
     over = [ratio(study, name, PLAN, f">{name.capitalize()} over plan") for name in (RING, GATHER)]
     peaks = [PEAK.of(name, f">Peak memory, {name}") for name in SCHEMES]
     return table(
-        study,
         "Several ranks: time of the plan, times of the others over its, and peak memory of a rank",
         [MASKED, AT[1], TIME.of(PLAN, ">Plan (ms)"), *over, ROOFLINE.of(PLAN), *peaks],
         lines,
         note="Plan: this library's scheme, which finds out beforehand which rows of K and V each rank needs, and sends "
         "no others. Ring: ranks pass their shards on. All-gather: each rank gets all shards. A shard is the part of "
         "the sequence that a rank holds. Not causal but where marked. "
-        f"{_work({i: x[PLAN] for i, x in enumerate(lines) if PLAN in x})}",
+        f"{_work([x[PLAN] for x in lines if PLAN in x])}",
     )
 
 
@@ -302,7 +299,6 @@ def volumes(study: Study) -> Table:
         return Column(header, lambda moved: size(getattr(moved, way) * 2 * HEADS * HEAD_DIM * BYTES))
 
     return table(
-        study,
         "Computed: K and V that a rank receives, by length, ranks and scheme",
         [Column(">Tokens", lambda x: x.seq_len), Column(">Ranks", lambda x: x.ranks),
          received(">Plan", "plan"), received(">Segment gather (LongNet)", "segment_gather"),

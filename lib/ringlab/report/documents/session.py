@@ -110,12 +110,12 @@ def percent(share: float, digits: int = 3) -> str:
     return f"{number(100 * share, digits)} %"
 
 
-def work(pattern=None, seq_len: int | None = None) -> cost.Cost:
-    """FLOPs and bytes of a pattern at the document's shape; without one, of the function that its benchmark states."""
+def work(seq_len: int | None = None) -> cost.Cost:
+    """FLOPs and bytes of the function that the document's benchmark states, at its own length by default."""
     ring, shape = document()["ring_shape"], document()["shape"]
-    own = functions.Dilated(ring["segment_lengths"], ring["dilation_rates"], "head_groups", "branch")
+    pattern = functions.Dilated(ring["segment_lengths"], ring["dilation_rates"], "head_groups", "branch")
     fields = {k: shape[k] for k in ("batch", "heads", "head_dim")} | {"dtype": getattr(torch, shape["dtype"])}
-    return cost.count(pattern or own, seq_len=seq_len or ring["seq_len"], **fields)
+    return cost.count(pattern, seq_len=seq_len or ring["seq_len"], **fields)
 
 
 def card():
@@ -219,7 +219,7 @@ def block_sparse(study: Study) -> Table:
     def name(line: dict) -> Cell:
         row, paper = line["row"], line["printed"]
         ours = SYSTEMS[row.point.system if row else paper["system"]]
-        if row and dict(row.point.options).get("cache") is False:
+        if row and row.option("cache") is False:
             ours = {"rows": "Row by row", "views": ours}[row.option("blocks")] + ", the plan built in each call"
         more = paper.get("name", "").replace("`", ""), SHORT[row.point.dtype] if row else ""
         return Cell(ours, "; ".join(filter(None, more)))
@@ -235,7 +235,6 @@ def block_sparse(study: Study) -> Table:
 
     computed = "; ".join(f"{x['name']} {x['computes']}" for x in d["block_rows"]).replace("`", "")
     return table(
-        study,
         f"Block-sparse attention, {d['block_sparse']['seq_len']:,} tokens: here, and as published",
         [Column("Here (published name)", name), TIME.of("row"), Column(">Faster than row by row", faster),
          ROOFLINE.of("row"), PEAK.of("row"), CALLS.of("row"),
@@ -264,17 +263,14 @@ def reuse(study: Study) -> Text:
             if ratio := study.ratio(fresh, lent):
                 pool.append((f"{mb:g} MiB on {threads} thread{'s' * (threads > 1)}", ratio))
     if pool:
-        won, lost = ([name for name, x in pool if test(x)] for test in (
-            lambda x: x.significantly_slower, lambda x: x.significantly_faster))  # fmt: skip
+        won, lost = ([name for name, x in pool if columns.beyond(x) == sign] for sign in (1, -1))
         ends = " to ".join(number(f(x.value for _, x in pool)) for f in (min, max))
         lines = [f"{word} for {', '.join(names)}" for word, names in (("faster", won), ("slower", lost)) if names]
         buffers = f"{ends}× as fast as fresh memory: {'; '.join(lines) or 'all within noise'}"
     else:
         buffers = "not measured"
-    return study.text(
-        f"**Pattern cache**, {cache_systems.LOOKUPS} {cache}.", f"**Scratch buffers from the pool**: {buffers}.",
-        bullets=True,
-    )  # fmt: skip
+    lines = f"**Pattern cache**, {cache_systems.LOOKUPS} {cache}.", f"**Scratch buffers from the pool**: {buffers}."
+    return Text(lines, bullets=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,7 +293,7 @@ def efficiency(study: Study) -> Table:
         return None if row in dense else times(pair_cost(study, row, best(alike)))
 
     return table(
-        study, "What a tenth of the pairs costs" + (f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""),
+        "What a tenth of the pairs costs" + (f", {p.seq_len:,} tokens, {SHORT[p.dtype]}" if p else ""),
         [Column("System", system), Column("Mask", lambda r: str(pattern_of(r.point))), DENSITY,
          replace(MASK, header="Causal"), PASS, TIME, ROOFLINE,
          Column(">Cost of a pair, dense = 1", over)],
@@ -314,7 +310,7 @@ def length_figure(study: Study) -> None:
             for r in study.rows(group=suite.WINDOW_LENGTHS, system=system)]  # fmt: skip
     system = Column("System", lambda r: Cell(SYSTEMS[r.point.system], SHORT[r.point.dtype]))
     data = table(
-        study, "Data: time over length", [system, columns.TOKENS, DENSITY, TIME, ROOFLINE, PEAK],
+        "Data: time over length", [system, columns.TOKENS, DENSITY, TIME, ROOFLINE, PEAK],
         [*(r for *_, r in found), *also, *(d for _, _, d, _ in found if d is not None)],
     )  # fmt: skip
     looks = {"Dense SDPA": figures.GREY, "Row by row": figures.ORANGE, "Batched": figures.GREEN,
@@ -330,7 +326,7 @@ def patterns(study: Study) -> Table:
     chosen = one(study, suite.BLOCK_PATTERNS, "adaptive", suite.ADAPTIVE)
     lines.append({"name": "by content", "said": str(Adaptive(**suite.ADAPTIVE)), "row": chosen})
     return table(
-        study, "Every kind of pattern",
+        "Every kind of pattern",
         [Column("Pattern", lambda line: line["name"]), Column("Blocks", lambda line: line["said"]),
          DENSITY.of("row"), TIME.of("row"), ROOFLINE.of("row"), PEAK.of("row")],
         [line for line in lines if line["row"] is not None],
@@ -350,7 +346,7 @@ def extreme(study: Study) -> Table:
     p = found[0].point if found else None
     named = f": {pattern_of(p)}, {heads(p)} of {p.head_dim}, {SHORT[p.dtype]}" if p else ""
     return table(
-        study, f"Extreme lengths, forward{named}",
+        f"Extreme lengths, forward{named}",
         [columns.TOKENS, TIME, ROOFLINE, PEAK,
          Column(">q, k, v and out in fp16, 8 heads", lambda r: size(work(seq_len=r.point.seq_len).floor_bytes)),
          Column(">Published (MB)", lambda r: printed.get(r.point.seq_len, {}).get("mb"))],
