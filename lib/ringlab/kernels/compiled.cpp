@@ -120,8 +120,10 @@ struct Reader {
   static constexpr int item = 1;  // of a row along d
   INLINE void rows(float* __restrict to, const T* __restrict from, long step, long count, long d, long padded) {  // (count, padded)
     for (long r = 0; r < count; r++, from += step, to += padded) {
-      for (long x = 0; x < d; x++) to[x] = number(from[x]);
-      for (long x = d; x < padded; x++) to[x] = 0;
+      long x = 0;
+      for (; x + WIDTH <= d; x += WIDTH)
+        for (int i = 0; i < WIDTH; i++) to[x + i] = number(from[x + i]);
+      for (; x < padded; x++) to[x] = x < d ? number(from[x]) : 0;
     }
   }
   INLINE void columns(float* to, const T* from, long step, long count, long d) {  // (d, QUERIES)
@@ -215,7 +217,7 @@ INLINE void softmax(float* scores, long keys, float scale, float* top, float* su
       store(scores + j * QUERIES + c, p);
       total += p;
     }
-    const vec less = exp2_of((before - shift) * by);
+    const vec less = before == all(-INF) ? all(1.f) : exp2_of((before - shift) * by);  // nothing is summed up yet
     store(top + c, most);
     store(sum + c, load(sum + c) * less + total);
     for (int i = 0; i < WIDTH; i++)
@@ -225,19 +227,24 @@ INLINE void softmax(float* scores, long keys, float scale, float* top, float* su
   }
 }
 
+INLINE void add_scaled(float* __restrict to, const float* __restrict from, long d, float keep, float by) {
+  for (long x = 0; x < d; x++) to[x] = to[x] * keep + from[x] * by;
+}
+INLINE void write_scaled(float* __restrict to, const float* __restrict from, long d, float by) {
+  for (long x = 0; x < d; x++) to[x] = from[x] * by;
+}
+
 // One row of the result: over all keys of this call, or merged with what is there over others.
 INLINE void finish(const Call& call, const float* row, float top, float sum, float* out, float* lse) {
   const float over = sum == 0 ? 0 : 1 / sum, mine = sum == 0 ? -INF : top + logf(sum);
-  float weight = 1;
+  if (call.merge && mine == -INF) return;
   if (call.merge) {
-    if (mine == -INF) return;
-    const float apart = *lse - mine;
-    weight = 1 / (1 + expf(apart));
+    const float apart = *lse - mine, weight = 1 / (1 + expf(apart));
     *lse = std::max(*lse, mine) + log1pf(expf(-fabsf(apart)));
-    for (long x = 0; x < call.d; x++) out[x] += (row[x] * over - out[x]) * weight;
+    add_scaled(out, row, call.d, 1 - weight, over * weight);
   } else {
     *lse = mine;
-    for (long x = 0; x < call.d; x++) out[x] = row[x] * over;
+    write_scaled(out, row, call.d, over);
   }
 }
 
@@ -271,9 +278,10 @@ void run_forward(const Call& call, float scale) {
       const float* bias = call.bias ? call.place(call.bias, call.of_bias, b, h, start) : nullptr;
       for (long r = 0; r < rows; r += QUERIES)
         Read::columns(q + r * D, q_in + r * call.of_q.row, call.of_q.row, std::min<long>(QUERIES, rows - r), d);
-      std::fill(sums, sums + CHUNK * D, 0.f);
-      std::fill(top, top + CHUNK, -INF);
-      std::fill(sum, sum + CHUNK, 0.f);
+      const long padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
+      std::fill(sums, sums + padded * D, 0.f);
+      std::fill(top, top + padded, -INF);
+      std::fill(sum, sum + padded, 0.f);
       const long end = call.causal ? ahead + rows : call.keys;
       for (long key = 0; key < end; key += KEYS) {
         const long count = std::min<long>(KEYS, end - key);
@@ -367,13 +375,15 @@ void run_backward(const Call& call, float scale) {
           }
           for (long i = 0; i < some; i++) {
             float* to = call.place(call.dq, call.of_grads[0], b, h, r + i);
-            for (long x = 0; x < d; x++) to[x] = (first ? to[x] : 0) + dq[i * D + x] * scale;
+            if (first)
+              add_scaled(to, dq + i * D, d, 1, scale);
+            else
+              write_scaled(to, dq + i * D, d, scale);
           }
         }
         for (long j = 0; j < held; j++) {
-          float *to_k = call.place(call.dk, call.of_grads[1], b, h, first + j);
-          float *to_v = call.place(call.dv, call.of_grads[1], b, h, first + j);
-          for (long x = 0; x < d; x++) to_k[x] = dk[j * D + x] * scale, to_v[x] = dv[j * D + x];
+          write_scaled(call.place(call.dk, call.of_grads[1], b, h, first + j), dk + j * D, d, scale);
+          write_scaled(call.place(call.dv, call.of_grads[1], b, h, first + j), dv + j * D, d, 1);
         }
       }
     }
