@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
-from document_cases import EXACT, drawn_case, result, spans_of, wanted
+from document_cases import EXACT, drawn_case, spans_of, wanted
 from matrix import BLOCK_SPARSE, DILATED, F32, Case, drawn, errors
 from ringlab import Dense, Simulated, attention
 from ringlab.engine import documents
+from ringlab.ring import contiguous
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -17,31 +18,31 @@ def test_every_document_is_attended_as_if_it_stood_alone(seed, monkeypatch):
     monkeypatch.setattr(documents, "COPIED", 1024 if seed % 2 else 0)
     documents._documents.cache_clear()
     for _ in range(50):
-        case, how = drawn_case(rng)
+        case = drawn_case(rng)
         inputs, dout, dlse = drawn(case)
-        want = wanted(case, inputs, dout, dlse, spans_of(how, case.n))
-        got = result(case, inputs, dout, dlse, how)
-        apart = errors(got, want, *inputs[:2], dout)
-        assert max(apart.values()) <= EXACT[case.dtype], (case, how, apart)
+        apart = errors(case.run(inputs, dout, dlse), wanted(case, inputs, dout, dlse), *inputs[:2], dout)
+        assert max(apart.values()) <= EXACT[case.dtype], (case, apart)
     documents._documents.cache_clear()
 
 
 @pytest.mark.parametrize("pattern", [Dense(), DILATED[0], BLOCK_SPARSE[0]], ids=str)
-@pytest.mark.parametrize("how", [{"cu_seqlens": [0, 30, 60, 71, 101, 120]}, {"lengths": [120, 50, 0, 50]}], ids=str)
-def test_nothing_leaks_between_documents_or_out_of_the_padding(pattern, how):
-    """NaN in one document, or in the padding, leaves every other row bitwise the same, gradients too."""
-    packed = "cu_seqlens" in how
-    case = Case(pattern, 120, F32, causal=False, batch=1 if packed else 4)
+@pytest.mark.parametrize("documents, layout", [
+    ({"cu_seqlens": [0, 30, 60, 71, 101, 120]}, None), ({"lengths": [120, 50, 0, 50]}, None),
+    ({"cu_seqlens": [0, 30, 60, 71, 101, 120]}, contiguous(120, 3)),  # whose borders cut two documents
+], ids=str)  # fmt: skip
+def test_nothing_leaks_between_documents_or_out_of_the_padding(pattern, documents, layout):
+    """NaN in two documents, or in the padding, leaves every other row bitwise the same, gradients too."""
+    packed = "cu_seqlens" in documents
+    case = Case(pattern, 120, F32, batch=1 if packed else 4, layout=layout, scheme="plan", documents=documents)
     inputs, dout, dlse = drawn(case)
-    spans = spans_of(how, 120)
-    clean = result(case, inputs, dout, dlse, how)
+    clean = case.run(inputs, dout, dlse)
     dead = torch.ones(inputs[0].shape[:2], dtype=torch.bool)  # rows that hold NaN
-    for i, a, b in spans:
+    for i, a, b in spans_of(documents):
         dead[i, a:b] = False
     if packed:
-        dead[0, 60:71] = True
+        dead[0, 30:71] = True
     stained = [t.masked_fill(dead[:, :, None, None], torch.nan) for t in (*inputs, dout)]
-    found = result(case, stained[:3], stained[3], dlse, how)
+    found = case.run(stained[:3], stained[3], dlse)
     for name, t in clean.items():
         mask = dead[:, None, :] if name == "lse" else dead[:, :, None, None]
         assert torch.equal(found[name].masked_fill(mask, 0), t.masked_fill(mask, 0)), name

@@ -296,16 +296,10 @@ def test_two_ranks_on_one_device_are_one_device():
     """By gloo, which carries them through the CPU: what is shown is that the results are right, no speed."""
     ladder, of_two = Dilated([128, 512], [1, 4]), contiguous(512, 2)
     ways = [("plan", of_two), ("ring", of_two), ("plan", zigzag(512, 2)), ("all_gather", of_two), ("ulysses", of_two)]
-    ways = [(scheme, layout, dtype) for scheme, layout in ways for dtype in (F32, BF16)]
-    cases = [(ladder, layout, True, 4, 2, scheme, dtype, 64, 3, dtype == F32) for scheme, layout, dtype in ways]
+    cases = [Case(ladder, 512, dtype, True, d=64, lse_cotangent=dtype == F32, layout=layout, scheme=scheme)
+             for scheme, layout in ways for dtype in (F32, BF16)]  # fmt: skip
     everyone = launch(parity, 2, cases, str(DEVICE), timeout_s=120.0)
-    for i, (scheme, layout, dtype) in enumerate(ways):
-        same = Case(ladder, 512, dtype, True, d=64, seed=3, lse_cotangent=dtype == F32)  # on one device
-        (q, k, _), dout, _, want, bound = judged(same)
-        got = [layout.unshard([each[i][0][part] for each in everyone], 2 if part == 1 else 1) for part in range(5)]
-        found = errors(dict(zip(want, got)), want, q, k, dout)
-        assert not {name: (e, bound[name]) for name, e in found.items() if not e <= bound[name]}, (
-            scheme,
-            layout.kind,
-            dtype,
-        )
+    for i, case in enumerate(cases):
+        (q, k, _), dout, _, want, bound = judged(case)
+        found = errors(case.joined([each[i][0] for each in everyone]), want, q, k, dout)
+        assert not {name: (e, bound[name]) for name, e in found.items() if not e <= bound[name]}, case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import ringlab
 import torch
@@ -88,10 +88,12 @@ class Case:
     backend: str = "auto"
     layout: Layout | None = None
     scheme: str = "auto"
+    documents: dict = field(default_factory=dict, hash=False)  # cu_seqlens or lengths
 
     def call(self, q, k, v, z=None, group=None):
         """out, lse. ``group``: instead of the simulated one; the tensors are then shards."""
         how = {"causal": self.causal, "scale": self.scale, "backend": self.backend, "return_lse": True}
+        how |= self.documents
         if self.layout is not None:
             how["group"] = group or Simulated(self.layout.ranks)
         if isinstance(self.pattern, Adaptive):
@@ -105,6 +107,17 @@ class Case:
         inputs = [t.detach().requires_grad_() for t in inputs]
         out, lse = self.call(*inputs, group=group)
         return differentiated(out, lse, inputs, dout, dlse if self.lse_cotangent else None)
+
+    def shards(self, rank: int, device="cpu"):
+        """As ``drawn``, of one rank."""
+        inputs, dout, dlse = drawn(self)
+        *inputs, dout = (self.layout.shard(t, rank).to(device) for t in (*inputs, dout))
+        return inputs, dout, self.layout.shard(dlse, rank, 2).to(device)
+
+    def joined(self, shards) -> dict[str, torch.Tensor]:
+        """The results of all ranks, each of its shard, as those of the whole."""
+        return {name: self.layout.unshard([shard[name] for shard in shards], 2 if name == "lse" else 1)
+                for name in shards[0]}  # fmt: skip
 
 
 def differentiated(out, lse, inputs, dout, dlse) -> dict[str, torch.Tensor]:

@@ -8,13 +8,14 @@ import time
 import numpy as np
 import pytest
 import torch.distributed as dist
+from matrix import Case
 from ring_cases import fault, late_rank
 from ringlab.patterns import Dilated
 from ringlab.ring import contiguous, launch
 from ringlab.ring.launch import RankFailed
 from started import gone
 
-PATTERN = Dilated([8, 24], [1, 2])
+CASE = Case(Dilated([8, 24], [1, 2]), 24, causal=True, heads=2, d=8, layout=contiguous(24, 3), scheme="plan")
 FAULTS = {
     "raise": "rank 1 raised ValueError: a bad day",
     "gloo": "rank 1 raised RuntimeError: connection of the nccl experiment timed out",
@@ -44,7 +45,7 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
     timeout_s = 3.0 if kind in ("hang", "ahead") else 60.0
     start = time.monotonic()
     with pytest.raises(RankFailed) as failure:
-        launch.launch(fault, 3, kind, PATTERN, contiguous(24, 3), timeout_s=timeout_s)
+        launch.launch(fault, 3, kind, CASE, timeout_s=timeout_s)
     assert time.monotonic() - start < timeout_s + 2
     assert str(failure.value) == FAULTS[kind] and failure.value.rank == 1
     shown = "".join(getattr(failure.value, "__notes__", [])) + capfd.readouterr().err
@@ -117,5 +118,5 @@ def test_a_result_that_cannot_come_back_names_its_rank_and_why(kind, why):
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
     with pytest.raises(RankFailed, match="rank 1 raised"):
-        launch.launch(fault, 2, "child", None, None, str(tmp_path / "child"))
+        launch.launch(fault, 2, "child", None, str(tmp_path / "child"))
     assert gone([int((tmp_path / "child").read_text())], 60.0)
