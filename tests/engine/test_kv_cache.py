@@ -127,16 +127,6 @@ def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
             assert cache.lengths == at
 
 
-def test_crop_of_each_sequence_to_its_own_length():
-    q, k, v = tensors(2, 40, 2, 2, 8)
-    cache = KVCache(DILATED[0], batch=2, heads=2, head_dim=8, max_seq_len=40, dtype=F64, max_crop=40)
-    attention(*(x[:, :30] for x in (q, k, v)), DILATED[0], causal=True, cache=cache)
-    cache.crop([25, 3])
-    out = attention(*(torch.stack([x[0, 25:30], x[1, 3:8]]) for x in (q, k, v)), DILATED[0], causal=True, cache=cache)
-    want = reference.attention(q, k, v, DILATED[0], causal=True)[0]
-    assert reference.error(out, torch.stack([want[0, 25:30], want[1, 3:8]]), 1.0) <= 1e-12
-
-
 def test_sequences_of_one_length_may_keep_other_rows_after_a_crop():
     q, k, v = tensors(2, 40, 2, 2, 8)
     pattern = Dilated([4, 16], [1, 2])
