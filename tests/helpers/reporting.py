@@ -30,11 +30,12 @@ GOOD = dict(system="ringlab", pattern=patterns.Dilated([4, 8], [1, 2]), seq_len=
 BY_THEMSELVES = ("cache_workload", "pool_workload")
 CALLS = {suites.ORIGINAL: (2318, 1281), suites.OPTIMIZED: (2069, 1200), "ringlab": (174, 122)}
 CORES = 2
+MEMORY = 4 << 30  # few tokens, so that the longest sequences that fit are soon found
 
 
 def made_up(point: Point, group: Group, rehearsal: bool, rounds: int = 10, **changes) -> Result:
     """An ok Result with plausible samples."""
-    where = {"device": "cpu", "device_name": "a CPU", "device_memory_bytes": 16 * 2**30, "commit": "0" * 40}
+    where = {"device": "cpu", "device_name": "a CPU", "device_memory_bytes": MEMORY, "commit": "0" * 40}
     where |= {"dirty": False, "torch": "2.13.0+cpu", "machine": "made up", "interleaved": group.interleave}
     base = {"point": point, "group": group.name, "rehearsal": rehearsal, "provenance": where}
     base |= {"composition": group.composition(point), "run": hashlib.sha256(group.name.encode()).hexdigest()[:12]}

@@ -73,7 +73,8 @@ BORDERS = [0, 20, 32, 64]
 
 def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
     """The losses of training on two packed sequences: on "one" device, on the ranks of "sequence", or "fsdp" with 2 x 2
-    ranks of sequence and data. ``kind``: our model, or one of transformers. SGD shows the size of gradients, Adam not."""
+    ranks of sequence and data. ``kind``: our model, or one of transformers. By SGD: Adam is blind to a gradient's size.
+    """
     groups, data = {}, [0, 1]
     if how != "one":
         shape = (dist.get_world_size(),) if how == "sequence" else (2, 2)
