@@ -185,41 +185,35 @@ def call(cache_options=None, pattern=DILATED[0], n=4, b=1, heads=2, dtype=F32, *
         assert cache.lengths == [0]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"pattern": Dense()}, ValueError, "the cache is of another pattern"),
-        ({"causal": False}, ValueError, "a cache needs causal=True"),
-        ({"n": 17}, ValueError, "the cache is full: 0 of 16 positions are taken in sequence 0, and 17 are new"),
-        ({"b": 2}, ValueError, "the cache is for a batch of 1"),
-        ({"heads": 4}, ValueError, "2 heads, 2 K/V heads, head_dim 8, got"),
-        ({"dtype": F64}, ValueError, "the cache is torch.float32"),
-        ({"requires_grad": True}, ValueError, "torch.no_grad"),
-        ({"lengths": [5]}, ValueError, "lengths must be 1 numbers of 0 to 4"),
-        ({"cu_seqlens": [0, 4]}, ValueError, "lengths instead of cu_seqlens"),
-        ({"group": Simulated(2)}, ValueError, "give no group"),
-        ({"cache": 3}, TypeError, "must be a ringlab.KVCache"),
-        ({"cache_options": {"max_seq_len": 0}}, ValueError, "max_seq_len must be a positive integer"),
-        ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),
-        ({"cache_options": {"device": "cuda:x"}}, ValueError, "device"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"pattern": Dense()}, ValueError, "the cache is of another pattern"),
+    ({"causal": False}, ValueError, "a cache needs causal=True"),
+    ({"n": 17}, ValueError, "the cache is full: 0 of 16 positions are taken in sequence 0, and 17 are new"),
+    ({"b": 2}, ValueError, "the cache is for a batch of 1"),
+    ({"heads": 4}, ValueError, "2 heads, 2 K/V heads, head_dim 8, got"),
+    ({"dtype": F64}, ValueError, "the cache is torch.float32"),
+    ({"requires_grad": True}, ValueError, "torch.no_grad"),
+    ({"lengths": [5]}, ValueError, "lengths must be 1 numbers of 0 to 4"),
+    ({"cu_seqlens": [0, 4]}, ValueError, "lengths instead of cu_seqlens"),
+    ({"group": Simulated(2)}, ValueError, "give no group"),
+    ({"cache": 3}, TypeError, "must be a ringlab.KVCache"),
+    ({"cache_options": {"max_seq_len": 0}}, ValueError, "max_seq_len must be a positive integer"),
+    ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),
+    ({"cache_options": {"device": "cuda:x"}}, ValueError, "device"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(change, error, words):
     with pytest.raises(error, match=words) as caught:
         call(**change)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("do", "words"),
-    [
-        (lambda c: c.crop(5), "has 4 positions and cannot be cropped to 5"),
-        (lambda c: c.crop([1, 2]), "crop takes one length, or 1"),
-        (lambda c: c.reorder([1]), "reorder takes the numbers of 1 sequences"),
-        (lambda c: c.live_rows(1), "there is no sequence 1 among 1"),
-        (lambda c: KVCache(Dense(), **CACHE).load_state_dict(c.state_dict()), "the state is of another cache"),
-    ],
-)
+@pytest.mark.parametrize(("do", "words"), [
+    (lambda c: c.crop(5), "has 4 positions and cannot be cropped to 5"),
+    (lambda c: c.crop([1, 2]), "crop takes one length, or 1"),
+    (lambda c: c.reorder([1]), "reorder takes the numbers of 1 sequences"),
+    (lambda c: c.live_rows(1), "there is no sequence 1 among 1"),
+    (lambda c: KVCache(Dense(), **CACHE).load_state_dict(c.state_dict()), "the state is of another cache"),
+])  # fmt: skip
 def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
     cache = KVCache(DILATED[0], **CACHE)
     attention(*[torch.zeros(1, 4, 2, 8)] * 3, DILATED[0], causal=True, cache=cache)

@@ -61,26 +61,23 @@ def test_equal_documents_are_the_batch_bit_for_bit():
 Q = torch.zeros(1, 16, 2, 8)
 
 
-@pytest.mark.parametrize(
-    "how, error, message",
-    [
-        ({"cu_seqlens": [0, 9, 5, 16]}, ValueError, "must ascend from 0 to the sequence length 16, got .0, 9, 5, 16."),
-        ({"cu_seqlens": [1, 16]}, ValueError, "must ascend from 0"),
-        ({"cu_seqlens": [0, 15]}, ValueError, "must ascend from 0 to the sequence length 16"),
-        ({"cu_seqlens": [0]}, ValueError, "must ascend from 0"),
-        ({"cu_seqlens": [0, 4.5, 16]}, TypeError, "1-D tensor or a list of integers"),
-        ({"cu_seqlens": 16}, TypeError, "1-D tensor or a list of integers"),
-        ({"cu_seqlens": torch.tensor([0.0, 16.0])}, ValueError, "1-D tensor of int32 or int64, got torch.float32"),
-        ({"cu_seqlens": torch.tensor([[0, 16]])}, ValueError, "of shape .1, 2."),
-        ({"cu_seqlens": torch.tensor([0, 16], device="meta")}, ValueError, "on the CPU or on cpu, got meta"),
-        ({"lengths": [17]}, ValueError, "1 numbers of 0 to 16 rows"),
-        ({"lengths": [3, 4]}, ValueError, "1 numbers of 0 to 16 rows"),
-        ({"lengths": [-1]}, ValueError, "0 to 16 rows"),
-        ({"lengths": [3], "cu_seqlens": [0, 16]}, ValueError, "not both"),
-        ({"q": Q.expand(2, -1, -1, -1), "cu_seqlens": [0, 16]}, ValueError, "needs a batch of 1, got 2"),
-        ({"cu_seqlens": [0, 16], "group": Simulated(2), "layout": "striped"}, ValueError, "not a striped one"),
-    ],
-)
+@pytest.mark.parametrize("how, error, message", [
+    ({"cu_seqlens": [0, 9, 5, 16]}, ValueError, "must ascend from 0 to the sequence length 16, got .0, 9, 5, 16."),
+    ({"cu_seqlens": [1, 16]}, ValueError, "must ascend from 0"),
+    ({"cu_seqlens": [0, 15]}, ValueError, "must ascend from 0 to the sequence length 16"),
+    ({"cu_seqlens": [0]}, ValueError, "must ascend from 0"),
+    ({"cu_seqlens": [0, 4.5, 16]}, TypeError, "1-D tensor or a list of integers"),
+    ({"cu_seqlens": 16}, TypeError, "1-D tensor or a list of integers"),
+    ({"cu_seqlens": torch.tensor([0.0, 16.0])}, ValueError, "1-D tensor of int32 or int64, got torch.float32"),
+    ({"cu_seqlens": torch.tensor([[0, 16]])}, ValueError, "of shape .1, 2."),
+    ({"cu_seqlens": torch.tensor([0, 16], device="meta")}, ValueError, "on the CPU or on cpu, got meta"),
+    ({"lengths": [17]}, ValueError, "1 numbers of 0 to 16 rows"),
+    ({"lengths": [3, 4]}, ValueError, "1 numbers of 0 to 16 rows"),
+    ({"lengths": [-1]}, ValueError, "0 to 16 rows"),
+    ({"lengths": [3], "cu_seqlens": [0, 16]}, ValueError, "not both"),
+    ({"q": Q.expand(2, -1, -1, -1), "cu_seqlens": [0, 16]}, ValueError, "needs a batch of 1, got 2"),
+    ({"cu_seqlens": [0, 16], "group": Simulated(2), "layout": "striped"}, ValueError, "not a striped one"),
+])  # fmt: skip
 def test_wrong_borders_and_lengths_are_refused_in_one_line(how, error, message):
     q = how.pop("q", Q)
     with pytest.raises(error, match=message) as caught:

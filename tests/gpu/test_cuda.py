@@ -79,13 +79,10 @@ def test_every_kernel_that_is_not_refused_passes_its_probe(dtype, causal):
     assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    "dtype, d, causal",
-    [
-        (BF16, 32, True), (BF16, 64, False), (BF16, 80, True), (BF16, 128, True), (BF16, 256, False), (F16, 64, True),
-        (F16, 128, False), (F32, 64, False), (F32, 128, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, d, causal", [
+    (BF16, 32, True), (BF16, 64, False), (BF16, 80, True), (BF16, 128, True), (BF16, 256, False), (F16, 64, True),
+    (F16, 128, False), (F32, 64, False), (F32, 128, True),
+])  # fmt: skip
 @pytest.mark.parametrize("name", kernels.KERNELS)
 def test_a_kernel_runs_a_pattern_as_the_oracle_does(name, dtype, d, causal):
     """Branches that fold, of an odd length, with K/V heads that serve two heads each."""
@@ -126,15 +123,11 @@ def test_a_kernels_log_sum_exp_and_its_backward_with_the_final_one(name):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Dilated([256, 512], [1, 2], offsets="kv_head"), Dilated([256, 512], [1, 2], "head_groups", "branch"),
-        Dilated([200, 700], [3, 5]), block_patterns.local_global(1, 1, block_size=128),
-        block_patterns.bigbird(1, 1, 1, block_size=64),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("pattern", [
+    Dilated([256, 512], [1, 2], offsets="kv_head"), Dilated([256, 512], [1, 2], "head_groups", "branch"),
+    Dilated([200, 700], [3, 5]), block_patterns.local_global(1, 1, block_size=128),
+    block_patterns.bigbird(1, 1, 1, block_size=64),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_patterns_whose_tiles_are_full_are_the_oracles(backend, pattern, causal):
     """Small ones are in the matrix."""

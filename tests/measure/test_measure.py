@@ -44,15 +44,12 @@ def test_rows_come_back_as_written_also_when_not_finite(tmp_path):
     assert load(tmp_path / "nowhere") == []
 
 
-@pytest.mark.parametrize(
-    "damage, skipped",
-    [
-        (lambda text: text.split("\n", 1)[1], "1 unreadable or incomplete row (line 3)"),  # without its first sample
-        (lambda text: text + '[1]\n{"schema": 1}\n\x00\xff\n', "3 unreadable or incomplete rows (line 9, 10, 11)"),
-        (lambda text: text.replace('2.0, "l', f'{10**400}, "l', 1), "2 unreadable or incomplete rows (line 2, 4)"),
-        (lambda text: text + '{"schema": 2, "kind": "result"}\n', ""),
-    ],
-)
+@pytest.mark.parametrize("damage, skipped", [
+    (lambda text: text.split("\n", 1)[1], "1 unreadable or incomplete row (line 3)"),  # without its first sample
+    (lambda text: text + '[1]\n{"schema": 1}\n\x00\xff\n', "3 unreadable or incomplete rows (line 9, 10, 11)"),
+    (lambda text: text.replace('2.0, "l', f'{10**400}, "l', 1), "2 unreadable or incomplete rows (line 2, 4)"),
+    (lambda text: text + '{"schema": 2, "kind": "result"}\n', ""),
+])  # fmt: skip
 def test_what_cannot_be_read_is_skipped_with_a_warning_and_other_schemas_without(tmp_path, damage, skipped):
     write(tmp_path, result(), result(TINY.but(causal=True)))
     path, said = tmp_path / store.NAME, []

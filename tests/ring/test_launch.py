@@ -85,19 +85,16 @@ def test_a_script_needs_no_guard(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
 
 
-@pytest.mark.parametrize(
-    "function, args, options, why",
-    [
-        (lambda: 0, (), {}, "put it into a module"),
-        (fault, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
-        (np.ones((2, 2)), (), {}, r"array\(\[\[1., 1..* cannot be imported by other processes: put it into a module"),
-        (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
-        (fault, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
-        *((fault, (), {"timeout_s": given}, "timeout_s must be a positive number of seconds up to 1,000,000, got ")
-          for given in (0, float("nan"), float("inf"), "9", np.ones((2, 2)))),
-        (fault, (), {"threads": True}, "threads must be a positive integer, got True"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("function, args, options, why", [
+    (lambda: 0, (), {}, "put it into a module"),
+    (fault, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
+    (np.ones((2, 2)), (), {}, r"array\(\[\[1., 1..* cannot be imported by other processes: put it into a module"),
+    (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
+    (fault, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
+    *((fault, (), {"timeout_s": given}, "timeout_s must be a positive number of seconds up to 1,000,000, got ")
+      for given in (0, float("nan"), float("inf"), "9", np.ones((2, 2)))),
+    (fault, (), {"threads": True}, "threads must be a positive integer, got True"),
+])  # fmt: skip
 def test_what_cannot_be_launched_is_one_line(function, args, options, why):
     options = {"ranks": 2} | options
     with pytest.raises(ValueError, match=why) as failure:

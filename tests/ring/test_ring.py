@@ -73,36 +73,30 @@ def test_dense_schemes_move_their_closed_forms(ranks):
 WINDOW = block_patterns.sliding_window(1, block_size=SIZE)
 
 
-@pytest.mark.parametrize(
-    "pattern, layout, heads, scheme, why",
-    [
-        (Dilated([16], [1]), contiguous(64, 4), (8, 8), "plan", "a dilated pattern shows few foreign rows"),
-        (WINDOW, contiguous(64, 4), (8, 8), "plan", "a block-sparse pattern shows few foreign rows"),
-        (WINDOW, contiguous(64, 1), (8, 8), "plan", "one rank has all rows"),
-        (Dense(), contiguous(64, 1), (8, 8), "ring", "one rank has all rows, and nothing moves"),
-        (Dense(), zigzag(64, 4), (8, 8), "ulysses", "exchanging heads moves"),
-        (Dense(), zigzag(64, 4), (32, 2), "ring", "exchanging heads would move"),
-        (Dilated([16], [1]), striped(64, 4), (8, 8), "ulysses", "a dilated pattern over stripes"),
-        (WINDOW, striped(64, 4), (8, 8), "ulysses", "a block-sparse pattern over stripes"),
-    ],
-)
+@pytest.mark.parametrize("pattern, layout, heads, scheme, why", [
+    (Dilated([16], [1]), contiguous(64, 4), (8, 8), "plan", "a dilated pattern shows few foreign rows"),
+    (WINDOW, contiguous(64, 4), (8, 8), "plan", "a block-sparse pattern shows few foreign rows"),
+    (WINDOW, contiguous(64, 1), (8, 8), "plan", "one rank has all rows"),
+    (Dense(), contiguous(64, 1), (8, 8), "ring", "one rank has all rows, and nothing moves"),
+    (Dense(), zigzag(64, 4), (8, 8), "ulysses", "exchanging heads moves"),
+    (Dense(), zigzag(64, 4), (32, 2), "ring", "exchanging heads would move"),
+    (Dilated([16], [1]), striped(64, 4), (8, 8), "ulysses", "a dilated pattern over stripes"),
+    (WINDOW, striped(64, 4), (8, 8), "ulysses", "a block-sparse pattern over stripes"),
+])  # fmt: skip
 def test_auto_takes_the_scheme_that_moves_least_and_says_why(pattern, layout, heads, scheme, why):
     found = choose(Problem(pattern, layout, True, *heads))
     assert found.scheme == scheme and found.why.startswith(why)
 
 
-@pytest.mark.parametrize(
-    "pattern, layout, causal, scheme, said",
-    [
-        (PATTERNS[0], contiguous(N, 2), False, "ring", "'ring' does not serve block-sparse patterns; 'plan' and 'ulys"),
-        (PATTERNS[0], zigzag(N, 2), True, "all_gather", "'all_gather' does not serve block-sparse patterns"),
-        (PATTERNS[0], striped(N, 2), True, "plan", "a striped layout with dense attention only, not blocks of 8"),
-        (PATTERNS[0], hilbert(1, N, 2), True, "plan", "not in time order"),
-        (Dilated([4], [1]), striped(N, 2), True, "ring", "another layout, or ulysses"),
-        (PATTERNS[0], contiguous(N, 4), True, "ulysses", "4 ranks are more than 2 heads"),
-        (Dense(), contiguous(N, 2), True, "spiral", "unknown scheme 'spiral'; known: auto, plan, ring"),
-    ],
-)
+@pytest.mark.parametrize("pattern, layout, causal, scheme, said", [
+    (PATTERNS[0], contiguous(N, 2), False, "ring", "'ring' does not serve block-sparse patterns; 'plan' and 'ulys"),
+    (PATTERNS[0], zigzag(N, 2), True, "all_gather", "'all_gather' does not serve block-sparse patterns"),
+    (PATTERNS[0], striped(N, 2), True, "plan", "a striped layout with dense attention only, not blocks of 8"),
+    (PATTERNS[0], hilbert(1, N, 2), True, "plan", "not in time order"),
+    (Dilated([4], [1]), striped(N, 2), True, "ring", "another layout, or ulysses"),
+    (PATTERNS[0], contiguous(N, 4), True, "ulysses", "4 ranks are more than 2 heads"),
+    (Dense(), contiguous(N, 2), True, "spiral", "unknown scheme 'spiral'; known: auto, plan, ring"),
+])  # fmt: skip
 def test_refusals_are_one_line(pattern, layout, causal, scheme, said):
     case = Case(pattern, layout.n, F32, causal, heads=2, d=8, layout=layout, scheme=scheme)
     with pytest.raises(ValueError, match=f"^[^\n]*{said}[^\n]*$"):
@@ -138,17 +132,14 @@ MASKS = [torch.eye(6, dtype=torch.bool) for _ in range(2)]
 MASKS[1][0, 1] = True  # within a shard: the ranks need the same rows
 
 
-@pytest.mark.parametrize(
-    "calls, order, what",
-    [
-        ([[(ONE, False), (ONE, True)]], ((0, 1), (1, 0)), "causal is False on rank 0, True on rank 1"),
-        ([[(ONE, False), (OTHER, False)]], ((0, 1), (1, 0)), f"pattern is {ONE} on rank 0, {OTHER} on rank 1"),
-        ([[(ONE, False), (ONE, True)]], ((1, -2), (-2, 1)), "pass is forward on rank 0, backward on rank 1"),
-        ([[(ONE, False)] * 2], ((-2, -1), (-1, -2)), "forward call is number 1 on rank 0, number 2 on rank 1"),
-        ([[(block_patterns.from_mask(mask, block_size=SIZE), True)] for mask in MASKS], None,
-         "pattern is blocks of 8: a given mask .* on rank 0, blocks of 8: a given mask .* on rank 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("calls, order, what", [
+    ([[(ONE, False), (ONE, True)]], ((0, 1), (1, 0)), "causal is False on rank 0, True on rank 1"),
+    ([[(ONE, False), (OTHER, False)]], ((0, 1), (1, 0)), f"pattern is {ONE} on rank 0, {OTHER} on rank 1"),
+    ([[(ONE, False), (ONE, True)]], ((1, -2), (-2, 1)), "pass is forward on rank 0, backward on rank 1"),
+    ([[(ONE, False)] * 2], ((-2, -1), (-1, -2)), "forward call is number 1 on rank 0, number 2 on rank 1"),
+    ([[(block_patterns.from_mask(mask, block_size=SIZE), True)] for mask in MASKS], None,
+     "pattern is blocks of 8: a given mask .* on rank 0, blocks of 8: a given mask .* on rank 1"),
+])  # fmt: skip
 def test_ranks_that_disagree_are_told(calls, order, what):
     """In calls that they have made before in one order (``order``), or at once."""
     for told in launch(mismatch, 2, calls, contiguous(48, 2), order, timeout_s=30.0):

@@ -70,15 +70,12 @@ def test_ranks_whose_borders_differ_are_told():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "how, message",
-    [
-        ({"layout": Layout("contiguous", (0, 8))}, "is for 1 ranks|the layout has 8 positions here, q has 16"),
-        ({"layout": "striped"}, "need a contiguous or zigzag layout, not a striped one"),
-        ({"layout": "spiral"}, "unknown layout 'spiral'"),
-        ({"scheme": "rings"}, "unknown scheme 'rings'"),
-    ],
-)
+@pytest.mark.parametrize("how, message", [
+    ({"layout": Layout("contiguous", (0, 8))}, "is for 1 ranks|the layout has 8 positions here, q has 16"),
+    ({"layout": "striped"}, "need a contiguous or zigzag layout, not a striped one"),
+    ({"layout": "spiral"}, "unknown layout 'spiral'"),
+    ({"scheme": "rings"}, "unknown scheme 'rings'"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_whatever_the_documents(ranks, how, message):
     q, end = torch.zeros(1, 16, 2, 8), 8 if isinstance(how.get("layout"), Layout) else 16
     with pytest.raises(ValueError, match=message):

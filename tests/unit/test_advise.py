@@ -276,20 +276,17 @@ def test_what_is_given_stays_and_an_advice_is_taken_as_it_is():
 # bad input
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(ranks=0), "ranks must be a positive integer, got 0"),
-        (dict(seq_len=0), "seq_len must be a positive integer up to 2**40, got 0"),
-        (dict(seq_len=2, ranks=4), "4 ranks are more than 2 tokens"),
-        (dict(pattern="ring"), "pattern must be a ringlab pattern or one of auto, dense, ladder, local, got 'ring'"),
-        (dict(memory_bytes=2**20), "1 MiB cannot hold the inputs: q, k and v of a rank are 6 MiB"),
-        (dict(memory_bytes=0), "memory_bytes must be a positive number, got 0"),
-        (dict(seconds=float("nan")), "seconds must be a positive number, got nan"),
-        (dict(profile="generic", seconds=1.0), "profile 'generic' has no rates, so no bound to hold to 1 s"),
-        (dict(layout="rings", ranks=2), "unknown layout 'rings'"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (dict(ranks=0), "ranks must be a positive integer, got 0"),
+    (dict(seq_len=0), "seq_len must be a positive integer up to 2**40, got 0"),
+    (dict(seq_len=2, ranks=4), "4 ranks are more than 2 tokens"),
+    (dict(pattern="ring"), "pattern must be a ringlab pattern or one of auto, dense, ladder, local, got 'ring'"),
+    (dict(memory_bytes=2**20), "1 MiB cannot hold the inputs: q, k and v of a rank are 6 MiB"),
+    (dict(memory_bytes=0), "memory_bytes must be a positive number, got 0"),
+    (dict(seconds=float("nan")), "seconds must be a positive number, got nan"),
+    (dict(profile="generic", seconds=1.0), "profile 'generic' has no rates, so no bound to hold to 1 s"),
+    (dict(layout="rings", ranks=2), "unknown layout 'rings'"),
+])  # fmt: skip
 def test_what_cannot_be_is_one_line(arguments, message):
     with pytest.raises(ValueError) as error:
         advise(**{"profile": "gtx1080", "seq_len": 1024} | arguments)

@@ -51,23 +51,20 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
     assert (code, out, err.count("\n")) == (2, "", 1) and "cpu.toml is no profile: Invalid value" in err
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ([], "the following arguments are required: command; see python -m ringlab --help"),
-        (["reprot"], "invalid choice: 'reprot'"),
-        (["profiles", "x"], "unrecognized arguments: x"),
-        (["measure", "--minutes", "soon"], "argument --minutes: invalid float value: 'soon'"),
-        (["estimate", "--rates", "1;2"], "argument --rates: invalid numbers_and_commas value: '1;2'"),
-        (["estimate", "--dtype", "nn"], "argument --dtype: invalid choice: 'nn' (choose from 'float64', 'float32',"),
-        (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
-        (["measure", "--data", __file__], "test_cli.py is a file, not a folder"),
-        (["measure", "--data", " "], "a folder needs a name"),
-        (["measure", "--group=--"], "argument --group: expected one argument"),
-        (["check", "cpu", "--tolerance=--"], "argument --tolerance: expected one argument"),
-        (["advise", "--seq-len", "1", "--memory", "9" * 5000], "invalid size_in_bytes value"),
-    ],
-)
+@pytest.mark.parametrize("argv, message", [
+    ([], "the following arguments are required: command; see python -m ringlab --help"),
+    (["reprot"], "invalid choice: 'reprot'"),
+    (["profiles", "x"], "unrecognized arguments: x"),
+    (["measure", "--minutes", "soon"], "argument --minutes: invalid float value: 'soon'"),
+    (["estimate", "--rates", "1;2"], "argument --rates: invalid numbers_and_commas value: '1;2'"),
+    (["estimate", "--dtype", "nn"], "argument --dtype: invalid choice: 'nn' (choose from 'float64', 'float32',"),
+    (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
+    (["measure", "--data", __file__], "test_cli.py is a file, not a folder"),
+    (["measure", "--data", " "], "a folder needs a name"),
+    (["measure", "--group=--"], "argument --group: expected one argument"),
+    (["check", "cpu", "--tolerance=--"], "argument --tolerance: expected one argument"),
+    (["advise", "--seq-len", "1", "--memory", "9" * 5000], "invalid size_in_bytes value"),
+])  # fmt: skip
 def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
