@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import apart
 from ring_cases import layer_gradients, layer_positions
 from ringlab import Dense, Dilated, Execution, Simulated, blocks, nn, reference
 from ringlab.memory import MemoryPool
@@ -12,12 +13,6 @@ from ringlab.tracking import LiveStorageTracker
 from torch.nn import functional as F
 
 PATTERN = Dilated([12, 36], [1, 2])
-
-
-def apart(found, want) -> float:
-    """The worst relative error; a bias of k shifts all scores of a query alike, so its gradient is 0 up to rounding."""
-    floor = 0.01 * max(float(b.norm()) for b in want)
-    return max(float((a - b).norm() / b.norm().clamp_min(floor)) for a, b in zip(found, want, strict=True))
 
 
 def gradients(layer, x, dout):

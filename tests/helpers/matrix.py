@@ -134,6 +134,12 @@ def errors(got: dict, want: dict, q, k, dout, scale=None) -> dict[str, float]:
     return {n: reference.error(got[n], want[n], 1.0 if n in ("out", "lse") else floor) for n in want}
 
 
+def apart(found, want) -> float:
+    """The worst relative error of tensors, of which some may be 0 but for rounding, as the gradient of a bias of k."""
+    floor = 0.01 * max(float(b.norm()) for b in want)
+    return max(float((a - b).norm() / b.norm().clamp_min(floor)) for a, b in zip(found, want, strict=True))
+
+
 def drawn(case: Case):
     """(q, k, v and z where it is given; a cotangent of out (b, n, h, d), one of lse (b, h, n))."""
     generator = torch.Generator().manual_seed(case.seed)

@@ -58,10 +58,11 @@ def cached(cases, group=None):
     return found
 
 
-def generated(pattern):
-    """What a small model generates with the ranks' caches."""
+def generated(pattern, group="world"):
+    """What a small model generates, with the ranks' caches or (group None) its own."""
     torch.manual_seed(0)
-    model = LanguageModel(50, 32, 4, pattern, num_layers=2, group=dist.group.WORLD, dtype=torch.float64)
+    group = group and dist.group.WORLD
+    model = LanguageModel(50, 32, 4, pattern, num_layers=2, group=group, dtype=torch.float64)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     tokens = torch.arange(60).reshape(2, 30) % 50

@@ -3,10 +3,9 @@
 import functools
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import ringlab
-from reporting import MEMORY, longer, made_up
+from reporting import MEMORY, longer, made_up, study_of
 from ringlab import hardware
 from ringlab.measure import peers, suites
 from ringlab.report import findings, first_screen, index, render, tables
@@ -18,7 +17,7 @@ def study(profile: str = "cpu", change=lambda r: r) -> Study:
     about, rehearsal = hardware.get_profile(profile), profile != "cpu"
     groups = suites.landscape(about, device="cpu", rehearsal=rehearsal)
     rows = [change(made_up(p, g, rehearsal)) for g in groups for p in g.points]
-    return Study(about, rows, Path(f"{profile}-rehearsal/data" if rehearsal else "cpu/data"))
+    return study_of(rows, profile, rehearsal)
 
 
 @functools.cache
