@@ -177,6 +177,5 @@ def test_what_it_cannot_serve_on_a_gpu_is_said(monkeypatch):
     assert refuses(gpu, torch.bfloat16, 64) is None and refuses(gpu, torch.float32, 5) is None
     assert refuses(gpu, torch.float64, 64) == "takes float32, float16, bfloat16, not float64"
     assert refuses(gpu, torch.bfloat16, 264) == "needs a head_dim of at most 256, not 264"
-    assert (
-        refuses(DeviceSpec("cuda", (7, 5)), torch.float16, 64) == "needs compute capability 8.0 or newer, this is 7.5"
-    )
+    turing = DeviceSpec("cuda", (7, 5))
+    assert refuses(turing, torch.float16, 64) == "needs compute capability 8.0 or newer, this is 7.5"

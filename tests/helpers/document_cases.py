@@ -4,9 +4,8 @@ import random
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from matrix import BLOCK_SPARSE, DILATED, F32, F64, WAYS, Case, differentiated
-from ringlab import Dense, Execution, attention, blocks, reference
+from ringlab import Dense, Execution, blocks, reference
 
 MASKS = [p for p in BLOCK_SPARSE if "given" in str(p)]  # of one length
 PATTERNS = [Dense(), *DILATED, *(p for p in BLOCK_SPARSE if p not in MASKS)]
@@ -57,13 +56,3 @@ def drawn_case(rng: random.Random) -> Case:
         borders = [0, *borders, n]
     borders = torch.tensor(borders, dtype=rng.choice([torch.int32, torch.int64]))
     return replace(case, documents={"cu_seqlens": borders})
-
-
-def refused(borders):
-    """What this rank is told for its own borders."""
-    q = torch.zeros(1, 8, 2, 8)
-    try:
-        attention(q, q, q, Dense(), group=dist.group.WORLD, cu_seqlens=borders[dist.get_rank()])
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"

@@ -160,6 +160,15 @@ def as_simulated(cases):
     return everyone
 
 
+def told(call, *args, **how) -> str:
+    """What a rank is told that does not agree with the others."""
+    try:
+        call(*args, **how)
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing"
+
+
 def mismatch(calls, layout, order=None):
     """What this rank is told when it makes its own of the ``calls`` by rank: pairs (pattern, causal).
 
@@ -173,16 +182,15 @@ def mismatch(calls, layout, order=None):
     def forward(pattern, causal):
         return attention(*shards, pattern, causal=causal, group=dist.group.WORLD, scheme="plan", layout=layout)
 
-    try:
+    def each():
         outs = [forward(*made) for made in calls[0 if order else rank]]
         for i in order[rank] if order else ():
             if i < 0:
                 torch.autograd.grad(outs[i], shards, dout, retain_graph=True)
             else:
                 forward(*calls[0][i])
-    except PlanMismatch as error:
-        return str(error)
-    return "nothing"
+
+    return told(each)
 
 
 def without_private_names(case):
@@ -374,12 +382,15 @@ def warnings_of_bsr():
 
 def content_disagreed(cases):
     """What this rank is told in each case; every rank passes its own number of blocks and top_k, and z or none."""
-    rank, ranks, told = dist.get_rank(), dist.get_world_size(), []
+    rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
     for blocks, top_k, weighed in (each[rank] for each in cases):
         q, z = torch.randn(1, 8 * blocks, 2, 8), torch.zeros(1, 2, blocks, blocks * ranks)
-        try:
-            adaptive_attention(q, q, q, Adaptive(8, top_k), z if weighed else None, group=dist.group.WORLD)
-            told.append("nothing")
-        except PlanMismatch as error:
-            told.append(str(error))
-    return told
+        given = q, q, q, Adaptive(8, top_k), z if weighed else None
+        found.append(told(adaptive_attention, *given, group=dist.group.WORLD))
+    return found
+
+
+def borders_disagreed(borders):
+    """What this rank is told for its own borders."""
+    q = torch.zeros(1, 8, 2, 8)
+    return told(attention, q, q, q, Dense(), group=dist.group.WORLD, cu_seqlens=borders[dist.get_rank()])

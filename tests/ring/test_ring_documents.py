@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from document_cases import EXACT, drawn_case, refused, wanted
+from document_cases import EXACT, drawn_case, wanted
 from matrix import BLOCK_SPARSE, DILATED, Case, drawn, errors
-from ring_cases import as_simulated
+from ring_cases import as_simulated, borders_disagreed
 from ringlab import BlockSparse, Dense, Execution, Simulated, attention
 from ringlab.ring import SCHEMES, Layout, contiguous, counting, uneven, zigzag
 from ringlab.ring.launch import launch
@@ -65,7 +65,7 @@ def test_gloo_ranks_are_the_simulated_ones():
 
 
 def test_ranks_whose_borders_differ_are_told():
-    told = launch(refused, 2, [[0, 4, 16], [0, 5, 16]])
+    told = launch(borders_disagreed, 2, [[0, 4, 16], [0, 5, 16]])
     assert all("ranks disagree about what is computed: borders is" in said for said in told), told
 
 
