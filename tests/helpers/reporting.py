@@ -37,8 +37,6 @@ def made_up(point: Point, group: Group, rehearsal: bool, rounds: int = 10, **cha
     """An ok Result with plausible samples."""
     where = {"device": "cpu", "device_name": "a CPU", "device_memory_bytes": MEMORY, "commit": "0" * 40}
     where |= {"dirty": False, "torch": "2.13.0+cpu", "machine": "made up", "interleaved": group.interleave}
-    base = {"point": point, "group": group.name, "rehearsal": rehearsal, "provenance": where}
-    base |= {"composition": group.composition(point), "run": hashlib.sha256(group.name.encode()).hexdigest()[:12]}
     if point.system == "sgemm":
         t, floor, cost = 2 * point.seq_len**3 / 1.2e11, 12 * point.seq_len**2, {}
     else:
@@ -49,12 +47,13 @@ def made_up(point: Point, group: Group, rehearsal: bool, rounds: int = 10, **cha
     noise = random.Random(point.id)
     taken = tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds)) if group.timed else ()
     names = ["out", "lse"] + (["dq", "dk", "dv"] if point.passes != "fwd" else [])
-    fields = {
-        "status": "ok", "errors": dict.fromkeys(names, 4e-7), "tolerance": dict.fromkeys(names, 5e-6),
-        "memory": {"floor_bytes": floor, "tracked_peak_bytes": int(1.12 * floor), "high_water_bytes": 2 * floor},
-        "cost": cost, "bound_seconds": 0.6 * t, "share": 0.81 if point.system == "ringlab" else None,
-    }  # fmt: skip
-    made = Result(**base, **fields)
+    made = Result(
+        point=point, group=group.name, status="ok", rehearsal=rehearsal, provenance=where,
+        composition=group.composition(point), run=hashlib.sha256(group.name.encode()).hexdigest()[:12],
+        errors=dict.fromkeys(names, 4e-7), tolerance=dict.fromkeys(names, 5e-6),
+        memory={"floor_bytes": floor, "tracked_peak_bytes": int(1.12 * floor), "high_water_bytes": 2 * floor},
+        cost=cost, bound_seconds=0.6 * t, share=0.81 if point.system == "ringlab" else None,
+    )  # fmt: skip
     return replace(sampled(made, taken) if taken else made, **changes)
 
 

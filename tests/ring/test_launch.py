@@ -16,6 +16,7 @@ from ringlab.ring.launch import RankFailed
 from started import gone
 
 CASE = Case(Dilated([8, 24], [1, 2]), 24, causal=True, heads=2, d=8, layout=contiguous(24, 3), scheme="plan")
+DIFFERS = "rank 1 differs: PlanMismatch: ranks disagree about"
 FAULTS = {
     "raise": "rank 1 raised ValueError: a bad day",
     "gloo": "rank 1 raised RuntimeError: connection of the nccl experiment timed out",
@@ -25,12 +26,9 @@ FAULTS = {
     "leave": "rank 1 left with exit code 0 before it was done",
     "hang": "rank 1 hangs: after 3 s it has begun 0 exchanges, others 1",
     "ahead": "rank 1 hangs: after 3 s it has begun 5 exchanges, others 4",
-    "other shapes": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
-    "heads is 4 / 4 on rank 1, 2 / 2 on the others",
-    "other scheme": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
-    "scheme is ring on rank 1, plan on the others",
-    "corrupt": "rank 1 differs: PlanMismatch: ranks disagree about which rows move: "
-    "rank 0 against rank 1, rank 1 against rank 2",
+    "other shapes": f"{DIFFERS} what is computed: heads is 4 / 4 on rank 1, 2 / 2 on the others",
+    "other scheme": f"{DIFFERS} what is computed: scheme is ring on rank 1, plan on the others",
+    "corrupt": f"{DIFFERS} which rows move: rank 0 against rank 1, rank 1 against rank 2",
 }
 
 
