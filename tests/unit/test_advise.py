@@ -188,6 +188,8 @@ def test_stored_rows_become_evidence_and_bad_ones_do_not():
     ranks = [made_up(p, pair, False, ranks={"scheme": s}) for p, s in zip(pair.points, ("plan", "ring"))]
     (only,) = evidence(study_of(ranks))
     assert (only.about, {only.setting, only.against}, only.ranks) == ("scheme", {"plan", "ring"}, 2)
+    both = [ranks[0], replace(ranks[1], point=ranks[1].point.but(dtype="bfloat16"))]
+    assert evidence(study_of(both)) == (), "which of two settings made the difference is not known"
     assert evidence(study_of([replace(r, ranks=r.ranks | {"oversubscribed": True}) for r in ranks])) == ()
 
 
