@@ -155,15 +155,12 @@ def test_flex_is_compiled_whoever_looks_on(flex, recwarn):
     assert not [w for w in recwarn if "flex_attention" in str(w.message)]
 
 
-@pytest.mark.parametrize(
-    "way, dtype, why",
-    [
-        ("bsr", BF16, "blocks='bsr' takes float32, float64, not bfloat16$"),
-        ("bsr", F16, "blocks='bsr' takes float32, float64, not float16$"),
-        ("flex", F64, "blocks='flex' takes float32, float16, bfloat16, not float64$"),
-        ("flex", F32, "blocks='flex' needs a block size that is a multiple of 16"),
-    ],
-)
+@pytest.mark.parametrize("way, dtype, why", [
+    ("bsr", BF16, "blocks='bsr' takes float32, float64, not bfloat16$"),
+    ("bsr", F16, "blocks='bsr' takes float32, float64, not float16$"),
+    ("flex", F64, "blocks='flex' takes float32, float16, bfloat16, not float64$"),
+    ("flex", F32, "blocks='flex' needs a block size that is a multiple of 16"),
+])  # fmt: skip
 def test_ways_that_cannot_run_say_why(way, dtype, why):
     with pytest.raises(NotImplementedError, match=f"^{why}"):
         attention(*tensors(PATTERNS[0], 64, dtype), PATTERNS[0], execution=Execution(blocks=way))
@@ -286,15 +283,12 @@ def test_each_head_has_its_own_mask(kv_heads, group):
         assert reference.error(dx, wanted.nan_to_num(), 1.0) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    "rule, causal",
-    [
-        (lambda b, h, q, k: k >= 0, False),
-        (lambda b, h, q, k: q >= k, True),
-        (lambda b, h, q, k: (q >= k) & ((q // 16 - k // 16 < 2) | (k < 16)), True),
-        (lambda b, h, q, k: (q // 32 == k // 32) & (h % 2 == 0) | (k < 16), False),
-    ],
-)
+@pytest.mark.parametrize("rule, causal", [
+    (lambda b, h, q, k: k >= 0, False),
+    (lambda b, h, q, k: q >= k, True),
+    (lambda b, h, q, k: (q >= k) & ((q // 16 - k // 16 < 2) | (k < 16)), True),
+    (lambda b, h, q, k: (q // 32 == k // 32) & (h % 2 == 0) | (k < 16), False),
+])  # fmt: skip
 @pytest.mark.parametrize("n", [64, 90])
 def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
     pattern = blocks.from_mask(block_mask(rule, 4, n=n), causal=causal)
@@ -305,47 +299,40 @@ def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
         assert torch.equal(seen.tril() if causal else seen, shown[head])
 
 
-@pytest.mark.parametrize(
-    "make, why",
-    [
-        (lambda: BlockSparse([], 8), r"parts must be a list of parts, .*, got \[\]"),
-        (lambda: BlockSparse(Window(1), 8), r"parts must be a list of parts, as \[Window\(1\)\], got Window"),
-        (lambda: BlockSparse([type("Near", (Window,), {})(1)], 8), r"one of Window.*, no subclass, got Near\(before"),
-        (lambda: Global(1, False, False), "rows, columns or both must be True"),
-        (lambda: Given(("ff", "1")), "rows must be hexadecimal bit sets, one for each block"),
-        (lambda: blocks.hierarchical([(1,)]), r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]"),
-        (lambda: blocks.from_mask(torch.ones(0, 0, dtype=torch.bool)), "of at least one block"),
-        (lambda: blocks.from_mask(MASK, block_size=8).blocks(64), "the mask given is of 7 blocks, n = 64 has 8"),
-        (lambda: blocks.from_mask(MASK[:, :6]), r"got Tensor of torch.bool, shape \(7, 6\), torch.strided on cpu"),
-        (lambda: blocks.from_mask(MASK.to_sparse()), r"got Tensor of .*, shape \(7, 7\), torch.sparse_coo on cpu"),
-        (lambda: blocks.from_mask(MASK.to("meta")), r"neither nested, sparse nor meta, got .*, torch.strided on meta"),
-        (lambda: blocks.from_mask(torch.nested.nested_tensor([MASK[0]], layout=torch.jagged)), "got NestedTensor$"),
-        (lambda: blocks.from_mask(MASK, causal=True), "is not causal itself"),
-        (
-            lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k)),
-            "head 0: block 0 .* not seen whole; is the mask c",
-        ),
-        (
-            lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q - k < 9), causal=True),
-            "neither whole nor cut by causal",
-        ),
-        (lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k, 1, 2)), "one batch entry, got .* 2 entries"),
-        (lambda: blocks.PerHead([]), r"PerHead takes a tuple of block-sparse patterns, got \[\]"),
-        (lambda: attention(*[torch.ones(1, 64, 3, 8)] * 3, blocks.from_mask(EACH)), "for 4 query heads, q has 3"),
-        (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
-        (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "must have one window, or none and one"),
-        (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "must have one window, or none and one"),
-        (lambda: blocks.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
-        (lambda: patterns.from_dict({"kind": "dense", 3: 4, "size": 5}), "'dense': keywords must be strings"),
-        (parts(7), "unknown part of a block-sparse pattern: 7; known: window, strided"),
-        (parts({"part": ["window"]}), r"unknown part of a block-sparse pattern: {'part': \['window'\]}"),
-        (parts({"part": "x" * 3000}), r"unknown part of a block-sparse pattern: {'part': 'x{87}\.\.\.; known: window"),
-        (parts({"part": "window"}), "no part of .*: {'part': 'window'}: .* missing 1 required positional .*: 'before'"),
-        (parts(WINDOW | {"size": 2}), "no part of .*: .* got an unexpected keyword argument 'size'"),
-        (parts(WINDOW | {5: 2}), "no part of .*: keywords must be strings"),
-        (parts({"part": "given", "rows": [[1]]}), "rows must be hexadecimal bit sets"),
-    ],
-)
+@pytest.mark.parametrize("make, why", [
+    (lambda: BlockSparse([], 8), r"parts must be a list of parts, .*, got \[\]"),
+    (lambda: BlockSparse(Window(1), 8), r"parts must be a list of parts, as \[Window\(1\)\], got Window"),
+    (lambda: BlockSparse([type("Near", (Window,), {})(1)], 8), r"one of Window.*, no subclass, got Near\(before"),
+    (lambda: Global(1, False, False), "rows, columns or both must be True"),
+    (lambda: Given(("ff", "1")), "rows must be hexadecimal bit sets, one for each block"),
+    (lambda: blocks.hierarchical([(1,)]), r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]"),
+    (lambda: blocks.from_mask(torch.ones(0, 0, dtype=torch.bool)), "of at least one block"),
+    (lambda: blocks.from_mask(MASK, block_size=8).blocks(64), "the mask given is of 7 blocks, n = 64 has 8"),
+    (lambda: blocks.from_mask(MASK[:, :6]), r"got Tensor of torch.bool, shape \(7, 6\), torch.strided on cpu"),
+    (lambda: blocks.from_mask(MASK.to_sparse()), r"got Tensor of .*, shape \(7, 7\), torch.sparse_coo on cpu"),
+    (lambda: blocks.from_mask(MASK.to("meta")), r"neither nested, sparse nor meta, got .*, torch.strided on meta"),
+    (lambda: blocks.from_mask(torch.nested.nested_tensor([MASK[0]], layout=torch.jagged)), "got NestedTensor$"),
+    (lambda: blocks.from_mask(MASK, causal=True), "is not causal itself"),
+    (lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k)),
+     "head 0: block 0 .* not seen whole; is the mask c"),
+    (lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q - k < 9), causal=True),
+     "neither whole nor cut by causal"),
+    (lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k, 1, 2)), "one batch entry, got .* 2 entries"),
+    (lambda: blocks.PerHead([]), r"PerHead takes a tuple of block-sparse patterns, got \[\]"),
+    (lambda: attention(*[torch.ones(1, 64, 3, 8)] * 3, blocks.from_mask(EACH)), "for 4 query heads, q has 3"),
+    (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
+    (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "must have one window, or none and one"),
+    (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "must have one window, or none and one"),
+    (lambda: blocks.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
+    (lambda: patterns.from_dict({"kind": "dense", 3: 4, "size": 5}), "'dense': keywords must be strings"),
+    (parts(7), "unknown part of a block-sparse pattern: 7; known: window, strided"),
+    (parts({"part": ["window"]}), r"unknown part of a block-sparse pattern: {'part': \['window'\]}"),
+    (parts({"part": "x" * 3000}), r"unknown part of a block-sparse pattern: {'part': 'x{87}\.\.\.; known: window"),
+    (parts({"part": "window"}), "no part of .*: {'part': 'window'}: .* missing 1 required positional .*: 'before'"),
+    (parts(WINDOW | {"size": 2}), "no part of .*: .* got an unexpected keyword argument 'size'"),
+    (parts(WINDOW | {5: 2}), "no part of .*: keywords must be strings"),
+    (parts({"part": "given", "rows": [[1]]}), "rows must be hexadecimal bit sets"),
+])  # fmt: skip
 def test_wrong_values_are_one_line(make, why):
     with pytest.raises(ValueError, match=why) as failure:
         make()
@@ -370,16 +357,13 @@ def test_published_systems_compute_one_function(system):
         assert reference.error(asked(q, k, v, is_causal=causal), want, 1.0) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    "arguments, why",
-    [
-        ({}, "takes segment_lengths and dilation_rates, or density, or pattern: one of them"),
-        ({"density": 0.1, "pattern": PATTERNS[0]}, "one of them"),
-        ({"segment_lengths": [32], "dilation_rates": [1, 2]}, "differ in length: 1 and 2"),
-        ({"segment_lengths": [100], "dilation_rates": [1], "block_size": 64}, "100 is no multiple of the block size"),
-        ({"pattern": patterns.Dense()}, "pattern must be a BlockSparse"),
-    ],
-)
+@pytest.mark.parametrize("arguments, why", [
+    ({}, "takes segment_lengths and dilation_rates, or density, or pattern: one of them"),
+    ({"density": 0.1, "pattern": PATTERNS[0]}, "one of them"),
+    ({"segment_lengths": [32], "dilation_rates": [1, 2]}, "differ in length: 1 and 2"),
+    ({"segment_lengths": [100], "dilation_rates": [1], "block_size": 64}, "100 is no multiple of the block size"),
+    ({"pattern": patterns.Dense()}, "pattern must be a BlockSparse"),
+])  # fmt: skip
 def test_published_systems_refuse_in_one_line(arguments, why):
     with pytest.raises(ValueError, match=why) as failure:
         ringlab.BlockSparseOptimized(**arguments)

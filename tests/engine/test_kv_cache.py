@@ -127,16 +127,6 @@ def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
             assert cache.lengths == at
 
 
-def test_crop_of_each_sequence_to_its_own_length():
-    q, k, v = tensors(2, 40, 2, 2, 8)
-    cache = KVCache(DILATED[0], batch=2, heads=2, head_dim=8, max_seq_len=40, dtype=F64, max_crop=40)
-    attention(*(x[:, :30] for x in (q, k, v)), DILATED[0], causal=True, cache=cache)
-    cache.crop([25, 3])
-    out = attention(*(torch.stack([x[0, 25:30], x[1, 3:8]]) for x in (q, k, v)), DILATED[0], causal=True, cache=cache)
-    want = reference.attention(q, k, v, DILATED[0], causal=True)[0]
-    assert reference.error(out, torch.stack([want[0, 25:30], want[1, 3:8]]), 1.0) <= 1e-12
-
-
 def test_sequences_of_one_length_may_keep_other_rows_after_a_crop():
     q, k, v = tensors(2, 40, 2, 2, 8)
     pattern = Dilated([4, 16], [1, 2])
@@ -157,11 +147,11 @@ def test_a_million_positions_keep_few_rows():
     n, row = 1 << 20, 2 * 64 * 4
     cache = KVCache(LADDER, batch=1, heads=8, head_dim=64, max_seq_len=n)
     assert cache.nbytes == cache_bytes(LADDER, heads=8, max_seq_len=n) <= 1.05 * 8 * 11_263 * row
-    q, k, v = tensors(1, 30_000, 8, 8, 64, F32)
+    q, k, v = tensors(1, 17_000, 8, 8, 64, F32)
     attention(q, k, v, LADDER, causal=True, cache=cache)
     for head, rows in enumerate(cache.live_rows()):
         branches = zip(LADDER.segment_lengths, LADDER.dilation_rates)
-        wanted = {x for w, r in branches for x in range(30_000 // w * w + head % r, 30_000, r)}
+        wanted = {x for w, r in branches for x in range(17_000 // w * w + head % r, 17_000, r)}
         assert rows.tolist() == sorted(wanted)
 
 
@@ -195,41 +185,35 @@ def call(cache_options=None, pattern=DILATED[0], n=4, b=1, heads=2, dtype=F32, *
         assert cache.lengths == [0]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"pattern": Dense()}, ValueError, "the cache is of another pattern"),
-        ({"causal": False}, ValueError, "a cache needs causal=True"),
-        ({"n": 17}, ValueError, "the cache is full: 0 of 16 positions are taken in sequence 0, and 17 are new"),
-        ({"b": 2}, ValueError, "the cache is for a batch of 1"),
-        ({"heads": 4}, ValueError, "2 heads, 2 K/V heads, head_dim 8, got"),
-        ({"dtype": F64}, ValueError, "the cache is torch.float32"),
-        ({"requires_grad": True}, ValueError, "torch.no_grad"),
-        ({"lengths": [5]}, ValueError, "lengths must be 1 numbers of 0 to 4"),
-        ({"cu_seqlens": [0, 4]}, ValueError, "lengths instead of cu_seqlens"),
-        ({"group": Simulated(2)}, ValueError, "give no group"),
-        ({"cache": 3}, TypeError, "must be a ringlab.KVCache"),
-        ({"cache_options": {"max_seq_len": 0}}, ValueError, "max_seq_len must be a positive integer"),
-        ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),
-        ({"cache_options": {"device": "cuda:x"}}, ValueError, "device"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"pattern": Dense()}, ValueError, "the cache is of another pattern"),
+    ({"causal": False}, ValueError, "a cache needs causal=True"),
+    ({"n": 17}, ValueError, "the cache is full: 0 of 16 positions are taken in sequence 0, and 17 are new"),
+    ({"b": 2}, ValueError, "the cache is for a batch of 1"),
+    ({"heads": 4}, ValueError, "2 heads, 2 K/V heads, head_dim 8, got"),
+    ({"dtype": F64}, ValueError, "the cache is torch.float32"),
+    ({"requires_grad": True}, ValueError, "torch.no_grad"),
+    ({"lengths": [5]}, ValueError, "lengths must be 1 numbers of 0 to 4"),
+    ({"cu_seqlens": [0, 4]}, ValueError, "lengths instead of cu_seqlens"),
+    ({"group": Simulated(2)}, ValueError, "give no group"),
+    ({"cache": 3}, TypeError, "must be a ringlab.KVCache"),
+    ({"cache_options": {"max_seq_len": 0}}, ValueError, "max_seq_len must be a positive integer"),
+    ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),
+    ({"cache_options": {"device": "cuda:x"}}, ValueError, "device"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(change, error, words):
     with pytest.raises(error, match=words) as caught:
         call(**change)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("do", "words"),
-    [
-        (lambda c: c.crop(5), "has 4 positions and cannot be cropped to 5"),
-        (lambda c: c.crop([1, 2]), "crop takes one length, or 1"),
-        (lambda c: c.reorder([1]), "reorder takes the numbers of 1 sequences"),
-        (lambda c: c.live_rows(1), "there is no sequence 1 among 1"),
-        (lambda c: KVCache(Dense(), **CACHE).load_state_dict(c.state_dict()), "the state is of another cache"),
-    ],
-)
+@pytest.mark.parametrize(("do", "words"), [
+    (lambda c: c.crop(5), "has 4 positions and cannot be cropped to 5"),
+    (lambda c: c.crop([1, 2]), "crop takes one length, or 1"),
+    (lambda c: c.reorder([1]), "reorder takes the numbers of 1 sequences"),
+    (lambda c: c.live_rows(1), "there is no sequence 1 among 1"),
+    (lambda c: KVCache(Dense(), **CACHE).load_state_dict(c.state_dict()), "the state is of another cache"),
+])  # fmt: skip
 def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
     cache = KVCache(DILATED[0], **CACHE)
     attention(*[torch.zeros(1, 4, 2, 8)] * 3, DILATED[0], causal=True, cache=cache)

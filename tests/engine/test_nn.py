@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import apart
 from ring_cases import layer_gradients, layer_positions
 from ringlab import Dense, Dilated, Execution, Simulated, blocks, nn, reference
 from ringlab.memory import MemoryPool
@@ -12,12 +13,6 @@ from ringlab.tracking import LiveStorageTracker
 from torch.nn import functional as F
 
 PATTERN = Dilated([12, 36], [1, 2])
-
-
-def apart(found, want) -> float:
-    """The worst relative error; a bias of k shifts all scores of a query alike, so its gradient is 0 up to rounding."""
-    floor = 0.01 * max(float(b.norm()) for b in want)
-    return max(float((a - b).norm() / b.norm().clamp_min(floor)) for a, b in zip(found, want, strict=True))
 
 
 def gradients(layer, x, dout):
@@ -208,29 +203,6 @@ def test_a_buffer_that_is_reused_does_not_change_a_checkpointed_backward():
     out = layer(x, cu_seqlens=borders)
     borders[1] = 9
     assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], want)
-
-
-def test_training_goes_the_same_way_packed_one_by_one_and_over_two_ranks():
-    def steps(how: str) -> list[float]:
-        model = small(1, **({"group": Simulated(2)} if how == "ranks" else {}))
-        optimizer, found = torch.optim.AdamW(model.parameters(), 1e-2), []
-        generator = torch.Generator().manual_seed(2)
-        for _ in range(20):
-            some = [torch.randint(5, (1, n), generator=generator) for n in (20, 12, 32)]
-            if how == "one by one":
-                loss = sum(model.loss(x) * (x.shape[1] - 1) for x in some) / 61
-            else:
-                loss = model.loss(torch.cat(some, 1), cu_seqlens=[0, 20, 32, 64])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(float(loss))
-        return found
-
-    want = steps("one by one")
-    assert want[-1] < 0.6 * want[0]
-    for how in ("packed", "ranks"):
-        torch.testing.assert_close(steps(how), want, rtol=1e-5, atol=0)
 
 
 def test_ranks_turn_their_rows_by_global_positions():

@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
-from document_cases import EXACT, drawn_case, result, spans_of, wanted
+from document_cases import EXACT, drawn_case, spans_of, wanted
 from matrix import BLOCK_SPARSE, DILATED, F32, Case, drawn, errors
 from ringlab import Dense, Simulated, attention
 from ringlab.engine import documents
+from ringlab.ring import contiguous
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -17,31 +18,31 @@ def test_every_document_is_attended_as_if_it_stood_alone(seed, monkeypatch):
     monkeypatch.setattr(documents, "COPIED", 1024 if seed % 2 else 0)
     documents._documents.cache_clear()
     for _ in range(50):
-        case, how = drawn_case(rng)
+        case = drawn_case(rng)
         inputs, dout, dlse = drawn(case)
-        want = wanted(case, inputs, dout, dlse, spans_of(how, case.n))
-        got = result(case, inputs, dout, dlse, how)
-        apart = errors(got, want, *inputs[:2], dout)
-        assert max(apart.values()) <= EXACT[case.dtype], (case, how, apart)
+        apart = errors(case.run(inputs, dout, dlse), wanted(case, inputs, dout, dlse), *inputs[:2], dout)
+        assert max(apart.values()) <= EXACT[case.dtype], (case, apart)
     documents._documents.cache_clear()
 
 
 @pytest.mark.parametrize("pattern", [Dense(), DILATED[0], BLOCK_SPARSE[0]], ids=str)
-@pytest.mark.parametrize("how", [{"cu_seqlens": [0, 30, 60, 71, 101, 120]}, {"lengths": [120, 50, 0, 50]}], ids=str)
-def test_nothing_leaks_between_documents_or_out_of_the_padding(pattern, how):
-    """NaN in one document, or in the padding, leaves every other row bitwise the same, gradients too."""
-    packed = "cu_seqlens" in how
-    case = Case(pattern, 120, F32, causal=False, batch=1 if packed else 4)
+@pytest.mark.parametrize("documents, layout", [
+    ({"cu_seqlens": [0, 30, 60, 71, 101, 120]}, None), ({"lengths": [120, 50, 0, 50]}, None),
+    ({"cu_seqlens": [0, 30, 60, 71, 101, 120]}, contiguous(120, 3)),  # whose borders cut two documents
+], ids=str)  # fmt: skip
+def test_nothing_leaks_between_documents_or_out_of_the_padding(pattern, documents, layout):
+    """NaN in two documents, or in the padding, leaves every other row bitwise the same, gradients too."""
+    packed = "cu_seqlens" in documents
+    case = Case(pattern, 120, F32, batch=1 if packed else 4, layout=layout, scheme="plan", documents=documents)
     inputs, dout, dlse = drawn(case)
-    spans = spans_of(how, 120)
-    clean = result(case, inputs, dout, dlse, how)
+    clean = case.run(inputs, dout, dlse)
     dead = torch.ones(inputs[0].shape[:2], dtype=torch.bool)  # rows that hold NaN
-    for i, a, b in spans:
+    for i, a, b in spans_of(documents):
         dead[i, a:b] = False
     if packed:
-        dead[0, 60:71] = True
+        dead[0, 30:71] = True
     stained = [t.masked_fill(dead[:, :, None, None], torch.nan) for t in (*inputs, dout)]
-    found = result(case, stained[:3], stained[3], dlse, how)
+    found = case.run(stained[:3], stained[3], dlse)
     for name, t in clean.items():
         mask = dead[:, None, :] if name == "lse" else dead[:, :, None, None]
         assert torch.equal(found[name].masked_fill(mask, 0), t.masked_fill(mask, 0)), name
@@ -60,26 +61,23 @@ def test_equal_documents_are_the_batch_bit_for_bit():
 Q = torch.zeros(1, 16, 2, 8)
 
 
-@pytest.mark.parametrize(
-    "how, error, message",
-    [
-        ({"cu_seqlens": [0, 9, 5, 16]}, ValueError, "must ascend from 0 to the sequence length 16, got .0, 9, 5, 16."),
-        ({"cu_seqlens": [1, 16]}, ValueError, "must ascend from 0"),
-        ({"cu_seqlens": [0, 15]}, ValueError, "must ascend from 0 to the sequence length 16"),
-        ({"cu_seqlens": [0]}, ValueError, "must ascend from 0"),
-        ({"cu_seqlens": [0, 4.5, 16]}, TypeError, "1-D tensor or a list of integers"),
-        ({"cu_seqlens": 16}, TypeError, "1-D tensor or a list of integers"),
-        ({"cu_seqlens": torch.tensor([0.0, 16.0])}, ValueError, "1-D tensor of int32 or int64, got torch.float32"),
-        ({"cu_seqlens": torch.tensor([[0, 16]])}, ValueError, "of shape .1, 2."),
-        ({"cu_seqlens": torch.tensor([0, 16], device="meta")}, ValueError, "on the CPU or on cpu, got meta"),
-        ({"lengths": [17]}, ValueError, "1 numbers of 0 to 16 rows"),
-        ({"lengths": [3, 4]}, ValueError, "1 numbers of 0 to 16 rows"),
-        ({"lengths": [-1]}, ValueError, "0 to 16 rows"),
-        ({"lengths": [3], "cu_seqlens": [0, 16]}, ValueError, "not both"),
-        ({"q": Q.expand(2, -1, -1, -1), "cu_seqlens": [0, 16]}, ValueError, "needs a batch of 1, got 2"),
-        ({"cu_seqlens": [0, 16], "group": Simulated(2), "layout": "striped"}, ValueError, "not a striped one"),
-    ],
-)
+@pytest.mark.parametrize("how, error, message", [
+    ({"cu_seqlens": [0, 9, 5, 16]}, ValueError, "must ascend from 0 to the sequence length 16, got .0, 9, 5, 16."),
+    ({"cu_seqlens": [1, 16]}, ValueError, "must ascend from 0"),
+    ({"cu_seqlens": [0, 15]}, ValueError, "must ascend from 0 to the sequence length 16"),
+    ({"cu_seqlens": [0]}, ValueError, "must ascend from 0"),
+    ({"cu_seqlens": [0, 4.5, 16]}, TypeError, "1-D tensor or a list of integers"),
+    ({"cu_seqlens": 16}, TypeError, "1-D tensor or a list of integers"),
+    ({"cu_seqlens": torch.tensor([0.0, 16.0])}, ValueError, "1-D tensor of int32 or int64, got torch.float32"),
+    ({"cu_seqlens": torch.tensor([[0, 16]])}, ValueError, "of shape .1, 2."),
+    ({"cu_seqlens": torch.tensor([0, 16], device="meta")}, ValueError, "on the CPU or on cpu, got meta"),
+    ({"lengths": [17]}, ValueError, "1 numbers of 0 to 16 rows"),
+    ({"lengths": [3, 4]}, ValueError, "1 numbers of 0 to 16 rows"),
+    ({"lengths": [-1]}, ValueError, "0 to 16 rows"),
+    ({"lengths": [3], "cu_seqlens": [0, 16]}, ValueError, "not both"),
+    ({"q": Q.expand(2, -1, -1, -1), "cu_seqlens": [0, 16]}, ValueError, "needs a batch of 1, got 2"),
+    ({"cu_seqlens": [0, 16], "group": Simulated(2), "layout": "striped"}, ValueError, "not a striped one"),
+])  # fmt: skip
 def test_wrong_borders_and_lengths_are_refused_in_one_line(how, error, message):
     q = how.pop("q", Q)
     with pytest.raises(error, match=message) as caught:

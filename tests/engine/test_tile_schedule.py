@@ -73,8 +73,6 @@ def test_schedules_visit_each_pair_as_often_as_the_pattern_says():
                 assert len(set(rows)) == len(rows), "a row owned twice"
                 assert schedule.covered == (len(rows) == n * owners)
             assert torch.equal(found, want), (pattern, n, heads, kv_heads, by, sizes)
-        pairs, distinct = cost.count_pairs(pattern, n, heads, kv_heads, causal)
-        assert (int(want.sum()), int((want > 0).sum())) == (pairs, distinct)
     assert folded > 1000
 
 

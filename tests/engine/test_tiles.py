@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix import F32, LADDER, Case, wrong
-from ring_cases import short_of_memory, tensors
+from matrix import F32, LADDER, Case, drawn, wrong
+from ring_cases import short_of_memory
 from ringlab import Dense, Dilated, Execution, Ladder, attention, kernels, reference
 from ringlab.ring import SCHEMES, contiguous, counting
 from ringlab.ring.launch import launch
@@ -130,13 +130,12 @@ def test_memory_that_really_runs_out():
 
 def test_one_rank_out_of_memory_and_then_agreed():
     """Rank 1 alone goes down; the other does not wait in vain, no message is sent again, and then both agree."""
-    layout = contiguous(48, 2)
-    *leaves, dout, _ = tensors(layout, 4, 4, 8, torch.float64, 4)
-    leaves = [t.requires_grad_() for t in leaves]
-    out = attention(*leaves, Dilated([12, 36], [1, 2], "head_groups", "branch"), causal=True)
-    a, b = launch(short_of_memory, 2)
-    for want, *parts in zip((out, *torch.autograd.grad(out, leaves, dout)), a["values"], b["values"]):
-        assert reference.error(layout.unshard(parts, 1), want, 1.0) <= 1e-12
+    pattern = Dilated([12, 36], [1, 2], "head_groups", "branch")
+    case = Case(pattern, 48, causal=True, kv_heads=4, d=8, lse_cotangent=False, layout=contiguous(48, 2))
+    want = replace(case, layout=None).run(*drawn(case))
+    a, b = launch(short_of_memory, 2, case)
+    for name, found in case.joined([a["values"], b["values"]]).items():
+        assert reference.error(found, want[name], 1.0) <= 1e-12
     assert [x["levels"] for x in (a, b)] == [(0, 1), (1, 1)], "before and after agreeing"
     assert all(x["failures"] == rank for rank, x in enumerate((a, b)))
     assert all(x["sent"] == x["sent without failure"] for x in (a, b))

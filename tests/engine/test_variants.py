@@ -6,25 +6,21 @@ import pickle
 import pytest
 import ringlab
 import torch
+from matrix import Case, differentiated, errors, judged
 from ringlab import Dilated, DilatedAttention, RingDilatedAttentionV2Collective, RingDilatedAttentionV2Flash, reference
 
 RINGS = ["V2", "V2Collective", "V2Robust", "V2Flash", "Production", "Hybrid", "SDPA", "Correct"]
 
 
-def worst_error(module, n, pattern, causal=False, order=slice(None)) -> float:
-    """Of out and the gradients; ``order``: the pattern runs along the rows in this order."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, n, 7, 8, requires_grad=True) for _ in range(3))
-    dout = torch.randn(2, n, 7, 8)
-    exact = [t.detach().double()[:, order].requires_grad_() for t in (q, k, v)]
-    ref, _ = reference.attention(*exact, pattern, causal=causal)
-    want = [ref, *torch.autograd.grad(ref, exact, dout.double()[:, order])]
-    floors = [1.0, *[reference.gradient_floor(q, k, dout)] * 3]
+def worst_error(module, n, pattern, causal=False, layout=None) -> float:
+    """Of out and the gradients."""
+    case = Case(pattern, n, torch.float32, causal, 2, heads=7, kv_heads=7, d=8, lse_cotangent=False, layout=layout)
+    inputs, dout, _, want, _ = judged(case)
+    q, k, v = (t.detach().requires_grad_() for t in inputs)
     found = []
     for _ in range(3):  # later steps reuse cached patterns and pooled buffers
-        out = module(q, k, v, is_causal=causal)
-        results = out, *torch.autograd.grad(out, (q, k, v), dout)
-        found += [reference.error(x[:, order], *right) for x, *right in zip(results, want, floors)]
+        got = differentiated(module(q, k, v, is_causal=causal), want["lse"], (q, k, v), dout, None)
+        found += errors(got, want, q, k, dout).values()
     return max(found)
 
 
@@ -105,7 +101,7 @@ def test_policy_on_a_faked_gpu(monkeypatch):
 
 def test_flash_switch_and_refusals_are_visible():
     on, off = (RingDilatedAttentionV2Flash([16], [2], use_flash_attention=x) for x in (True, False))
-    assert {name for name, *_, chosen in on.backends() if chosen} == {"cpu_flash"}
+    assert {name for name, *_, chosen in on.backends() if chosen} == {"compiled"}
     assert {name for name, *_, chosen in off.backends() if chosen} == {"eager"}
     assert all(why for _, runs, why, _ in on.backends() if not runs)
 
@@ -113,8 +109,7 @@ def test_flash_switch_and_refusals_are_visible():
 @pytest.mark.parametrize("ring_size", [1, 4])
 def test_the_hilbert_system_runs_the_pattern_along_the_curve(ring_size):
     module = ringlab.RingDilatedAttentionHilbertGPUOptimized([8, 24], [1, 2], ring_size=ring_size)
-    order = ringlab.ring.hilbert(6, 8, 1).positions(0)
-    assert worst_error(module, 48, module.pattern, order=order) <= 5e-6
+    assert worst_error(module, 48, module.pattern, layout=ringlab.ring.hilbert(6, 8, 1)) <= 5e-6
     q = torch.zeros(1, 48, 4, 8)
     with pytest.raises(ValueError, match="not in time order"):
         module(q, q, q, is_causal=True)

@@ -39,16 +39,13 @@ def test_what_is_held_until_the_join_is_estimated():
     assert eager.parts == estimate(TARGET, **shape).parts and eager.parts["workspace"] < e.parts["workspace"]
 
 
-@pytest.mark.parametrize(
-    "call, said",
-    [
-        ({"pattern": TARGET, "profile": "gtx1080"}, "needs compute capability 8.0 or newer, this is 6.1"),
-        ({"pattern": TARGET}, "needs a CUDA device, this is cpu"),
-        ({"pattern": TARGET, "profile": "h100", "dtype": torch.float64}, "bfloat16, not float64"),
-        ({"pattern": block_patterns.sliding_window(1), "profile": "h100"}, "not block-sparse ones"),
-        ({"pattern": TARGET, "profile": "h100", "ranks": 2}, "joins the results of one device, not what 2 ranks"),
-    ],
-)
+@pytest.mark.parametrize("call, said", [
+    ({"pattern": TARGET, "profile": "gtx1080"}, "needs compute capability 8.0 or newer, this is 6.1"),
+    ({"pattern": TARGET}, "needs a CUDA device, this is cpu"),
+    ({"pattern": TARGET, "profile": "h100", "dtype": torch.float64}, "bfloat16, not float64"),
+    ({"pattern": block_patterns.sliding_window(1), "profile": "h100"}, "not block-sparse ones"),
+    ({"pattern": TARGET, "profile": "h100", "ranks": 2}, "joins the results of one device, not what 2 ranks"),
+])  # fmt: skip
 def test_an_estimate_refuses_what_a_call_would(call, said):
     with pytest.raises(NotImplementedError, match=re.escape(said)):
         estimate(seq_len=8192, execution=FUSED, **call)
@@ -98,15 +95,11 @@ def test_it_moves_and_holds_the_bytes_that_are_computed():
     assert found["peak"] == found["told"] and found["grads"] == 3
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        (80, 64, 3, True, True, 1, "bf16"), (86, 128, 3, True, False, 1, "bf16"), (89, 64, 2, False, True, 1, "fp32"),
-        (90, 128, 3, True, True, 1, "bf16"), (100, 64, 2, False, False, 4, "bf16"),
-        (120, 136, 2, False, False, 1, "bf16"),
-    ],
-    ids=lambda case: f"{case[0]}-{case[1]}",
-)  # fmt: skip
+@pytest.mark.parametrize("case", [
+    (80, 64, 3, True, True, 1, "bf16"), (86, 128, 3, True, False, 1, "bf16"), (89, 64, 2, False, True, 1, "fp32"),
+    (90, 128, 3, True, True, 1, "bf16"), (100, 64, 2, False, False, 4, "bf16"),
+    (120, 136, 2, False, False, 1, "bf16"),
+], ids=lambda case: f"{case[0]}-{case[1]}")  # fmt: skip
 def test_joins_fit_every_architecture_and_read_16_bytes_at_a_time(case, tmp_path, monkeypatch):
     """(compute capability, head_dim, calls, WEIGH, OVER, heads that are summed, dtype)."""
     capability, head_dim, parts, weigh, over, group, dtype = case

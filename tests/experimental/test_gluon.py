@@ -123,13 +123,10 @@ def test_a_wrong_kernel_is_found(monkeypatch, mutant):
     raise AssertionError(f"not found: {mutant}: {found}")
 
 
-@pytest.mark.parametrize(
-    "name, head_dim, reads",
-    [
-        ("forward", 64, "descriptors"), ("forward", 64, "specialized"), ("backward_kv", 64, "descriptors"),
-        ("forward", 128, "gluon"), ("backward_q", 64, "gluon"), ("backward_kv", 128, "gluon"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, head_dim, reads", [
+    ("forward", 64, "descriptors"), ("forward", 64, "specialized"), ("backward_kv", 64, "descriptors"),
+    ("forward", 128, "gluon"), ("backward_q", 64, "gluon"), ("backward_kv", 128, "gluon"),
+])  # fmt: skip
 def test_device_code_fits_and_computes_while_products_run(name, head_dim, reads, tmp_path, monkeypatch):
     """A sample; RINGLAB_SWEEP=1 compiles every candidate, in test_triton."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -79,13 +79,10 @@ def test_every_kernel_that_is_not_refused_passes_its_probe(dtype, causal):
     assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    "dtype, d, causal",
-    [
-        (BF16, 32, True), (BF16, 64, False), (BF16, 80, True), (BF16, 128, True), (BF16, 256, False), (F16, 64, True),
-        (F16, 128, False), (F32, 64, False), (F32, 128, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, d, causal", [
+    (BF16, 32, True), (BF16, 64, False), (BF16, 80, True), (BF16, 128, True), (BF16, 256, False), (F16, 64, True),
+    (F16, 128, False), (F32, 64, False), (F32, 128, True),
+])  # fmt: skip
 @pytest.mark.parametrize("name", kernels.KERNELS)
 def test_a_kernel_runs_a_pattern_as_the_oracle_does(name, dtype, d, causal):
     """Branches that fold, of an odd length, with K/V heads that serve two heads each."""
@@ -126,15 +123,11 @@ def test_a_kernels_log_sum_exp_and_its_backward_with_the_final_one(name):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Dilated([256, 512], [1, 2], offsets="kv_head"), Dilated([256, 512], [1, 2], "head_groups", "branch"),
-        Dilated([200, 700], [3, 5]), block_patterns.local_global(1, 1, block_size=128),
-        block_patterns.bigbird(1, 1, 1, block_size=64),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("pattern", [
+    Dilated([256, 512], [1, 2], offsets="kv_head"), Dilated([256, 512], [1, 2], "head_groups", "branch"),
+    Dilated([200, 700], [3, 5]), block_patterns.local_global(1, 1, block_size=128),
+    block_patterns.bigbird(1, 1, 1, block_size=64),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_patterns_whose_tiles_are_full_are_the_oracles(backend, pattern, causal):
     """Small ones are in the matrix."""
@@ -296,16 +289,10 @@ def test_two_ranks_on_one_device_are_one_device():
     """By gloo, which carries them through the CPU: what is shown is that the results are right, no speed."""
     ladder, of_two = Dilated([128, 512], [1, 4]), contiguous(512, 2)
     ways = [("plan", of_two), ("ring", of_two), ("plan", zigzag(512, 2)), ("all_gather", of_two), ("ulysses", of_two)]
-    ways = [(scheme, layout, dtype) for scheme, layout in ways for dtype in (F32, BF16)]
-    cases = [(ladder, layout, True, 4, 2, scheme, dtype, 64, 3, dtype == F32) for scheme, layout, dtype in ways]
+    cases = [Case(ladder, 512, dtype, True, d=64, lse_cotangent=dtype == F32, layout=layout, scheme=scheme)
+             for scheme, layout in ways for dtype in (F32, BF16)]  # fmt: skip
     everyone = launch(parity, 2, cases, str(DEVICE), timeout_s=120.0)
-    for i, (scheme, layout, dtype) in enumerate(ways):
-        same = Case(ladder, 512, dtype, True, d=64, seed=3, lse_cotangent=dtype == F32)  # on one device
-        (q, k, _), dout, _, want, bound = judged(same)
-        got = [layout.unshard([each[i][0][part] for each in everyone], 2 if part == 1 else 1) for part in range(5)]
-        found = errors(dict(zip(want, got)), want, q, k, dout)
-        assert not {name: (e, bound[name]) for name, e in found.items() if not e <= bound[name]}, (
-            scheme,
-            layout.kind,
-            dtype,
-        )
+    for i, case in enumerate(cases):
+        (q, k, _), dout, _, want, bound = judged(case)
+        found = errors(case.joined([each[i][0] for each in everyone]), want, q, k, dout)
+        assert not {name: (e, bound[name]) for name, e in found.items() if not e <= bound[name]}, case

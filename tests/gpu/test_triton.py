@@ -43,13 +43,10 @@ def test_what_the_interpreter_gets_wrong_is_refused():
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "name, capability, head_dim",
-    [
-        ("forward", 80, 128), ("backward_q", 86, 64), ("backward_kv", 89, 64), ("forward", 90, 128),
-        ("forward", 100, 64), ("backward_q", 120, 64),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, capability, head_dim", [
+    ("forward", 80, 128), ("backward_q", 86, 64), ("backward_kv", 89, 64), ("forward", 90, 128),
+    ("forward", 100, 64), ("backward_q", 120, 64),
+])  # fmt: skip
 def test_default_sizes_fit_every_architecture(name, capability, head_dim, tmp_path, monkeypatch):
     """A sample; RINGLAB_SWEEP=1 compiles every candidate."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -109,16 +106,13 @@ def test_choices_are_kept_and_found_again(tmp_path, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "old, new, said",
-    [
-        ("{", "", "JSONDecodeError"),
-        ('"interpreter"', '"another GPU"', "it is of .*another GPU"),
-        ('"choices"', '"chosen"', "KeyError"),
-        (f'"{OTHER}"', "3", "3 is no candidate for forward"),
-        (str(OTHER), "7 x 7", "7 x 7 is no candidate for forward, head_dim 64, float16, causal, groups of 2"),
-    ],
-)
+@pytest.mark.parametrize("old, new, said", [
+    ("{", "", "JSONDecodeError"),
+    ('"interpreter"', '"another GPU"', "it is of .*another GPU"),
+    ('"choices"', '"chosen"', "KeyError"),
+    (f'"{OTHER}"', "3", "3 is no candidate for forward"),
+    (str(OTHER), "7 x 7", "7 x 7 is no candidate for forward, head_dim 64, float16, causal, groups of 2"),
+])  # fmt: skip
 def test_a_file_of_choices_that_is_none_is_told_of_and_ignored(tmp_path, monkeypatch, old, new, said):
     monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
     file = triton_config.keep({USE: OTHER}, CPU)
@@ -183,6 +177,5 @@ def test_what_it_cannot_serve_on_a_gpu_is_said(monkeypatch):
     assert refuses(gpu, torch.bfloat16, 64) is None and refuses(gpu, torch.float32, 5) is None
     assert refuses(gpu, torch.float64, 64) == "takes float32, float16, bfloat16, not float64"
     assert refuses(gpu, torch.bfloat16, 264) == "needs a head_dim of at most 256, not 264"
-    assert (
-        refuses(DeviceSpec("cuda", (7, 5)), torch.float16, 64) == "needs compute capability 8.0 or newer, this is 7.5"
-    )
+    turing = DeviceSpec("cuda", (7, 5))
+    assert refuses(turing, torch.float16, 64) == "needs compute capability 8.0 or newer, this is 7.5"

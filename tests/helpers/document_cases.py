@@ -1,19 +1,18 @@
 """Packed sequences and padded batches as cases: each document by the float64 reference, alone."""
 
 import random
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
-from matrix import BLOCK_SPARSE, DILATED, F32, F64, WAYS, Case, differentiated, drawn
-from ringlab import Dense, Execution, attention, blocks, reference
-from ringlab.ring import counting
+from matrix import BLOCK_SPARSE, DILATED, F32, F64, WAYS, Case, differentiated
+from ringlab import Dense, Execution, blocks, reference
 
 MASKS = [p for p in BLOCK_SPARSE if "given" in str(p)]  # of one length
 PATTERNS = [Dense(), *DILATED, *(p for p in BLOCK_SPARSE if p not in MASKS)]
 EXACT = {F64: 1e-12, F32: 5e-6}
 
 
-def spans_of(how: dict, n: int) -> list[tuple[int, int, int]]:
+def spans_of(how: dict) -> list[tuple[int, int, int]]:
     """(batch entry, first row, end) of each document."""
     if "lengths" in how:
         return [(i, 0, int(length)) for i, length in enumerate(how["lengths"])]
@@ -21,26 +20,19 @@ def spans_of(how: dict, n: int) -> list[tuple[int, int, int]]:
     return [(0, a, b) for a, b in zip(borders, borders[1:])]
 
 
-def wanted(case: Case, inputs, dout, dlse, spans) -> dict[str, torch.Tensor]:
+def wanted(case: Case, inputs, dout, dlse) -> dict[str, torch.Tensor]:
     """Each document by the float64 reference; out 0, lse -inf and no gradient elsewhere."""
     leaves = [t.double().requires_grad_() for t in inputs]
     out = torch.zeros_like(leaves[0])
     lse = torch.full(dlse.shape, -torch.inf, dtype=F64)
-    for i, a, b in spans:
+    for i, a, b in spans_of(case.documents):
         if a < b:
             some = (t[i : i + 1, a:b] for t in leaves)
             out[i : i + 1, a:b], lse[i : i + 1, :, a:b] = reference.attention(*some, case.pattern, causal=case.causal)
     return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
 
 
-def result(case: Case, inputs, dout, dlse, how: dict) -> dict[str, torch.Tensor]:
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    given = {"causal": case.causal, "execution": case.execution, "backend": case.backend, "return_lse": True}
-    out, lse = attention(*leaves, case.pattern, **given, **how)
-    return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
-
-
-def drawn_case(rng: random.Random) -> tuple[Case, dict]:
+def drawn_case(rng: random.Random) -> Case:
     n, packed = rng.randint(1, 150), rng.random() < 0.7
     heads = rng.choice([(1, 1), (4, 2), (6, 1), (4, 4)])
     batch = 1 if packed else rng.randint(1, 4)
@@ -55,34 +47,12 @@ def drawn_case(rng: random.Random) -> tuple[Case, dict]:
         seed=rng.randrange(1 << 30), execution=execution,
     )  # fmt: skip
     if not packed:
-        return case, {"lengths": torch.tensor([rng.randint(int(not i), n) for i in range(batch)])}
+        return replace(case, documents={"lengths": torch.tensor([rng.randint(int(not i), n) for i in range(batch)])})
     if rng.random() < 0.3:  # documents of few lengths, as a trainer's
         size = rng.randint(1, n)
         borders = [*range(0, n, size), n]
     else:
         borders = sorted(rng.choices(range(n + 1), k=rng.randint(0, 9)))
         borders = [0, *borders, n]
-    return case, {"cu_seqlens": torch.tensor(borders, dtype=rng.choice([torch.int32, torch.int64]))}
-
-
-def on_ranks(cases):
-    """Of each (case, documents, layout, scheme): this rank's results, and the bytes that it sent."""
-    rank, found = dist.get_rank(), []
-    for case, how, layout, scheme in cases:
-        inputs, dout, dlse = drawn(case)
-        shards, more = [layout.shard(t, rank) for t in (*inputs, dout)], {"layout": layout, "scheme": scheme}
-        with counting() as traffic:
-            given = *shards[3:], layout.shard(dlse, rank, 2)
-            got = result(case, shards[:3], *given, how | more | {"group": dist.group.WORLD})
-        found.append((got, traffic.total))
-    return found
-
-
-def refused(borders):
-    """What this rank is told for its own borders."""
-    q = torch.zeros(1, 8, 2, 8)
-    try:
-        attention(q, q, q, Dense(), group=dist.group.WORLD, cu_seqlens=borders[dist.get_rank()])
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    borders = torch.tensor(borders, dtype=rng.choice([torch.int32, torch.int64]))
+    return replace(case, documents={"cu_seqlens": borders})

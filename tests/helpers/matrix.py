@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import ringlab
 import torch
@@ -88,10 +88,12 @@ class Case:
     backend: str = "auto"
     layout: Layout | None = None
     scheme: str = "auto"
+    documents: dict = field(default_factory=dict, hash=False)  # cu_seqlens or lengths
 
     def call(self, q, k, v, z=None, group=None):
         """out, lse. ``group``: instead of the simulated one; the tensors are then shards."""
         how = {"causal": self.causal, "scale": self.scale, "backend": self.backend, "return_lse": True}
+        how |= self.documents
         if self.layout is not None:
             how["group"] = group or Simulated(self.layout.ranks)
         if isinstance(self.pattern, Adaptive):
@@ -106,6 +108,17 @@ class Case:
         out, lse = self.call(*inputs, group=group)
         return differentiated(out, lse, inputs, dout, dlse if self.lse_cotangent else None)
 
+    def shards(self, rank: int, device="cpu"):
+        """As ``drawn``, of one rank."""
+        inputs, dout, dlse = drawn(self)
+        *inputs, dout = (self.layout.shard(t, rank).to(device) for t in (*inputs, dout))
+        return inputs, dout, self.layout.shard(dlse, rank, 2).to(device)
+
+    def joined(self, shards) -> dict[str, torch.Tensor]:
+        """The results of all ranks, each of its shard, as those of the whole."""
+        return {name: self.layout.unshard([shard[name] for shard in shards], 2 if name == "lse" else 1)
+                for name in shards[0]}  # fmt: skip
+
 
 def differentiated(out, lse, inputs, dout, dlse) -> dict[str, torch.Tensor]:
     results, cotangents = [out], [dout.to(out.dtype)]
@@ -119,6 +132,12 @@ def errors(got: dict, want: dict, q, k, dout, scale=None) -> dict[str, float]:
     """The error of each result that is there, as the design defines it."""
     floor = reference.gradient_floor(q, k, dout, scale)
     return {n: reference.error(got[n], want[n], 1.0 if n in ("out", "lse") else floor) for n in want}
+
+
+def apart(found, want) -> float:
+    """The worst relative error of tensors, of which some may be 0 but for rounding, as the gradient of a bias of k."""
+    floor = 0.01 * max(float(b.norm()) for b in want)
+    return max(float((a - b).norm() / b.norm().clamp_min(floor)) for a, b in zip(found, want, strict=True))
 
 
 def drawn(case: Case):

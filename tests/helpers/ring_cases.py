@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import ringlab
 import torch
 import torch.distributed as dist
+from matrix import Case, drawn
 from ringlab import Adaptive, Execution, KVCache, Simulated, adaptive_attention, attention, kernels
 from ringlab.cache import PatternCache
 from ringlab.engine.autograd import IN_GRAPHS
@@ -36,25 +38,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def tensors(layout, heads, kv_heads, d, dtype, seed, batch=1):
-    """q, k, v, a cotangent of out and one of lse; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, layout.n, h, d) for h in (heads, kv_heads, kv_heads, heads)] + [(batch, heads, layout.n)]
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
-
-
-def call(q, k, v, dout, dlse, pattern, layout, causal, scheme, group):
-    """out, lse, dq, dk, dv; dlse None: lse has no cotangent."""
-    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-    how = {"causal": causal, "group": group, "scheme": scheme, "layout": layout, "return_lse": True}
-    out, lse = attention(q, k, v, pattern, **how)
-    found, cotangents = [out], [dout]
-    if dlse is not None:
-        found, cotangents = [out, lse], [dout, dlse.masked_fill(lse == -torch.inf, 0).to(lse.dtype)]
-    grads = torch.autograd.grad(found, (q, k, v), cotangents)
-    return [t.detach() for t in (out, lse, *grads)]
-
-
 def layer_positions(borders):
     """The positions of this rank's rows in documents between ``borders``, zigzag."""
     rows = torch.empty(1, borders[-1] // dist.get_world_size(), 1)
@@ -62,24 +45,24 @@ def layer_positions(borders):
 
 
 def cached(cases, group=None):
-    """Of each (pattern, heads, kv_heads, sizes of chunks, dtype, seed): out, lse, the rows kept, and the bytes sent."""
+    """Of each (case, sizes of chunks): out, lse, the rows kept, and the bytes sent."""
     found, group = [], group or dist.group.WORLD
-    for pattern, heads, kv_heads, sizes, dtype, seed in cases:
-        q, k, v, *_ = tensors(contiguous(sum(sizes), 1), heads, kv_heads, 8, dtype, seed, batch=2)
-        made = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "head_dim": 8, "dtype": dtype, "group": group}
-        cache = KVCache(pattern, max_seq_len=sum(sizes) + 9, **made)
+    for case, sizes in cases:
+        made = {"batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.d}
+        cache = KVCache(case.pattern, max_seq_len=case.n + 9, dtype=case.dtype, group=group, **made)
         with counting() as traffic:
-            parts = zip(*(t.split(sizes, 1) for t in (q, k, v)))
-            parts = [attention(*some, pattern, causal=True, cache=cache, return_lse=True) for some in parts]
+            parts = zip(*(t.split(sizes, 1) for t in drawn(case)[0]))
+            parts = [attention(*some, case.pattern, causal=True, cache=cache, return_lse=True) for some in parts]
         out, lse = (torch.cat(each, dim) for each, dim in zip(zip(*parts), (1, 2)))
         found.append((out, lse, cache.live_rows(), traffic.total))
     return found
 
 
-def generated(pattern):
-    """What a small model generates with the ranks' caches."""
+def generated(pattern, group="world"):
+    """What a small model generates, with the ranks' caches or (group None) its own."""
     torch.manual_seed(0)
-    model = LanguageModel(50, 32, 4, pattern, num_layers=2, group=dist.group.WORLD, dtype=torch.float64)
+    group = group and dist.group.WORLD
+    model = LanguageModel(50, 32, 4, pattern, num_layers=2, group=group, dtype=torch.float64)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     tokens = torch.arange(60).reshape(2, 30) % 50
@@ -91,7 +74,8 @@ BORDERS = [0, 20, 32, 64]
 
 def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
     """The losses of training on two packed sequences: on "one" device, on the ranks of "sequence", or "fsdp" with 2 x 2
-    ranks of sequence and data. ``kind``: our model, or one of transformers."""
+    ranks of sequence and data. ``kind``: our model, or one of transformers. By SGD: Adam is blind to a gradient's size.
+    """
     groups, data = {}, [0, 1]
     if how != "one":
         shape = (dist.get_world_size(),) if how == "sequence" else (2, 2)
@@ -111,7 +95,7 @@ def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer, generator, losses = torch.optim.AdamW(model.parameters(), 1e-2), torch.Generator().manual_seed(2), []
+    optimizer, generator, losses = torch.optim.SGD(model.parameters(), 0.5), torch.Generator().manual_seed(2), []
     for _ in range(steps):
         tokens = torch.randint(5, (2, 1, 64), generator=generator)[data]
         logits, targets = [], []
@@ -154,15 +138,35 @@ def parity(cases, device="cpu", staged=False):
     tensors go over gloo."""
     if staged:
         comm._through_cpu = lambda *_: True
-    rank, results = dist.get_rank(), []
-    for pattern, layout, causal, heads, kv_heads, scheme, dtype, d, seed, with_lse in cases:
-        q, k, v, dout, dlse = (t.to(device) for t in tensors(layout, heads, kv_heads, d, dtype, seed))
-        shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
-        g = layout.shard(dlse, rank, 2) if with_lse else None
+    results = []
+    for case in cases:
+        given = case.shards(dist.get_rank(), device)
         with counting() as traffic:
-            found = call(*shards, g, pattern, layout, causal, scheme, dist.group.WORLD)
-        results.append(([t.cpu() for t in found], traffic.total, traffic.control))
+            found = case.run(*given, dist.group.WORLD)
+        results.append(({name: t.cpu() for name, t in found.items()}, traffic.total, traffic.control))
     return results
+
+
+def as_simulated(cases):
+    """What ``parity`` gives by rank in processes: in every bit and in bytes what the simulated ranks give."""
+    ranks = cases[0].layout.ranks
+    everyone = launch.launch(parity, ranks, cases)
+    for i, case in enumerate(cases):
+        with counting() as traffic:
+            want = case.run(*drawn(case))
+        found = case.joined([each[i][0] for each in everyone])
+        assert all(torch.equal(found[name], t) for name, t in want.items()), case
+        assert [each[i][1] for each in everyone] == [traffic.from_rank(rank) for rank in range(ranks)]
+    return everyone
+
+
+def told(call, *args, **how) -> str:
+    """What a rank is told that does not agree with the others."""
+    try:
+        call(*args, **how)
+    except PlanMismatch as error:
+        return str(error)
+    return "nothing"
 
 
 def mismatch(calls, layout, order=None):
@@ -172,34 +176,32 @@ def mismatch(calls, layout, order=None):
     the backward of the last of these, the one before, ...
     """
     rank = dist.get_rank()
-    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
-    shards = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
+    inputs, dout, _ = Case(Dense(), layout.n, heads=2, d=8, layout=layout).shards(rank)
+    shards = [t.requires_grad_() for t in inputs]
 
     def forward(pattern, causal):
         return attention(*shards, pattern, causal=causal, group=dist.group.WORLD, scheme="plan", layout=layout)
 
-    try:
+    def each():
         outs = [forward(*made) for made in calls[0 if order else rank]]
         for i in order[rank] if order else ():
             if i < 0:
-                torch.autograd.grad(outs[i], shards, layout.shard(dout, rank), retain_graph=True)
+                torch.autograd.grad(outs[i], shards, dout, retain_graph=True)
             else:
                 forward(*calls[0][i])
-    except PlanMismatch as error:
-        return str(error)
-    return "nothing"
+
+    return told(each)
 
 
-def without_private_names(pattern, layout):
+def without_private_names(case):
     """The same step with torch's private table of process groups, and without."""
-    rank = dist.get_rank()
-    shards = [layout.shard(t, rank) for t in tensors(layout, 2, 2, 8, torch.float64, 0)[:4]]
-    found = [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
+    given = *case.shards(dist.get_rank()), dist.group.WORLD
+    found = [case.run(*given)]
     del dist.distributed_c10d._resolve_process_group
-    return found + [call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)]
+    return found + [case.run(*given)]
 
 
-def fault(kind, pattern=None, layout=None, path=None):
+def fault(kind, case=None, path=None):
     """Rank 1 misbehaves before, in or instead of the exchanges of two steps."""
     rank = dist.get_rank()
     if rank == 1:
@@ -221,22 +223,21 @@ def fault(kind, pattern=None, layout=None, path=None):
             return threading.Lock()
         if kind == "unreadable":
             return TwoParts(1, 2)
-    if layout is None:
+    if case is None:
         return None
-    q, k, v, dout, _ = tensors(layout, 2, 2, 8, torch.float64, 0)
-    shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
     if rank == 1:
         if kind == "other shapes":
-            shards = [torch.cat([t, t], 2) for t in shards]
+            case = replace(case, heads=4, kv_heads=4)
         if kind == "other scheme":
-            return call(*shards, None, pattern, layout, True, "ring", dist.group.WORLD)
+            case = replace(case, scheme="ring")
         if kind == "corrupt":
             right = Problem.needs
             Problem.needs = lambda self, rank, source: right(self, rank, source)[:-1]
-    call(*shards, None, pattern, layout, True, "plan", dist.group.WORLD)
+    given = *case.shards(rank), dist.group.WORLD
+    case.run(*given)
     if kind == "ahead" and rank != 1:
         time.sleep(1000)
-    call(*shards, None, pattern, layout, False, "plan", dist.group.WORLD)
+    replace(case, causal=False).run(*given)
 
 
 ERRORS = {
@@ -260,27 +261,25 @@ def late_rank(channel, rank, *rest):
     launch._rank(channel, rank, *rest)
 
 
-def two_meshes(pattern, layout, seed):
+def two_meshes(cases):
     """Data x sequence parallel on 2 x 2 ranks: two sequences, each over its own pair."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     data, rank = mesh["data"].get_local_rank(), mesh["sequence"].get_local_rank()
-    q, k, v, dout, dlse = tensors(layout, 4, 2, 8, torch.float64, seed + data)
-    shards = [layout.shard(t, rank) for t in (q, k, v, dout)]
-    return data, call(*shards, layout.shard(dlse, rank, 2), pattern, layout, True, "plan", mesh["sequence"])
+    return data, cases[data].run(*cases[data].shards(rank), mesh["sequence"])
 
 
-def compiled(pattern, layout, schemes):
-    """By scheme: eager and fullgraph-compiled results on this rank, and the exchanges of each way of a step."""
-    return [_compiled(pattern, layout, scheme) for scheme in schemes]
+def compiled(cases):
+    """Of each case: eager and fullgraph-compiled results on this rank, and the exchanges of each way of a step."""
+    return list(map(_compiled, cases))
 
 
-def _compiled(pattern, layout, scheme):
-    rank, group = dist.get_rank(), dist.group.WORLD
-    shards = [layout.shard(t, rank) for t in tensors(layout, 4, 2, 8, torch.float32, 3)[:4]]
-    leaves, dout = [t.clone().requires_grad_() for t in shards[:3]], shards[3]
+def _compiled(case):
+    leaves, dout, _ = case.shards(dist.get_rank())
+    leaves = [t.requires_grad_() for t in leaves]
+    how = {"group": dist.group.WORLD, "scheme": case.scheme, "layout": case.layout}
 
     def step(q, k, v):
-        return attention(q * 2, k, v, pattern, group=group, scheme=scheme, layout=layout).sin()
+        return attention(q * 2, k, v, case.pattern, **how).sin()
 
     def save(ctx, op, *args, **kwargs):
         ours = op == torch.ops.ringlab.ranks_forward.default
@@ -300,10 +299,10 @@ def _compiled(pattern, layout, scheme):
     return results, messages
 
 
-def short_of_memory():
+def short_of_memory(case):
     """One step of the production module where rank 1's third kernel call fails, and what it took."""
-    rank, layout = dist.get_rank(), contiguous(48, 2)
-    q, k, v, dout = (layout.shard(t, rank) for t in tensors(layout, 4, 4, 8, torch.float64, 4)[:4])
+    rank = dist.get_rank()
+    (q, k, v), dout, _ = case.shards(rank)
     right, calls, failures = Eager.forward, [], []
 
     def forward(eager, *args):
@@ -317,10 +316,11 @@ def short_of_memory():
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         with counting() as traffic:
             out = module(*leaves, is_causal=True)
-            values = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+            values = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout))))
         return values, (traffic.total, traffic.messages)
 
-    made = [ringlab.RingDilatedAttentionProduction([12, 36], [1, 2], group=dist.group.WORLD) for _ in range(3)]
+    lengths, rates = case.pattern.segment_lengths, case.pattern.dilation_rates
+    made = [ringlab.RingDilatedAttentionProduction(lengths, rates, group=dist.group.WORLD) for _ in range(3)]
     for module in made:
         module.chain = "eager"
     step(made[0])  # the ranks compare what they are about to do once
@@ -382,12 +382,15 @@ def warnings_of_bsr():
 
 def content_disagreed(cases):
     """What this rank is told in each case; every rank passes its own number of blocks and top_k, and z or none."""
-    rank, ranks, told = dist.get_rank(), dist.get_world_size(), []
+    rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
     for blocks, top_k, weighed in (each[rank] for each in cases):
         q, z = torch.randn(1, 8 * blocks, 2, 8), torch.zeros(1, 2, blocks, blocks * ranks)
-        try:
-            adaptive_attention(q, q, q, Adaptive(8, top_k), z if weighed else None, group=dist.group.WORLD)
-            told.append("nothing")
-        except PlanMismatch as error:
-            told.append(str(error))
-    return told
+        given = q, q, q, Adaptive(8, top_k), z if weighed else None
+        found.append(told(adaptive_attention, *given, group=dist.group.WORLD))
+    return found
+
+
+def borders_disagreed(borders):
+    """What this rank is told for its own borders."""
+    q = torch.zeros(1, 8, 2, 8)
+    return told(attention, q, q, q, Dense(), group=dist.group.WORLD, cu_seqlens=borders[dist.get_rank()])

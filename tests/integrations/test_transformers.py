@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from matrix import apart
 from ringlab import Dense, Dilated, blocks
 
 transformers = pytest.importorskip("transformers")
@@ -45,11 +46,6 @@ def trained(model, **inputs):
     loss = model(**inputs).loss
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def apart(found, want) -> float:
-    scale = 0.01 * max(float(w.norm()) for w in want)
-    return max(float((a - b).norm() / b.norm().clamp_min(scale)) for a, b in zip(found, want, strict=True))
 
 
 TOKENS = torch.randint(2, 97, (3, 50), generator=torch.Generator().manual_seed(1))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reporting import write_rows
 from ringlab import cost, hardware, patterns
 from ringlab.measure import Group, Point, Result, load, provenance, ratio, stats, store, timing
 
@@ -28,33 +29,22 @@ def result(point=TINY, group="g", seconds=(1.0, 2.0, 3.0), interleaved=False, **
     return Result(point=point, group=group, status="ok", seconds=seconds, interleaved=interleaved, **given)
 
 
-def write(folder, *results):
-    with store.Store(folder) as opened:
-        for r in results:
-            for i, s in enumerate(r.seconds):
-                opened.append(kind="sample", run=r.run, point=r.point.id, round=i, seconds=s, loops=1)
-            opened.append(**store.result_row(r, 1.0))
-
-
 def test_rows_come_back_as_written_also_when_not_finite(tmp_path):
     r = result(errors={"out": float("inf")}, tolerance={"out": 5e-6}, share=0.5, memory={"floor_bytes": 7})
-    write(tmp_path, r)
+    write_rows(tmp_path, [r])
     assert load(tmp_path) == [r]
     assert "Infinity" not in (tmp_path / store.NAME).read_text()
     assert load(tmp_path / "nowhere") == []
 
 
-@pytest.mark.parametrize(
-    "damage, skipped",
-    [
-        (lambda text: text.split("\n", 1)[1], "1 unreadable or incomplete row (line 3)"),  # without its first sample
-        (lambda text: text + '[1]\n{"schema": 1}\n\x00\xff\n', "3 unreadable or incomplete rows (line 9, 10, 11)"),
-        (lambda text: text.replace('2.0, "l', f'{10**400}, "l', 1), "2 unreadable or incomplete rows (line 2, 4)"),
-        (lambda text: text + '{"schema": 2, "kind": "result"}\n', ""),
-    ],
-)
+@pytest.mark.parametrize("damage, skipped", [
+    (lambda text: text.split("\n", 1)[1], "1 unreadable or incomplete row (line 3)"),  # without its first sample
+    (lambda text: text + '[1]\n{"schema": 1}\n\x00\xff\n', "3 unreadable or incomplete rows (line 9, 10, 11)"),
+    (lambda text: text.replace('2.0, "l', f'{10**400}, "l', 1), "2 unreadable or incomplete rows (line 2, 4)"),
+    (lambda text: text + '{"schema": 2, "kind": "result"}\n', ""),
+])  # fmt: skip
 def test_what_cannot_be_read_is_skipped_with_a_warning_and_other_schemas_without(tmp_path, damage, skipped):
-    write(tmp_path, result(), result(TINY.but(causal=True)))
+    write_rows(tmp_path, [result(), result(TINY.but(causal=True))])
     path, said = tmp_path / store.NAME, []
     path.write_text(damage(path.read_text()))
     found = [r.point.causal for r in load(tmp_path, warn=said.append)]
@@ -67,7 +57,7 @@ def test_the_newest_result_counts_and_an_interleaved_group_is_of_one_make_up(tmp
     old, new = result(run="r1"), result(run="r2")
     before = [result(p, "both", run="r3", composition="ab", interleaved=True) for p in (TINY, other)]
     after = result(TINY, "both", run="r4", composition="a", interleaved=True)
-    write(tmp_path, old, new, *before, after)
+    write_rows(tmp_path, [old, new, *before, after])
     assert load(tmp_path) == [new, after]
 
 

@@ -328,7 +328,9 @@ def test_others_are_the_busy_time_that_is_not_ours(monkeypatch):
     assert short.cores is None and not short.high, "too short to tell"
 
 
-def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, capsys):
+def test_rows_that_others_disturbed_are_measured_again_once_it_is_quiet(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(session.time, "sleep", lambda seconds: None)  # to see whether it is quiet now
+
     class Crowded(session.CpuContention):
         cores, high = 1.5, True
 

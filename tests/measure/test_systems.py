@@ -96,16 +96,13 @@ def test_packed_documents_are_checked_one_by_one_and_equal_ones_have_as_many_tok
 
 @pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"batch": 2, **UNEVEN},
-        {"pattern": patterns.Dilated([32, 64], [2, 4], "head_groups", "branch"), "seq_len": 192},
-        {"pattern": patterns.Dilated([8, 16], [1, 2], offsets="kv_head"), "heads": 4, "kv_heads": 2},
-        {"pattern": patterns.Dilated([8, 16], [1, 2]), "dtype": "float64"},
-        {"pattern": patterns.Dilated([32, 64], [1, 2]), "dtype": "bfloat16", "seq_len": 256},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"batch": 2, **UNEVEN},
+    {"pattern": patterns.Dilated([32, 64], [2, 4], "head_groups", "branch"), "seq_len": 192},
+    {"pattern": patterns.Dilated([8, 16], [1, 2], offsets="kv_head"), "heads": 4, "kv_heads": 2},
+    {"pattern": patterns.Dilated([8, 16], [1, 2]), "dtype": "float64"},
+    {"pattern": patterns.Dilated([32, 64], [1, 2]), "dtype": "bfloat16", "seq_len": 256},
+])  # fmt: skip
 def test_copying_form_is_the_same_function(changes, causal, direction):
     *_, errors = passes(TINY.but(system="copying", causal=causal, passes=direction, **changes))
     assert errors.keys() == ({"out"} if direction == "fwd" else {"out", "dq", "dk", "dv"})
@@ -116,28 +113,25 @@ def test_inputs_come_from_the_points_own_seed():
     assert all(torch.equal(a, b) for a, b in zip(one, same)) and not torch.equal(one[0], other[0])
 
 
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
-        ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, blocks, merge, cache"),
-        ({"options": {"pool_threshold_mb": 0.0}}, "needs pool=True"),
-        ({"options": {"blocks": "odd"}}, "blocks"),
-        ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
-        ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
-        ({"system": "contiguous_segments", "options": {"backend": "xformers"}}, "unknown kernel of torch's 'xformers'"),
-        ({"system": "RingDilatedAttentionV2Flash"}, "head groups with offsets by branch"),
-        ({"system": "BlockSparseOptimized"}, "BlockSparseOptimized computes block-sparse patterns, not dilated"),
-        ({"system": "flex"}, "flex computes block-sparse patterns, not dilated"),
-        ({"system": "flex", "pattern": WINDOW, "passes": "fwd+bwd"}, "forward alone"),
-        ({"system": "contiguous_segments", "options": {"backend": "flash"}}, "flash: needs a CUDA device, this is cpu"),
-        ({"system": "cache_workload"}, "computes lookups of block-sparse patterns, not"),
-        ({**CHOSEN, "batch": 2}, "is measured with batch 1"),
-        ({"system": "adaptive", "world_size": 2}, "adaptive runs on one device, not on 2 ranks"),
-        ({"system": "pool_workload", "options": {"size": 3}}, "pool_workload has no option 'size'"),
-        ({"system": "RingDilatedAttentionSDPA", "pattern": PUBLISHED, "options": {"ring_size": 0}}, "ring_size"),
-    ],
-)
+@pytest.mark.parametrize("changes, said", [
+    ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
+    ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, blocks, merge, cache"),
+    ({"options": {"pool_threshold_mb": 0.0}}, "needs pool=True"),
+    ({"options": {"blocks": "odd"}}, "blocks"),
+    ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
+    ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
+    ({"system": "contiguous_segments", "options": {"backend": "xformers"}}, "unknown kernel of torch's 'xformers'"),
+    ({"system": "RingDilatedAttentionV2Flash"}, "head groups with offsets by branch"),
+    ({"system": "BlockSparseOptimized"}, "BlockSparseOptimized computes block-sparse patterns, not dilated"),
+    ({"system": "flex"}, "flex computes block-sparse patterns, not dilated"),
+    ({"system": "flex", "pattern": WINDOW, "passes": "fwd+bwd"}, "forward alone"),
+    ({"system": "contiguous_segments", "options": {"backend": "flash"}}, "flash: needs a CUDA device, this is cpu"),
+    ({"system": "cache_workload"}, "computes lookups of block-sparse patterns, not"),
+    ({**CHOSEN, "batch": 2}, "is measured with batch 1"),
+    ({"system": "adaptive", "world_size": 2}, "adaptive runs on one device, not on 2 ranks"),
+    ({"system": "pool_workload", "options": {"size": 3}}, "pool_workload has no option 'size'"),
+    ({"system": "RingDilatedAttentionSDPA", "pattern": PUBLISHED, "options": {"ring_size": 0}}, "ring_size"),
+])  # fmt: skip
 def test_a_point_that_makes_no_sense_is_refused_in_one_line(changes, said):
     with pytest.raises((Refused, NotImplementedError), match="^[^\n]*$") as refusal:
         build(TINY.but(**changes), "cpu")

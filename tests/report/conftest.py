@@ -5,13 +5,14 @@ from dataclasses import fields
 import pytest
 from ringlab.measure import stats
 from ringlab.meta_run import MetaCall
+from ringlab.report import first_screen, index
 
 KNOWN = {}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
-    """Intervals a little coarser, in a tenth of the time; a call at a length is run without data once."""
+    """Intervals a little coarser, in a tenth of the time; few lengths; a call at one is run without data once."""
     at = MetaCall.at
 
     def once(call, n):
@@ -23,5 +24,7 @@ def quick():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "RESAMPLES", 200)
+        patch.setattr(first_screen, "LENGTHS", first_screen.OVERVIEW[:2])
+        patch.setattr(index, "OVERVIEW", first_screen.OVERVIEW[:2])
         patch.setattr(MetaCall, "at", once)
         yield

@@ -101,7 +101,6 @@ REFUSED = [
     ({"seq_len": "0"}, "seq_len must be a positive integer"),
     ({"seq_len": "2G"}, "must be a positive integer up to 2**35"),
     ({"heads": 7, "kv_heads": 2}, "heads must be a multiple of K/V heads: 7 and 2"),
-    ({"kv_heads": 0}, "kv_heads must be a positive integer, got 0"),
     ({"ranks": -1}, "ranks must be a positive integer, got -1"),
     ({"kind": "BigBird", "seq_len": "64M"}, "take blocks of at least 65536, or a shorter sequence"),
     ({"kind": "BigBird", "block_size": 0}, "block_size must be a positive integer up to 2**40, got 0"),

@@ -3,11 +3,9 @@
 import functools
 import re
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import ringlab
-from reporting import longer, made_up
+from reporting import MEMORY, longer, made_up, study_of
 from ringlab import hardware
 from ringlab.advise import ladder
 from ringlab.measure import Group, Point, peers, suites
@@ -15,22 +13,12 @@ from ringlab.report import findings, first_screen, index, render, tables
 from ringlab.report.documents import landscape
 from ringlab.report.study import Study
 
-MEMORY = 4 << 30  # few tokens, so that the longest sequences that fit are soon found
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_lengths():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_screen, "LENGTHS", (8192, 131072))
-        yield
-
 
 def study(profile: str = "cpu", change=lambda r: r) -> Study:
     about, rehearsal = hardware.get_profile(profile), profile != "cpu"
     groups = suites.landscape(about, device="cpu", rehearsal=rehearsal)
-    rows = [made_up(p, g, rehearsal) for g in groups for p in g.points]
-    rows = [change(replace(r, provenance=r.provenance | {"device_memory_bytes": MEMORY})) for r in rows]
-    return Study(about, rows, Path(f"{profile}-rehearsal/data" if rehearsal else "cpu/data"))
+    rows = [change(made_up(p, g, rehearsal)) for g in groups for p in g.points]
+    return study_of(rows, profile, rehearsal)
 
 
 @functools.cache

@@ -388,16 +388,13 @@ def test_generation_and_documents_follow_the_rows():
     assert len(lines) == 9 and {line[1] for line in lines} == {4096, 16384, 65536}
     row = next(r for r in made() if r.point.system == "generation" and r.point.seq_len == 65520)
     rate = STEPS / row.median
-    assert (
-        f"One layer of 8 heads of 64 at position 65,536: Dense {tables.number(rate)} tokens per second, 64.0 MiB"
-        in found.text
-    )
+    layer = "One layer of 8 heads of 64 at position 65,536"
+    assert f"{layer}: Dense {tables.number(rate)} tokens per second, 64.0 MiB" in found.text
     assert any(value == pytest.approx(rate) for value in found.drawn) and 65520 / 2**10 in found.drawn
     ratios = [line[3] for line in found.table("Packed documents").rows]
     assert len(ratios) == 3 and all(ratio.text.startswith("1.1") for ratio in ratios)
-    lost = shown(
-        lambda r: replace(r, **LOST | {"status": "crashed"}) if r.point.system in ("generation", "packed") else r
-    )
+    models, crashed = ("generation", "packed"), LOST | {"status": "crashed"}
+    lost = shown(lambda r: replace(r, **crashed) if r.point.system in models else r)
     assert "No step of generation was measured." in lost.text
 
     def without_the_longest(r):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from bs4 import BeautifulSoup
-from reporting import CPU, NOTEBOOK, run_in_this_process, whole_suite, write_rows
+from reporting import CPU, NOTEBOOK, made, run_in_this_process, write_rows
 from ringlab import measure
 from ringlab.report import claims, driver, places, render, rows
 
@@ -16,8 +16,8 @@ PAGES = {"cpu/optimization_results": 1, "gtx1080-rehearsal/optimization_results"
 def reports(tmp_path_factory):
     """A folder with all cpu reports and one of a rehearsal, from made-up rows of the optimization suite."""
     folder = tmp_path_factory.mktemp("reports")
-    write_rows(folder / "cpu" / "data", whole_suite())
-    write_rows(folder / "gtx1080-rehearsal" / "data", whole_suite("gtx1080", True))
+    write_rows(folder / "cpu" / "data", made("000"))
+    write_rows(folder / "gtx1080-rehearsal" / "data", made("000", "gtx1080", True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "run", lambda *a, **k: [])
         patch.setattr(render, "execute", lambda source, given, *_, **__: run_in_this_process(source, None, given))

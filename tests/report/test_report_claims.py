@@ -80,6 +80,7 @@ def chatty(r: Result) -> Result:
 
 
 ORIGINAL, OPTIMIZED = system(suites.ORIGINAL), system(suites.OPTIMIZED)
+WITHOUT_FLASH = fails(lambda r: "flash" in str(r.option("backend")), status="unsupported")
 UNPOOLED = rows.FULL | {"gather": True, "pool": False}
 AS_DENSE = 7.2  # makes Optimized take as long as dense attention
 EVEN = 1.1 / 1.6  # undoes what several ranks hold more of in made-up rows
@@ -93,11 +94,7 @@ BY_ROWS = {
     "000 threshold": ("cpu", slower(2, lambda r: r.option("pool_threshold_mb") in (4.0, 64.0)), "holds"),
     "000 pool-long": ("cpu", slower(2, field(batch=16, seq_len=4096), option(pool=None)), "holds"),
     "000 xformers": ("gtx1080", slower(0.5, option(backend="xformers")), "holds"),
-    "000 flash-turing": (
-        "t4",
-        fails(lambda r: "flash" in str(r.option("backend")), status="unsupported"),
-        "does not hold",
-    ),
+    "000 flash-turing": ("t4", WITHOUT_FLASH, "does not hold"),
     "000 flash-slower": ("gtx1080", slower(4.7, system("RingDilatedAttentionV2Flash")), "holds"),
     "000 throughput": ("gtx1080", slower(0.0295, rows.is_optimised), "holds"),
     "000 two-cards": ("cpu", fails(several), "untested"),
@@ -248,13 +245,9 @@ def test_another_device_and_a_rehearsal_decide_no_times(number, profile, rehears
     assert not [k for k in keys.split() if (found[k].word == "untested") != (not found[k].ours)]
 
 
-def refuse_flash(r: Result) -> Result:
-    return fails(lambda r: "flash" in str(r.option("backend")), status="unsupported")(r)
-
-
 @pytest.mark.parametrize("name, profile, rehearsal, change, expected, why", [
     ("001 speedup", "cpu", False, quick_on_two, "not reproduced here", "these ranks are processes of a CPU"),
-    ("000 flash-turing", "t4", True, refuse_flash, "untested", "it is about GPUs like the NVIDIA T4"),
+    ("000 flash-turing", "t4", True, WITHOUT_FLASH, "untested", "it is about GPUs like the NVIDIA T4"),
     ("001 fastest-system", "cpu", False, slower(0.5, system(CORRECT)), "not reproduced here", "not above 1×"),
     ("001 fastest-system", "cpu", False, fails(system(HILBERT)), "untested", "not measured: HilbertGPUOptimized"),
 ])  # fmt: skip

@@ -8,13 +8,15 @@ import time
 import numpy as np
 import pytest
 import torch.distributed as dist
+from matrix import Case
 from ring_cases import fault, late_rank
 from ringlab.patterns import Dilated
 from ringlab.ring import contiguous, launch
 from ringlab.ring.launch import RankFailed
 from started import gone
 
-PATTERN = Dilated([8, 24], [1, 2])
+CASE = Case(Dilated([8, 24], [1, 2]), 24, causal=True, heads=2, d=8, layout=contiguous(24, 3), scheme="plan")
+DIFFERS = "rank 1 differs: PlanMismatch: ranks disagree about"
 FAULTS = {
     "raise": "rank 1 raised ValueError: a bad day",
     "gloo": "rank 1 raised RuntimeError: connection of the nccl experiment timed out",
@@ -24,12 +26,9 @@ FAULTS = {
     "leave": "rank 1 left with exit code 0 before it was done",
     "hang": "rank 1 hangs: after 3 s it has begun 0 exchanges, others 1",
     "ahead": "rank 1 hangs: after 3 s it has begun 5 exchanges, others 4",
-    "other shapes": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
-    "heads is 4 / 4 on rank 1, 2 / 2 on the others",
-    "other scheme": "rank 1 differs: PlanMismatch: ranks disagree about what is computed: "
-    "scheme is ring on rank 1, plan on the others",
-    "corrupt": "rank 1 differs: PlanMismatch: ranks disagree about which rows move: "
-    "rank 0 against rank 1, rank 1 against rank 2",
+    "other shapes": f"{DIFFERS} what is computed: heads is 4 / 4 on rank 1, 2 / 2 on the others",
+    "other scheme": f"{DIFFERS} what is computed: scheme is ring on rank 1, plan on the others",
+    "corrupt": f"{DIFFERS} which rows move: rank 0 against rank 1, rank 1 against rank 2",
 }
 
 
@@ -44,7 +43,7 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
     timeout_s = 3.0 if kind in ("hang", "ahead") else 60.0
     start = time.monotonic()
     with pytest.raises(RankFailed) as failure:
-        launch.launch(fault, 3, kind, PATTERN, contiguous(24, 3), timeout_s=timeout_s)
+        launch.launch(fault, 3, kind, CASE, timeout_s=timeout_s)
     assert time.monotonic() - start < timeout_s + 2
     assert str(failure.value) == FAULTS[kind] and failure.value.rank == 1
     shown = "".join(getattr(failure.value, "__notes__", [])) + capfd.readouterr().err
@@ -84,19 +83,16 @@ def test_a_script_needs_no_guard(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
 
 
-@pytest.mark.parametrize(
-    "function, args, options, why",
-    [
-        (lambda: 0, (), {}, "put it into a module"),
-        (fault, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
-        (np.ones((2, 2)), (), {}, r"array\(\[\[1., 1..* cannot be imported by other processes: put it into a module"),
-        (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
-        (fault, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
-        *((fault, (), {"timeout_s": given}, "timeout_s must be a positive number of seconds up to 1,000,000, got ")
-          for given in (0, float("nan"), float("inf"), "9", np.ones((2, 2)))),
-        (fault, (), {"threads": True}, "threads must be a positive integer, got True"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("function, args, options, why", [
+    (lambda: 0, (), {}, "put it into a module"),
+    (fault, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
+    (np.ones((2, 2)), (), {}, r"array\(\[\[1., 1..* cannot be imported by other processes: put it into a module"),
+    (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
+    (fault, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
+    *((fault, (), {"timeout_s": given}, "timeout_s must be a positive number of seconds up to 1,000,000, got ")
+      for given in (0, float("nan"), float("inf"), "9", np.ones((2, 2)))),
+    (fault, (), {"threads": True}, "threads must be a positive integer, got True"),
+])  # fmt: skip
 def test_what_cannot_be_launched_is_one_line(function, args, options, why):
     options = {"ranks": 2} | options
     with pytest.raises(ValueError, match=why) as failure:
@@ -117,5 +113,5 @@ def test_a_result_that_cannot_come_back_names_its_rank_and_why(kind, why):
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
     with pytest.raises(RankFailed, match="rank 1 raised"):
-        launch.launch(fault, 2, "child", None, None, str(tmp_path / "child"))
+        launch.launch(fault, 2, "child", None, str(tmp_path / "child"))
     assert gone([int((tmp_path / "child").read_text())], 60.0)

@@ -4,13 +4,11 @@ import random
 
 import pytest
 import torch
-from document_cases import PATTERNS
-from matrix import F32, F64
-from ring_cases import cached, generated, tensors, unequal_chunks
+from document_cases import EXACT, PATTERNS
+from matrix import F32, F64, Case, drawn
+from ring_cases import cached, generated, unequal_chunks
 from ringlab import Dense, Dilated, Simulated, reference
 from ringlab.engine.live_rows import rules_of
-from ringlab.nn import LanguageModel
-from ringlab.ring import contiguous
 from ringlab.ring.launch import RankFailed, launch
 
 LADDER = Dilated([256, 512, 1024, 2048], [1, 2, 4, 8])
@@ -22,16 +20,16 @@ def test_processes_answer_as_simulated_ranks_and_as_the_reference(ranks):
     for _ in range(12):
         heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 1)])
         sizes = [rng.choice([1, 1, 7, 40]) for _ in range(rng.randint(2, 12))]
-        cases.append((rng.choice(PATTERNS), heads, kv_heads, sizes, rng.choice([F64, F32]), rng.randrange(1 << 30)))
+        about = {"heads": heads, "kv_heads": kv_heads, "d": 8, "seed": rng.randrange(1 << 30)}
+        cases.append((Case(rng.choice(PATTERNS), sum(sizes), rng.choice([F64, F32]), batch=2, **about), sizes))
     everyone, simulated = launch(cached, ranks, cases), cached(cases, Simulated(ranks))
-    for i, (pattern, heads, kv_heads, sizes, dtype, seed) in enumerate(cases):
-        n = sum(sizes)
-        q, k, v, *_ = tensors(contiguous(n, 1), heads, kv_heads, 8, dtype, seed, batch=2)
-        want, _ = reference.attention(*(torch.cat([t, t[:, :9]], 1) for t in (q, k, v)), pattern, causal=True)
+    for i, (case, _) in enumerate(cases):
+        longer = (torch.cat([t, t[:, :9]], 1) for t in drawn(case)[0])
+        want, _ = reference.attention(*longer, case.pattern, causal=True)
         for out, lse, _, sent in (found[i] for found in everyone):
-            assert reference.error(out, want[:, :n], 1.0) <= (1e-12 if dtype == F64 else 5e-6), cases[i]
+            assert reference.error(out, want[:, : case.n], 1.0) <= EXACT[case.dtype], case
             assert torch.equal(out, simulated[i][0]) and torch.equal(lse, simulated[i][1])
-            assert sent == (ranks - 1) * (out.numel() + lse.numel()) * dtype.itemsize  # out and lse, to each other
+            assert sent == (ranks - 1) * (out.numel() + lse.numel()) * case.dtype.itemsize  # to each other
         for head, rows in enumerate(simulated[i][2]):
             assert torch.cat([found[i][2][head] for found in everyone]).sort().values.equal(rows)
 
@@ -46,11 +44,7 @@ def test_no_rank_keeps_much_more_than_its_part():
 
 @pytest.mark.parametrize("pattern", [Dense(), Dilated([8, 32], [1, 4])], ids=str)
 def test_ranks_generate_the_tokens_of_one(pattern):
-    torch.manual_seed(0)
-    model = LanguageModel(50, 32, 4, pattern, num_layers=2, dtype=F64)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    want = model.generate(torch.arange(60).reshape(2, 30) % 50, 20, temperature=0, lengths=[30, 11])
+    want = generated(pattern, None)
     for found in launch(generated, 2, pattern):
         assert torch.equal(found, want)
 

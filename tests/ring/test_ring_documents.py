@@ -5,17 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from document_cases import EXACT, drawn_case, on_ranks, refused, result, spans_of, wanted
-from matrix import BLOCK_SPARSE, DILATED, F64, Case, drawn, errors
+from document_cases import EXACT, drawn_case, wanted
+from matrix import BLOCK_SPARSE, DILATED, Case, drawn, errors
+from ring_cases import as_simulated, borders_disagreed
 from ringlab import BlockSparse, Dense, Execution, Simulated, attention
 from ringlab.ring import SCHEMES, Layout, contiguous, counting, uneven, zigzag
 from ringlab.ring.launch import launch
 
 
-def split_case(rng: random.Random, ranks: int):
-    """(case, documents, layout, scheme) over so many ranks."""
+def split_case(rng: random.Random, ranks: int) -> Case:
+    """Documents over so many ranks."""
     while True:
-        case, how = drawn_case(rng)
+        case = drawn_case(rng)
         schemes = ["plan", "ulysses"] if isinstance(case.pattern, BlockSparse) else list(SCHEMES)
         scheme = rng.choice(schemes)
         if case.n >= 2 * ranks and (scheme != "ulysses" or case.heads >= ranks):
@@ -23,19 +24,17 @@ def split_case(rng: random.Random, ranks: int):
     most = case.n // ranks
     sizes = uneven([0] + [most] * (ranks - 2) + [case.n - most * (ranks - 2)])
     layout = rng.choice([contiguous(case.n, ranks), zigzag(case.n, ranks), sizes])
-    return replace(case, execution=Execution()), how, layout, scheme
+    return replace(case, execution=Execution(), layout=layout, scheme=scheme)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_document_is_attended_as_if_it_stood_alone(ranks):
     rng = random.Random(ranks)
     for _ in range(60):
-        case, how, layout, scheme = split_case(rng, ranks)
+        case = split_case(rng, ranks)
         inputs, dout, dlse = drawn(case)
-        want = wanted(case, inputs, dout, dlse, spans_of(how, case.n))
-        more = {"group": Simulated(ranks), "layout": layout, "scheme": scheme}
-        apart = errors(result(case, inputs, dout, dlse, how | more), want, *inputs[:2], dout)
-        assert max(apart.values()) <= EXACT[case.dtype], (case, how, layout, scheme, apart)
+        apart = errors(case.run(inputs, dout, dlse), wanted(case, inputs, dout, dlse), *inputs[:2], dout)
+        assert max(apart.values()) <= EXACT[case.dtype], (case, apart)
 
 
 @pytest.mark.parametrize("pattern", [Dense(), DILATED[0], BLOCK_SPARSE[0]], ids=str)
@@ -61,49 +60,22 @@ def test_a_document_inside_a_shard_moves_nothing_and_one_that_is_cut_what_it_mov
 
 
 def test_gloo_ranks_are_the_simulated_ones():
-    ranks, rng = 3, random.Random(0)
-    cases = [split_case(rng, ranks) for _ in range(12)]
-    everyone = launch(on_ranks, ranks, cases)
-    for i, (case, how, layout, scheme) in enumerate(cases):
-        inputs, dout, dlse = drawn(case)
-        with counting() as traffic:
-            more = {"group": Simulated(ranks), "layout": layout, "scheme": scheme}
-            want = result(case, inputs, dout, dlse, how | more)
-        for name, t in want.items():
-            got = layout.unshard([each[i][0][name] for each in everyone], 2 if name == "lse" else 1)
-            assert torch.equal(got, t), (case, how, layout, scheme, name)
-        assert [each[i][1] for each in everyone] == [traffic.from_rank(rank) for rank in range(ranks)]
+    rng = random.Random(0)
+    as_simulated([split_case(rng, 3) for _ in range(12)])
 
 
 def test_ranks_whose_borders_differ_are_told():
-    told = launch(refused, 2, [[0, 4, 16], [0, 5, 16]])
+    told = launch(borders_disagreed, 2, [[0, 4, 16], [0, 5, 16]])
     assert all("ranks disagree about what is computed: borders is" in said for said in told), told
 
 
-def test_nothing_leaks_between_documents_that_a_border_of_shards_cuts():
-    case = Case(DILATED[0], 96, F64)
-    (q, k, v), dout, dlse = drawn(case)
-    how = {"cu_seqlens": [0, 30, 70, 96], "group": Simulated(2), "scheme": "plan"}
-    clean = result(case, (q, k, v), dout, dlse, how)
-    for t in (stained := [t.clone() for t in (q, k, v)]):
-        t[:, 30:70] = torch.nan
-    found = result(case, stained, dout, dlse, how)
-    for name, t in clean.items():
-        for rows in (slice(0, 30), slice(70, 96)):
-            at = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
-            assert torch.equal(found[name][at], t[at]), name
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "how, message",
-    [
-        ({"layout": Layout("contiguous", (0, 8))}, "is for 1 ranks|the layout has 8 positions here, q has 16"),
-        ({"layout": "striped"}, "need a contiguous or zigzag layout, not a striped one"),
-        ({"layout": "spiral"}, "unknown layout 'spiral'"),
-        ({"scheme": "rings"}, "unknown scheme 'rings'"),
-    ],
-)
+@pytest.mark.parametrize("how, message", [
+    ({"layout": Layout("contiguous", (0, 8))}, "is for 1 ranks|the layout has 8 positions here, q has 16"),
+    ({"layout": "striped"}, "need a contiguous or zigzag layout, not a striped one"),
+    ({"layout": "spiral"}, "unknown layout 'spiral'"),
+    ({"scheme": "rings"}, "unknown scheme 'rings'"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_whatever_the_documents(ranks, how, message):
     q, end = torch.zeros(1, 16, 2, 8), 8 if isinstance(how.get("layout"), Layout) else 16
     with pytest.raises(ValueError, match=message):

@@ -90,21 +90,18 @@ def test_hilbert_steps_are_neighbours():
         assert steps.amax() <= 1 and (steps.sum(0) == 2).sum() <= 1, "at most one diagonal step, where a side is odd"
 
 
-@pytest.mark.parametrize(
-    "make, said",
-    [
-        (lambda: contiguous(0, 2), "n must be a positive integer"),
-        (lambda: zigzag(8, 0), "ranks must be a positive integer"),
-        (lambda: uneven([]), "with a positive sum"),
-        (lambda: uneven([3, -1]), "integers from 0 up"),
-        (lambda: hilbert(0, 4, 2), "height must be"),
-        (lambda: layout_named("spiral", 8, 2), "unknown layout 'spiral'; known: contiguous, zigzag, striped"),
-        (lambda: layout_named(contiguous(8, 4), 8, 2), "for 4 ranks, the group has 2"),
-        (lambda: contiguous(8, 2).ranges(2), "rank must be in 0 .. 1"),
-        (lambda: contiguous(8, 2).shard(torch.ones(1, 9), 0), "of 8 positions, the tensor has 9"),
-        (lambda: contiguous(8, 2).unshard([torch.ones(1, 3), torch.ones(1, 5)]), r"sizes \[3, 5\]"),
-    ],
-)
+@pytest.mark.parametrize("make, said", [
+    (lambda: contiguous(0, 2), "n must be a positive integer"),
+    (lambda: zigzag(8, 0), "ranks must be a positive integer"),
+    (lambda: uneven([]), "with a positive sum"),
+    (lambda: uneven([3, -1]), "integers from 0 up"),
+    (lambda: hilbert(0, 4, 2), "height must be"),
+    (lambda: layout_named("spiral", 8, 2), "unknown layout 'spiral'; known: contiguous, zigzag, striped"),
+    (lambda: layout_named(contiguous(8, 4), 8, 2), "for 4 ranks, the group has 2"),
+    (lambda: contiguous(8, 2).ranges(2), "rank must be in 0 .. 1"),
+    (lambda: contiguous(8, 2).shard(torch.ones(1, 9), 0), "of 8 positions, the tensor has 9"),
+    (lambda: contiguous(8, 2).unshard([torch.ones(1, 3), torch.ones(1, 5)]), r"sizes \[3, 5\]"),
+])  # fmt: skip
 def test_bad_arguments_are_one_line(make, said):
     with pytest.raises(ValueError, match=f"^[^\n]*{said}[^\n]*$"):
         make()

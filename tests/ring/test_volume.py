@@ -4,11 +4,9 @@ import random
 
 import pytest
 import torch
-from matrix import BLOCK_SPARSE, fits
-from ring_cases import call, tensors
-from ringlab import attention
+from matrix import BLOCK_SPARSE, Case, drawn, fits
 from ringlab.patterns import Dense, Dilated
-from ringlab.ring import SCHEMES, Problem, Simulated, contiguous, counting, plan_rank, uneven, zigzag
+from ringlab.ring import SCHEMES, Problem, contiguous, counting, plan_rank, uneven, zigzag
 from ringlab.ring.volume import ladder_rows, sent_bytes
 
 
@@ -18,16 +16,17 @@ def test_bytes_are_predicted_for_every_scheme(scheme, dtype):
     rng = random.Random(scheme)
     for layout in (contiguous(37, 3), zigzag(40, 2), uneven([5, 0, 20, 7]), zigzag(101, 3), uneven([5, 0, 47, 7])):
         pattern = rng.choice([Dense(), Dilated([8, 20], [1, 3]), *BLOCK_SPARSE[:2]])
-        causal, heads, kv_heads, d, batch = rng.random() < 0.5, 4, rng.choice([2, 4]), 8, rng.choice([1, 2])
+        causal, kv_heads, batch = rng.random() < 0.5, rng.choice([2, 4]), rng.choice([1, 2])
         if not fits(pattern, layout, causal, scheme):
             pattern = Dense()
-        q, k, v, dout, _ = tensors(layout, heads, kv_heads, d, dtype, 0, batch)
-        problem, group = Problem(pattern, layout, causal, heads, kv_heads), Simulated(layout.ranks)
-        shape = {"batch": batch, "head_dim": d, "dtype": dtype}
+        case = Case(pattern, layout.n, dtype, causal, batch, 4, kv_heads, 8, lse_cotangent=False, layout=layout,
+                    scheme=scheme)  # fmt: skip
+        problem, given = Problem(pattern, layout, causal, 4, kv_heads), drawn(case)
+        shape = {"batch": batch, "head_dim": 8, "dtype": dtype}
         with counting() as forward:
-            attention(q, k, v, pattern, causal=causal, group=group, scheme=scheme, layout=layout)
+            case.call(*given[0])
         with counting() as both:
-            call(q, k, v, dout, None, pattern, layout, causal, scheme, group)
+            case.run(*given)
         for rank in range(layout.ranks):
             assert sent_bytes(problem, rank, scheme, **shape) == forward.from_rank(rank), (layout, rank)
             assert sent_bytes(problem, rank, scheme, passes="fwd+bwd", **shape) == both.from_rank(rank), (layout, rank)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from ringlab import cli, hardware, measure
 from ringlab.hardware.profiles import load
-from ringlab.measure import Group, Point, provenance, suites, timing
-from ringlab.patterns import Dense
+from ringlab.measure import suites
 
 LIB = Path(cli.__file__).resolve().parents[1]
 PASCAL = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
@@ -52,23 +51,20 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
     assert (code, out, err.count("\n")) == (2, "", 1) and "cpu.toml is no profile: Invalid value" in err
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ([], "the following arguments are required: command; see python -m ringlab --help"),
-        (["reprot"], "invalid choice: 'reprot'"),
-        (["profiles", "x"], "unrecognized arguments: x"),
-        (["measure", "--minutes", "soon"], "argument --minutes: invalid float value: 'soon'"),
-        (["estimate", "--rates", "1;2"], "argument --rates: invalid numbers_and_commas value: '1;2'"),
-        (["estimate", "--dtype", "nn"], "argument --dtype: invalid choice: 'nn' (choose from 'float64', 'float32',"),
-        (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
-        (["measure", "--data", __file__], "test_cli.py is a file, not a folder"),
-        (["measure", "--data", " "], "a folder needs a name"),
-        (["measure", "--group=--"], "argument --group: expected one argument"),
-        (["check", "cpu", "--tolerance=--"], "argument --tolerance: expected one argument"),
-        (["advise", "--seq-len", "1", "--memory", "9" * 5000], "invalid size_in_bytes value"),
-    ],
-)
+@pytest.mark.parametrize("argv, message", [
+    ([], "the following arguments are required: command; see python -m ringlab --help"),
+    (["reprot"], "invalid choice: 'reprot'"),
+    (["profiles", "x"], "unrecognized arguments: x"),
+    (["measure", "--minutes", "soon"], "argument --minutes: invalid float value: 'soon'"),
+    (["estimate", "--rates", "1;2"], "argument --rates: invalid numbers_and_commas value: '1;2'"),
+    (["estimate", "--dtype", "nn"], "argument --dtype: invalid choice: 'nn' (choose from 'float64', 'float32',"),
+    (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
+    (["measure", "--data", __file__], "test_cli.py is a file, not a folder"),
+    (["measure", "--data", " "], "a folder needs a name"),
+    (["measure", "--group=--"], "argument --group: expected one argument"),
+    (["check", "cpu", "--tolerance=--"], "argument --tolerance: expected one argument"),
+    (["advise", "--seq-len", "1", "--memory", "9" * 5000], "invalid size_in_bytes value"),
+])  # fmt: skip
 def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
@@ -86,7 +82,7 @@ def test_help_shows_the_default_of_every_option(capsys, command):
 
 def test_measure_takes_suites_groups_and_minutes(capsys, monkeypatch, tmp_path):
     asked = []
-    run = lambda groups, data, **how: asked.append(([g.name for g in groups], how["minutes"]))  # noqa: E731
+    run = lambda groups, data, **how: asked.append(([g.name for g in groups], data, how["minutes"]))  # noqa: E731
     monkeypatch.setattr(measure, "run", run)
     monkeypatch.setattr(suites.peers, "installed", lambda name: None)  # each that is there adds a group
     how = ["measure", "--profile", "cpu", "--data", str(tmp_path)]
@@ -94,8 +90,8 @@ def test_measure_takes_suites_groups_and_minutes(capsys, monkeypatch, tmp_path):
     for more in ([], chosen, ["--suite", "landscape", "--minutes", "8.5"]):
         assert said(capsys, *how, *more)[0] == 0
     every = sum(len(make(hardware.get_profile("cpu"), device="cpu")) for make in suites.SUITES.values())
-    assert len(asked[0][0]) == every > 20 and asked[1] == (["implementations", "lengths"], None)
-    assert len(asked[2][0]) == 4 and asked[2][1] == 8.5
+    assert len(asked[0][0]) == every > 20 and asked[1] == (["implementations", "lengths"], tmp_path, None)
+    assert len(asked[2][0]) == 4 and asked[2][2] == 8.5
     for more, message in (
         (["--group", "length"], "unknown group 'length'; known here: implementations; lengths; "),
         (["--suite", "kernels"], "suite 'kernels' has no points for 'cpu' here: it is for a GPU"),
@@ -118,14 +114,3 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "run", stop)
     code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path))
     assert code == 130 and "run again" in err and "Traceback" not in err
-
-
-def test_measure_writes_rows(capsys, monkeypatch, tmp_path):
-    def small(profile, *, device, rehearsal=False):
-        return [Group("one", (Point("dense_sdpa", Dense(), seq_len=32, heads=2, head_dim=8),))]
-
-    monkeypatch.setitem(suites.SUITES, "small", small)
-    monkeypatch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
-    monkeypatch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
-    code, out, _ = said(capsys, "measure", "--profile", "cpu", "--suite", "small", "--data", str(tmp_path / "data"))
-    assert code == 0 and measure.load(tmp_path / "data")[0].status == "ok"

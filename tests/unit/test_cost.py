@@ -2,8 +2,8 @@ import random
 
 import pytest
 import torch
+from matrix import any_dilated
 from ringlab import Dense, Dilated, cost
-from ringlab.patterns import MIXINGS, OFFSETS
 
 
 def test_pairs_equal_the_multiplicity_matrix():
@@ -11,9 +11,7 @@ def test_pairs_equal_the_multiplicity_matrix():
     for _ in range(150):
         n, kv_heads = rng.randint(1, 60), rng.randint(1, 4)
         heads = kv_heads * rng.choice([1, 2])
-        lengths = [rng.randint(1, 70) for _ in range(rng.randint(1, 3))]
-        p = Dilated(lengths, [rng.randint(1, w) for w in lengths], rng.choice(MIXINGS), rng.choice([*OFFSETS]))
-        causal, x = rng.random() < 0.5, torch.arange(n)
+        p, causal, x = any_dilated(rng), rng.random() < 0.5, torch.arange(n)
         m = torch.stack([p.multiplicity(x, x, head=h, heads=heads, kv_heads=kv_heads) for h in range(heads)])
         m = m * (x[None] <= x[:, None]) if causal else m
         assert cost.count_pairs(p, n, heads, kv_heads, causal) == (int(m.sum()), int((m > 0).sum())), p

@@ -2,7 +2,6 @@ import pytest
 import torch
 from ringlab import Dense, Dilated
 from ringlab.engine.dilated import make_plan
-from ringlab.engine.execute import views_of
 from ringlab.patterns import from_dict
 
 
@@ -61,25 +60,3 @@ def test_plan_needs_few_calls():
         assert len(plan.calls) == calls
     assert not make_plan(Dilated([64, 128], [1, 2]), 256, 8, 8).uncovered
     assert make_plan(Dilated([64, 128], [2, 2]), 256, 8, 8).uncovered == ((0, 256),)
-
-
-def test_plan_selects_each_row_once():
-    """The views of a plan touch exactly the rows that the branches select, each once."""
-    for pattern, n, heads, kv_heads in (
-        (Dilated([7, 12], [2, 5], offsets="block"), 31, 6, 3),
-        (Dilated([9, 50], [3, 11], offsets="kv_head"), 43, 8, 2),
-        (Dilated([16, 32, 64], [1, 2, 4], "head_groups", "branch"), 100, 7, 7),
-    ):
-        want = torch.zeros(n, heads)
-        for b in pattern.branches(n, heads, kv_heads):
-            for head, o in zip(b.heads, b.offsets):
-                want[:, head] += (torch.arange(n) % b.length % b.rate == o).float()
-        for block in (heads, 2 * heads // kv_heads):
-            for chunk in (range(n), range(0, 13), range(5, n), range(20, 22), range(9, n - 3)):
-                touched = torch.zeros(1, len(chunk), heads, 1)
-                plan = make_plan(pattern, n, heads, kv_heads, chunk, block)
-                for start, stop in plan.tiles():
-                    for call in plan.calls:
-                        for (view,) in views_of([(touched, (0, 0), call.q)], call.within(start, stop), call.heads):
-                            view.add_(1)
-                assert torch.equal(touched[0, :, :, 0], want[chunk.start : chunk.stop])
