@@ -4,6 +4,7 @@ import functools
 import re
 from dataclasses import replace
 
+import pytest
 import ringlab
 from reporting import MEMORY, longer, made_up, study_of
 from ringlab import hardware

@@ -271,9 +271,10 @@ def forward(
         keys = _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
         head_bytes = call.q.rows * q.shape[3] * target[0].element_size()
         entries = mine + keys + call.biases(len(q))
-        in_place = target[0].dtype == torch.float32 and not (len(nodes) > 1 and call.q.shared)
-        in_place = in_place and hasattr(kernel, "forward_into")
         fresh = call.first and into is None  # nothing was written there yet
+        shared = len(nodes) > 1 and call.q.shared  # several results for the same rows
+        if in_place := hasattr(kernel, "forward_into") and target[0].dtype == torch.float32 and not shared:
+            head_bytes = 0  # no result to be kept small
         for q_, lse_, out_, k_, v_, *bias in views_of(entries, nodes, call.heads, head_bytes, limit):
             if in_place:
                 kernel.forward_into(out_, lse_, q_, k_, v_, causal and call.causal, scale, *bias, merge=not fresh)
@@ -282,7 +283,7 @@ def forward(
             if fresh:
                 out_.copy_(o)
                 lse_.copy_(l)
-            elif len(nodes) > 1 and call.q.shared:
+            elif shared:
                 for i in range(len(o)):
                     merge_(*(t[i : i + 1] for t in (out_, lse_, o, l)))
             else:

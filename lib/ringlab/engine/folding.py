@@ -24,11 +24,12 @@ from .execute import Call, Plan, View, in_head_blocks
 WIDEST = 8  # a segment that holds more of the next smaller ones is not split around each of them
 SQUARE = 128  # keys of the squares on the diagonal of causal calls; such a square is computed whole
 JOINED = 1 << 14  # pairs of a call up to which rows with another M of the same keys run together
-# What torch's CPU kernel was measured to do, for head_dim 64 in fp32: it takes keys by 512, and fewer queries at a time
-# in calls of fewer rows. A call, and a row that is merged, take as long as this many pairs; a bias makes a pair longer.
-KEY_BLOCK, CALL, MERGE, BIAS = 512, 1 << 15, 60, 1.03
-SLOWER = ((768, 1.0), (192, 1.06), (128, 1.17), (64, 1.24), (0, 1.4))
-GAIN = 0.865  # folded plans that were predicted to take more of the time of branch by branch gained nothing
+# What the compiled CPU kernel was measured to take, in pairs of a long call, head_dim 64, fp32: for each call, row of
+# queries, row of keys, and row that is merged. A bias makes a pair longer; more so if it is another one for each query.
+CALL, QUERY, KEY, MERGE = 90_000, 40, 17, 20
+BIAS, BIASES = 1.04, 1.2
+BLOCK = 96  # keys
+GAIN = 0.88  # folded plans that were predicted to take more of the time of branch by branch gained nothing
 MOST_RATE = 1024
 Rung = tuple[int, int, int]  # the length, rate and offset of a branch for one head
 
@@ -57,15 +58,15 @@ def faster(pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dt
 
 
 def cost(plan: Plan, causal: bool) -> float:
-    """The predicted time of a forward pass, in pairs that torch's CPU kernel computes in large calls."""
+    """The predicted time of a forward pass, in pairs that the CPU kernel computes in long calls."""
     total = 0.0
     for _, calls, _ in plan.blocks:
         for call in calls:
             rows, keys = call.q.rows, call.k.rows
-            if causal and call.causal:  # whole blocks of keys are computed
-                keys = min(keys, (rows + KEY_BLOCK) / 2)
-            slower = next(factor for least, factor in SLOWER if rows >= least) * (1 if call.bias is None else BIAS)
-            total += CALL + call.nodes * call.heads * rows * (keys * slower + MERGE)
+            seen = min(keys, (keys + BLOCK) / 2) if causal and call.causal else keys
+            slower = 1.0 if call.bias is None else BIAS if len(call.bias) == 1 else BIASES
+            each = rows * (seen * slower + QUERY + (0 if call.first else MERGE)) + keys * KEY
+            total += CALL + call.nodes * call.heads * each
     return total
 
 
@@ -217,7 +218,7 @@ def _bias(queries: range, keys: range, rungs: list[Rung], square: bool, dtype, m
         q, k = (torch.arange(r.start, r.stop, r.step) for r in (rows, range(0, len(keys) * keys.step, keys.step)))
         rates, offsets = torch.tensor(strides).T[..., None]  # (branches, 1)
         select_q, select_k = ((x % rates == offsets).to(dtype) for x in (q, k))  # (branches, rows)
-        times = select_q.T @ select_k
+        times = (select_k.T @ select_q).T  # (rows, keys), neighbouring rows side by side, as the kernel adds them
         if square:
             made[key] = times.log().masked_fill(k > q[:, None], -torch.inf)
         else:
@@ -235,5 +236,6 @@ def _calls(shape: tuple, members: list) -> Iterator[Call]:
         mine = [biases[h] for h, *_ in run]
         if (bias := mine[0]) is not None:
             same = all(other is bias or other.equal(bias) for other in mine)
-            bias = bias[:, None].expand(-1, len(mine), -1) if same else torch.stack(mine, 1)
+            by_head = bias.T[None].expand(len(mine), -1, -1) if same else torch.stack([m.T for m in mine])
+            bias = by_head.permute(2, 0, 1)  # (rows, heads, keys)
         yield Call(q, k, nodes, len(run), first=first and chain == 0, bias=bias)

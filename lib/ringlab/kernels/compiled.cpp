@@ -175,26 +175,28 @@ struct Steps { int64_t batch, row, head; };
 
 struct Call {  // compiled.py fills it; every field has 8 bytes
   const void *q, *k, *v, *dout;
-  const float *bias, *final_out;
+  const float* bias;
+  const void* final_out;
   float *out, *lse, *dq, *dk, *dv;
-  int64_t batch, heads, queries, keys, d, dtype, causal, merge, threads;
-  Steps of_q, of_k, of_v, of_dout, of_bias, of_out, of_lse, of_grads[2];
+  int64_t batch, heads, queries, keys, d, dtype, causal, merge, threads, bias_key;
+  Steps of_q, of_k, of_v, of_dout, of_bias, of_final_out, of_out, of_lse, of_dq, of_dk, of_dv;
 
   template <class T>
   T* place(T* p, Steps by, long b, long h, long row = 0) const { return p + b * by.batch + h * by.head + row * by.row; }
 };
 
-// Add the bias of some queries, from its element of the first query and key on, over ``scale``, to scores (keys, QUERIES).
-INLINE void add_bias(float* scores, const float* bias, long step, long keys, long queries, float scale) {
+// Add a bias, of the first query and key at ``bias``, over ``scale``, to scores (keys, QUERIES).
+INLINE void add_bias(float* scores, const float* bias, long by_row, long by_key, long keys, long queries, float scale) {
   const float over = 1 / scale;
-  for (long j = 0; j < keys; j++, scores += QUERIES, bias++)
-    if (!step)
-      for (int c = 0; c < QUERIES; c += WIDTH) store(scores + c, *bias == -INF ? all(-INF) : load(scores + c) + all(*bias * over));
-    else
-      for (long i = 0; i < queries; i++) {
-        const float x = bias[i * step];
-        scores[i] = x == -INF ? -INF : scores[i] + x * over;
-      }
+  auto add = [over](float x, float y) { return y == -INF ? -INF : x + y * over; };
+  for (long j = 0; j < keys; j++, scores += QUERIES, bias += by_key) {
+    long i = 0;
+    for (; (by_row == 0 || by_row == 1) && i + WIDTH <= queries; i += WIDTH) {
+      const vec y = by_row ? load(bias + i) : all(*bias);
+      store(scores + i, y == all(-INF) ? y : load(scores + i) + y * all(over));
+    }
+    for (; i < queries; i++) scores[i] = add(scores[i], bias[i * by_row]);
+  }
 }
 
 // Causal: of these keys the first query sees ``seen``, each later one another; scores (keys, QUERIES) of the rest are -inf.
@@ -292,7 +294,7 @@ void run_forward(const Call& call, float scale) {
           const long mine = call.causal ? std::min(count, seen + some - 1) : count;
           if (mine <= 0) continue;
           product<Kind, false>(mine, QUERIES, depth, k, D, 1, q + r * D, QUERIES, scores, QUERIES);
-          if (bias) add_bias(scores, bias + r * call.of_bias.row + key, call.of_bias.row, mine, some, scale);
+          if (bias) add_bias(scores, bias + r * call.of_bias.row + key * call.bias_key, call.of_bias.row, call.bias_key, mine, some, scale);
           if (call.causal) hide(scores, mine, seen);
           softmax<Kind, T>(scores, mine, scale * LOG2E, top + r, sum + r, sums + r * D, D);
           const long items = (mine + Read::item - 1) / Read::item;
@@ -324,14 +326,14 @@ void run_backward(const Call& call, float scale) {
       const long b = item / call.heads, h = item % call.heads;
       const T *q_in = call.place((const T*)call.q, call.of_q, b, h), *k_in = call.place((const T*)call.k, call.of_k, b, h);
       const T *v_in = call.place((const T*)call.v, call.of_v, b, h), *dout_in = call.place((const T*)call.dout, call.of_dout, b, h);
-      const T* out_in = call.place((const T*)call.final_out, call.of_out, b, h);
+      const T* out_in = call.place((const T*)call.final_out, call.of_final_out, b, h);
       for (long r = 0; r < padded; r++) {
         const float found = r < call.queries ? *call.place(call.lse, call.of_lse, b, h, r) : -INF;
         lse[r] = found == -INF ? INF : found * LOG2E;  // a row that sees nothing has probabilities of 0
       }
       for (long r = 0; r < call.queries; r += QUERIES) {
         const long some = std::min<long>(QUERIES, call.queries - r);
-        Read::columns(q_t, out_in + r * call.of_out.row, call.of_out.row, some, d);
+        Read::columns(q_t, out_in + r * call.of_final_out.row, call.of_final_out.row, some, d);
         Read::columns(dout_t, dout_in + r * call.of_dout.row, call.of_dout.row, some, d);
         for (int c = 0; c < QUERIES; c += WIDTH) {
           vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
@@ -358,8 +360,8 @@ void run_backward(const Call& call, float scale) {
             const long mine = std::min<long>(KEYS, end - key);
             product<Single, false>(mine, QUERIES, d, k + key * D, D, 1, q_t, QUERIES, p, QUERIES);
             if (call.bias) {
-              const float* bias = call.place(call.bias, call.of_bias, b, h, r) + first + key;
-              add_bias(p, bias, call.of_bias.row, mine, some, scale);
+              const float* bias = call.place(call.bias, call.of_bias, b, h, r) + (first + key) * call.bias_key;
+              add_bias(p, bias, call.of_bias.row, call.bias_key, mine, some, scale);
             }
             if (call.causal) hide(p, mine, seen - key);
             product<Single, false>(mine, QUERIES, d, v + key * D, D, 1, dout_t, QUERIES, ds, QUERIES);
@@ -374,7 +376,7 @@ void run_backward(const Call& call, float scale) {
             product<Single, true>(some, D, mine, ds, 1, QUERIES, k + key * D, D, dq, D);
           }
           for (long i = 0; i < some; i++) {
-            float* to = call.place(call.dq, call.of_grads[0], b, h, r + i);
+            float* to = call.place(call.dq, call.of_dq, b, h, r + i);
             if (first)
               add_scaled(to, dq + i * D, d, 1, scale);
             else
@@ -382,8 +384,8 @@ void run_backward(const Call& call, float scale) {
           }
         }
         for (long j = 0; j < held; j++) {
-          write_scaled(call.place(call.dk, call.of_grads[1], b, h, first + j), dk + j * D, d, scale);
-          write_scaled(call.place(call.dv, call.of_grads[1], b, h, first + j), dv + j * D, d, 1);
+          write_scaled(call.place(call.dk, call.of_dk, b, h, first + j), dk + j * D, d, scale);
+          write_scaled(call.place(call.dv, call.of_dv, b, h, first + j), dv + j * D, d, 1);
         }
       }
     }

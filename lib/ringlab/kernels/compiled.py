@@ -42,41 +42,45 @@ class Compiled:
 
     def forward(self, q, k, v, causal, scale, bias=None):
         b, m, h, _ = q.shape
-        out, lse = (torch.empty(s, dtype=torch.float32, device=q.device) for s in (q.shape, (b, h, m)))
+        out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, (b, h, m)))
         self.forward_into(out, lse, q, k, v, causal, scale, bias, merge=False)
         return out, lse
 
     def forward_into(self, out, lse, q, k, v, causal, scale, bias=None, *, merge: bool):
         """Write fp32 out (b, m, h, d) and lse (b, h, m), or ``merge`` the results into those of other keys there."""
-        by_row = lse.stride(0), lse.stride(2), lse.stride(1)
-        pointers = (q, k, v, None, bias, None, out, lse, None, None, None)
-        _run("forward", q, k, pointers, (q, k, v, None, bias, out), by_row, causal, scale, merge)
+        tensors = {"q": q, "k": k, "v": v, "bias": bias, "out": out, "lse": lse}
+        _run("forward", tensors, causal, scale, merge)
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
-        dout, out = (t.to(q.dtype).contiguous() if t.stride(-1) != 1 else t.to(q.dtype) for t in (dout, out))
-        grads = [torch.empty(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v)]
-        by_row = lse.stride(0), lse.stride(2), lse.stride(1)
-        pointers = (q, k, v, dout, bias, out, None, lse, *grads)
-        _run("backward", q, k, pointers, (q, k, v, dout, bias, out), by_row, causal, scale, False, *grads[:2])
-        return tuple(grads)
+        dout, out = (t.to(q.dtype) if t.stride(3) == 1 else t.to(q.dtype).contiguous() for t in (dout, out))
+        dq, dk, dv = (torch.empty(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
+        read = {"q": q, "k": k, "v": v, "dout": dout, "bias": bias, "final_out": out, "lse": lse}
+        _run("backward", read | {"dq": dq, "dk": dk, "dv": dv}, causal, scale, False)
+        return dq, dk, dv
 
 
-def _run(name: str, q: Tensor, k: Tensor, pointers, strided, by_row, causal: bool, scale: float, merge: bool, *grads):
+# The tensors of a call in the order of the fields in compiled.cpp; all but lse (b, h, m) are (b, m, h, d).
+TENSORS = ("q", "k", "v", "dout", "bias", "final_out", "out", "lse", "dq", "dk", "dv")
+
+
+def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: float, merge: bool) -> None:
+    q, bias = tensors["q"], tensors["bias"]
     if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
         return
-    (b, m, h, d), steps = q.shape, []
-    for t in strided:
+    pointers, steps = [], []
+    for name in TENSORS:
+        t = tensors.get(name)
         if t is None:
+            pointers.append(0)
             steps += 0, 0, 0
-        else:
-            s = t.stride()
-            steps += s[0], s[1] if t.shape[1] > 1 else 0, s[2]
-    steps += by_row
-    for t in grads:
-        steps += t.stride()[:3]
-    numbers = b, h, m, k.shape[1], d, DTYPES.index(q.dtype), causal, merge, torch.get_num_threads()
-    values = *(0 if t is None else t.data_ptr() for t in pointers), *numbers, *steps
-    getattr(_library()[0], name)((ctypes.c_int64 * len(values))(*values), ctypes.c_double(scale))
+            continue
+        batch, row, head, *_ = t.stride() if name != "lse" else t.transpose(1, 2).stride()
+        pointers.append(t.data_ptr())
+        steps += batch, 0 if name == "bias" and len(bias[0]) == 1 else row, head
+    numbers = *q.shape[:1], q.shape[2], q.shape[1], tensors["k"].shape[1], q.shape[3], DTYPES.index(q.dtype)
+    more = causal, merge, torch.get_num_threads(), 1 if bias is None else bias.stride(3)
+    values = *pointers, *numbers, *more, *steps
+    getattr(_library()[0], function)((ctypes.c_int64 * len(values))(*values), ctypes.c_double(scale))
 
 
 @lru_cache(maxsize=1)
@@ -109,4 +113,5 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return platform.machine() + flags

@@ -47,7 +47,7 @@ class _Code(ast.NodeTransformer):
 
 
 def code_hash(paths, root: Path) -> str:
-    """12 hex digits over files: Python's code without comments, docstrings, layout and messages of errors; C++ as it is."""
+    """12 hex digits over files: Python without comments, docstrings, layout and messages of errors; C++ as it is."""
     sha = hashlib.sha256()
     for path in sorted(paths):
         code = path.read_text(encoding="utf-8")
