@@ -489,9 +489,10 @@ class _Advisor:
         profile, dtype = self.call.profile, self.call.dtype
         try:
             found = kernels.expected(profile.kind, profile.capability, dtype, self.call.head_dim)
-            for_cpu = profile.kind == "cpu"  # which refuses all that is for GPUs
-            refused = [f"{name} {why}" for name, why in found.refusals.items() if not for_cpu and name != "cpu_flash"]
-            kernel, why = found.name, "; ".join([f"{found.name} of torch's own kernels", *refused])
+            said = found.refusals if profile.kind != "cpu" else {}  # a CPU refuses all that is for GPUs
+            refused = [f"{name} {why}" for name, why in said.items() if name not in kernels.CPU]
+            own = "this library's own kernel" if found.name == "compiled" else "of torch's own kernels"
+            kernel, why = found.name, "; ".join([f"{found.name}, {own}", *refused])
         except NotImplementedError as error:
             kernel, why = "auto", str(error)
         as_auto = {kernel: "auto"}  # a row of the kernel that "auto" comes to is a row of "auto"

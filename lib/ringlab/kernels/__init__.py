@@ -92,7 +92,7 @@ def forget_probes() -> None:
 
 
 def expected(kind: str, having: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> Choice:
-    """The kernel of torch's own that "auto" should choose on a device that this machine may not have; none is called.
+    """The kernel that "auto" should choose on a device that this machine may not have; none is called.
 
     ``kind`` is "cpu" or "cuda", ``having`` its compute capability. Kernels of other packages, where installed, come
     before it. Raises NotImplementedError for a GPU of unknown capability.
@@ -103,7 +103,8 @@ def expected(kind: str, having: tuple[int, int] | None, dtype: torch.dtype, head
     if kind == "cuda" and having is None:
         raise NotImplementedError("which kernel runs depends on the compute capability, and that is not known")
     device = DeviceSpec(kind, having)
-    why = {name: KERNELS[name].refuses(device, dtype, head_dim) for name in order(device) if name in (*SDPA, "eager")}
+    names = [name for name in order(device) if name in (*CPU, *SDPA, "eager")]  # of torch and of this library
+    why = {name: KERNELS[name].refuses(device, dtype, head_dim) for name in names}
     name = next(name for name in why if why[name] is None)  # eager refuses nothing
     return Choice(KERNELS[name], {tried: reason for tried, reason in why.items() if reason})
 
