@@ -204,7 +204,7 @@ def test_gpu_names_the_profile_and_nothing_else_does():
 # layers: a module imports its own layer and those below
 
 LAYERS = [
-    {"patterns", "block_patterns", "cost", "reference", "cache", "memory", "tracking", "checks", "hardware"},
+    {"patterns", "block_patterns", "cost", "reference", "cache", "memory", "tracking", "checks", "hardware", "native"},
     {"kernels"},
     {"engine"},
     {"attention", "ring", "kv_cache"},

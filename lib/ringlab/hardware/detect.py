@@ -20,13 +20,14 @@ from pathlib import Path
 
 import torch
 
+from .. import native
 from .capability import CUDA13_DRIVER, CUDA126_DRIVER, Capability, driver_major, install_line, runs, sm
 
 Read = Callable[[str], "str | None"]
 SMI_TIMEOUT_S = 10
 SMI_FIELDS = ("name", "compute_cap", "memory.total", "uuid", "driver_version", "clocks.max.sm")
 SIZES = (256, 512, 1024, 2048)  # of the matrices that are multiplied
-MATMUL_S, DRAM_S, CACHE_S = 0.4, 0.18, 0.09  # what the probes of one dtype take
+MATMUL_S, VECTOR_S, DRAM_S, CACHE_S = 0.4, 0.1, 0.18, 0.09  # what the probes of one dtype take
 
 
 @dataclass(frozen=True)
@@ -278,9 +279,10 @@ class Peaks:
 
 
 def measure_cpu_peaks(dtype: str = "float32") -> Peaks:
-    """Measure matmul rate, memory bandwidth and in-cache bandwidth in about a second, the best of several each.
+    """Measure arithmetic rate, memory bandwidth and in-cache bandwidth in about a second, the best of several each.
 
-    Low-precision dtypes count the fp32 rate too where it is higher: a kernel may convert and compute in fp32.
+    The rate of arithmetic is that of torch's products, or of this CPU's vector units where that is higher and a C++
+    compiler is here. Low-precision dtypes count the fp32 rate too where it is higher: a kernel may compute in fp32.
     """
     machine = detect()
     names = {dtype} if dtype in ("float32", "float64") else {"float32", dtype}
@@ -288,6 +290,9 @@ def measure_cpu_peaks(dtype: str = "float32") -> Peaks:
     buffer = min(4 * (machine.cache_bytes or 2**25), 2**28, (machine.ram_bytes or 2**33) // 32)
     with torch.no_grad():
         flops = max(_matmul_rate(getattr(torch, name), MATMUL_S / len(names)) for name in names)
+        if dtype != "float64":
+            shortest = partial(_best_seconds, budget_s=VECTOR_S)
+            flops = max(flops, native.multiply_rate(torch.get_num_threads(), dtype == "bfloat16", shortest))
         dram = _bandwidth(max(buffer, 2**22), DRAM_S)
         in_cache = max(_bandwidth(size, CACHE_S / 3) for size in (2**18, 2**20, 2**22))
     return Peaks(flops, dram, max(in_cache, dram), machine.cache_bytes)

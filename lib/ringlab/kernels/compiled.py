@@ -1,29 +1,20 @@
-"""Attention on a CPU in C++, ``compiled.cpp``, compiled for this CPU when it is first asked for.
+"""Attention on a CPU by ``native.cpp``, which is compiled for this CPU.
 
-torch's own CPU kernel multiplies by a library that uses half of the vector width of some CPUs, and packs rows anew for
-each call. This one keeps a block of scores in the cache and takes rows as they lie. It needs a C++ compiler with
-OpenMP; what was compiled is kept in the user's cache.
+torch's own CPU kernel multiplies by a library that uses half of the vector width of some CPUs, and takes few queries at
+a time in short calls.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .. import native
 from .base import HALF, wants_dtype
 
-SOURCE = Path(__file__).with_name("compiled.cpp")
-FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
-DTYPES = (torch.float32, *HALF)  # by their numbers in compiled.cpp
+DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
 
 
 class Compiled:
@@ -35,7 +26,7 @@ class Compiled:
     def refuses(self, device, dtype, head_dim):
         if device.type != "cpu":
             return f"needs a CPU tensor, this is {device.type}"
-        return wants_dtype(dtype, DTYPES) or _library()[1]
+        return wants_dtype(dtype, DTYPES) or native.library()[1]
 
     def takes_bias(self, dtype):
         return dtype in DTYPES
@@ -59,7 +50,7 @@ class Compiled:
         return dq, dk, dv
 
 
-# The tensors of a call in the order of the fields in compiled.cpp; all but lse (b, h, m) are (b, m, h, d).
+# The tensors of a call in the order of the fields in native.cpp; all but lse (b, h, m) are (b, m, h, d).
 TENSORS = ("q", "k", "v", "dout", "bias", "final_out", "out", "lse", "dq", "dk", "dv")
 
 
@@ -80,38 +71,4 @@ def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: 
     numbers = *q.shape[:1], q.shape[2], q.shape[1], tensors["k"].shape[1], q.shape[3], DTYPES.index(q.dtype)
     more = causal, merge, torch.get_num_threads(), 1 if bias is None else bias.stride(3)
     values = *pointers, *numbers, *more, *steps
-    getattr(_library()[0], function)((ctypes.c_int64 * len(values))(*values), ctypes.c_double(scale))
-
-
-@lru_cache(maxsize=1)
-def _library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The compiled functions, or why there are none."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-    if compiler is None:
-        return None, "needs a C++ compiler (g++ or clang++), and none is here"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringlab"
-    known = compiler, FLAGS, _cpu(), SOURCE.read_text()
-    path = folder / f"compiled-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
-    mine = path.with_suffix(f".{os.getpid()}")
-    try:
-        if not path.exists():  # written under another name first: other processes may be compiling, too
-            folder.mkdir(parents=True, exist_ok=True)
-            command = [*compiler.split(), *FLAGS.split(), str(SOURCE), "-o", str(mine)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-            mine.replace(path)
-        return ctypes.CDLL(str(path)), None
-    except subprocess.CalledProcessError as failure:
-        said = [line for line in failure.stderr.splitlines() if "error" in line] or failure.stderr.splitlines() or [""]
-        return None, f"{compiler} failed: {said[0][:200]}"
-    except (OSError, subprocess.TimeoutExpired) as failure:
-        return None, f"cannot be compiled: {str(failure).splitlines()[0][:200]}"
-
-
-def _cpu() -> str:
-    """What tells apart CPUs that one cache may serve."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return platform.machine() + flags
+    getattr(native.library()[0], function)((ctypes.c_int64 * len(values))(*values), ctypes.c_double(scale))

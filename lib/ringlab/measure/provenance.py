@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # What a measured call runs, by folder or module of the package, and what of these only starts or tunes it.
 ENGINE = (
     "patterns", "block_patterns", "cache", "memory", "attention", "kv_cache", "adaptive", "compat", "kernels", "engine",
-    "ring",
+    "ring", "native",
 )  # fmt: skip
 NOT_RUN = ("kernels/triton_tune", "ring/launch")
 # What decides how a call is timed and checked; in measure/ the others name the points, run them and keep the rows.
@@ -59,7 +59,7 @@ def code_hash(paths, root: Path) -> str:
 
 def _hash_of(package: Path, names: tuple[str, ...]) -> str:
     inside = (path for name in names for path in (package / name).rglob("*") if path.suffix in (".py", ".cpp"))
-    paths = {package / f"{name}.py" for name in names} | set(inside)
+    paths = {package / f"{name}{end}" for name in names for end in (".py", ".cpp")} | set(inside)
     paths -= {package / f"{name}.py" for name in NOT_RUN}
     return code_hash({path for path in paths if path.exists()}, package)
 

@@ -173,7 +173,7 @@ struct Reader<Pairs, Bfloat> {
 
 struct Steps { int64_t batch, row, head; };
 
-struct Call {  // compiled.py fills it; every field has 8 bytes
+struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
   const void *q, *k, *v, *dout;
   const float* bias;
   const void* final_out;
@@ -392,7 +392,32 @@ void run_backward(const Call& call, float scale) {
   }
 }
 
+// Multiply and add in registers alone; the FLOPs of all threads.
+template <class Kind>
+double run_multiply(long threads, long rounds, float* sink) {
+#pragma omp parallel num_threads(threads)
+  {
+    vec sums[24], a = all(0.5f), b = all(0.25f);
+    for (vec& sum : sums) sum = all(*sink);
+    for (long i = 0; i < rounds; i++)
+      for (vec& sum : sums) sum = Kind::add(sum, a, b);
+    vec total{};
+    for (vec& sum : sums) total += sum;
+#pragma omp critical
+    *sink += total[0];  // so that the loop is not left out
+  }
+  return 2.0 * 24 * WIDTH * threads * rounds;
+}
+
 }  // namespace
+
+extern "C" double multiply(int64_t threads, int64_t rounds, int64_t bf16) {
+  float sink = 1;
+#ifdef __AVX512BF16__
+  if (bf16) return 2 * run_multiply<Pairs>(threads, rounds, &sink);
+#endif
+  return run_multiply<Single>(threads, rounds, &sink);
+}
 
 extern "C" void forward(const Call* call, double scale) {
   if (call->dtype == 0) run_forward<Single, float>(*call, scale);
