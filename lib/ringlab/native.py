@@ -25,11 +25,11 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler is None:
         return None, "needs a C++ compiler (g++ or clang++), and none is here"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringlab"
     known = compiler, FLAGS, _cpu(), SOURCE.read_text()
-    path = folder / f"native-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
-    mine = path.with_suffix(f".{os.getpid()}")
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringlab"
+        path = folder / f"native-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
+        mine = path.with_suffix(f".{os.getpid()}")
         if not path.exists():  # written under another name first: other processes may be compiling, too
             folder.mkdir(parents=True, exist_ok=True)
             command = [*compiler.split(), *FLAGS.split(), str(SOURCE), "-o", str(mine)]
@@ -39,7 +39,7 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     except subprocess.CalledProcessError as failure:
         said = [line for line in failure.stderr.splitlines() if "error" in line] or failure.stderr.splitlines() or [""]
         return None, f"{compiler} failed: {said[0][:200]}"
-    except (OSError, subprocess.TimeoutExpired) as failure:
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as failure:  # no home, no room, no permission, no end
         return None, f"cannot be compiled: {str(failure).splitlines()[0][:200]}"
 
 

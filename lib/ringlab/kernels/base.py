@@ -20,7 +20,11 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Kernel(Protocol):
-    """One attention kernel. Instances hold no state of a call."""
+    """One attention kernel. Instances hold no state of a call.
+
+    Optional: ``lower_right`` and ``takes_bias`` (below), and ``forward_into(out, lse, q, k, v, causal, scale, bias=None,
+    *, merge)``, which writes into strided fp32 rows or merges with what is there.
+    """
 
     name: str
 

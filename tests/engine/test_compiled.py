@@ -1,0 +1,131 @@
+"""The compiled CPU kernel besides its values, which ``test_kernels`` and the matrix check: bias, merging, no compiler."""
+
+import math
+import os
+
+import pytest
+import torch
+from ringlab import Dense, Dilated, attention, kernels, native
+from ringlab.engine.execute import merge
+from ringlab.kernels import Eager
+from ringlab.kernels.compiled import Compiled
+
+CPU = torch.device("cpu")
+KERNEL, EXACT = Compiled(), Eager()
+
+
+@pytest.fixture(params=["", " -mno-avx512f"], ids=["native", "narrow"])
+def compiled(request, monkeypatch):
+    """The kernel for this CPU, and for one with vectors of half the width."""
+    _, why = native.library()
+    if why:
+        pytest.skip(why)
+    if request.param:
+        monkeypatch.setenv("CXX", os.environ.get("CXX", "g++") + request.param)
+    native.library.cache_clear()
+    assert native.library()[1] is None
+    yield KERNEL
+    native.library.cache_clear()
+
+
+def drawn(m, m_k, d, dtype=torch.float32, batch=2, heads=3):
+    torch.manual_seed(m + m_k)
+    return [torch.randn(batch, rows, heads, d).to(dtype) for rows in (m, m_k, m_k, m)]
+
+
+def off(found, want) -> float:
+    return float((found.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 2e-6), (torch.float16, 2e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("m, m_k, d", [(5, 7, 8), (64, 96, 64), (65, 97, 33), (600, 250, 48), (70, 300, 128), (3, 1, 1)])
+def test_a_bias_is_added_however_it_lies(compiled, m, m_k, d, dtype, most):
+    """The same for all queries, for each query, rows or keys side by side; hidden keys have -inf."""
+    q, k, v, dout = drawn(m, m_k, d, dtype)
+    whole = torch.randn(2, m, 3, m_k)
+    whole[:, :, 0, : m_k // 2] = -torch.inf
+    by_row = whole.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    for bias in (whole[:, :1], whole, by_row, whole[:1, :, :1].expand(2, -1, 3, -1)):
+        exact = [t.double() for t in (q, k, v)]
+        want, want_lse = EXACT.forward(*exact, False, 0.3, bias.double())
+        out, lse = compiled.forward(q, k, v, False, 0.3, bias)
+        assert off(out, want) <= most and off(lse, want_lse) <= 2e-6
+        grads = compiled.backward(dout, q, k, v, want.to(dtype), want_lse.float(), False, 0.3, bias)
+        wanted = EXACT.backward(dout.double(), *exact, want.to(dtype).double(), want_lse, False, 0.3, bias.double())
+        floor = 0.01 * float(dout.double().norm())
+        for found, grad in zip(grads, wanted):
+            assert float((found.double() - grad).norm()) <= 5e-6 * max(float(grad.norm()), floor)
+
+
+def test_results_are_merged_in_place_into_strided_rows(compiled):
+    """As ``merge`` does it; what sees no key changes nothing, and is replaced where it came first."""
+    q, k, v, _ = drawn(130, 200, 40)
+    parts = [compiled.forward(q, k[:, a:b], v[:, a:b], False, 0.2) for a, b in ((0, 70), (70, 200))]
+    want, want_lse = merge(*zip(*parts))
+    out, lse = torch.full((2, 260, 3, 64), 7.0)[:, ::2, :, 8:48], torch.empty(2, 130, 3).transpose(1, 2)
+    compiled.forward_into(out, lse, q, k[:, :70], v[:, :70], False, 0.2, merge=False)
+    compiled.forward_into(out, lse, q, k[:, 70:], v[:, 70:], False, 0.2, merge=True)
+    assert off(out, want.double()) <= 1e-6 and off(lse, want_lse.double()) <= 1e-6
+    hidden, before = torch.full((2, 1, 3, 200), -torch.inf), (out.clone(), lse.clone())
+    compiled.forward_into(out, lse, q, k, v, False, 0.2, hidden, merge=True)
+    assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
+    compiled.forward_into(out, lse, q, k, v, False, 0.2, hidden, merge=False)
+    assert not out.any() and (lse == -torch.inf).all()
+    compiled.forward_into(out, lse, q, k, v, False, 0.2, merge=True)
+    assert off(out, want.double()) <= 1e-6 and off(lse, want_lse.double()) <= 1e-6
+
+
+def test_extreme_scores(compiled):
+    """Far apart, large, or not numbers: no overflow, and NaN stays where it is seen."""
+    q, k, v, _ = drawn(80, 120, 16)
+    for factor in (1e-20, 1e3, 1e15):
+        want, want_lse = EXACT.forward(q.double() * factor, k.double(), v.double(), True, 1.0)
+        out, lse = compiled.forward(q * factor, k, v, True, 1.0)
+        assert off(out, want) <= 2e-3 * min(1, factor) + 2e-6 and off(lse, want_lse) <= 1e-6
+    k[1, 50, 2, 3] = math.nan
+    out, lse = compiled.forward(q, k, v, False, 1.0)
+    seen = torch.zeros(2, 80, 3, dtype=torch.bool)
+    seen[1, :, 2] = True
+    assert torch.equal(out.isnan().all(-1), seen) and torch.equal(out.isnan().any(-1), seen)
+    assert torch.equal(lse.isnan().transpose(1, 2), seen)
+
+
+def test_threads_change_no_bit():
+    q, k, v, dout = drawn(700, 700, 24)
+    found = []
+    for threads in (1, 2, 5):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        out, lse = KERNEL.forward(q, k, v, True, 0.2)
+        found.append([out, lse, *KERNEL.backward(dout, q, k, v, out, lse, True, 0.2)])
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+@pytest.mark.parametrize("compiler, why", [
+    ("no-such-compiler", "cannot be compiled: .*no-such-compiler"), ("g++ --no-such-flag", "failed: .*no-such-flag"),
+    (None, "needs a C\\+\\+ compiler"),
+])  # fmt: skip
+def test_without_a_compiler_torchs_kernel_runs_and_the_reason_is_told(compiler, why, monkeypatch, tmp_path):
+    q = torch.randn(1, 64, 2, 8)
+    want = attention(q, q, q, Dilated([16, 32], [1, 2]), backend="cpu_flash")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    else:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+    native.library.cache_clear()
+    kernels.forget_probes()
+    try:
+        choice = kernels.choose("cpu", torch.float32, 8)
+        assert choice.name == "cpu_flash"
+        with pytest.raises(NotImplementedError, match=why) as caught:
+            attention(q, q, q, Dense(), backend="compiled")
+        assert "\n" not in str(caught.value)
+        assert torch.equal(attention(q, q, q, Dilated([16, 32], [1, 2])), want)
+        assert native.multiply_rate(1, False, None) == 0
+        assert not [*tmp_path.rglob("*.so")]
+    finally:
+        native.library.cache_clear()
+        kernels.forget_probes()
