@@ -107,6 +107,13 @@ INLINE float number(Bfloat x) {
   memcpy(&found, &bits, 4);
   return found;
 }
+INLINE void put(float* to, float x) { *to = x; }
+INLINE void put(_Float16* to, float x) { *to = (_Float16)x; }
+INLINE void put(Bfloat* to, float x) {  // rounded to the nearest, or to even
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  to->bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
 INLINE float pair(Bfloat low, Bfloat high) {
   const uint32_t bits = low.bits | (uint32_t)high.bits << 16;
   float found;
@@ -177,8 +184,9 @@ struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
   const void *q, *k, *v, *dout;
   const float* bias;
   const void* final_out;
-  float *out, *lse, *dq, *dk, *dv;
-  int64_t batch, heads, queries, keys, d, dtype, causal, merge, threads, bias_key;
+  void* out;
+  float *lse, *dq, *dk, *dv;
+  int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads, bias_key;
   Steps of_q, of_k, of_v, of_dout, of_bias, of_final_out, of_out, of_lse, of_dq, of_dk, of_dv;
 
   template <class T>
@@ -232,18 +240,20 @@ INLINE void softmax(float* scores, long keys, float scale, float* top, float* su
 INLINE void add_scaled(float* __restrict to, const float* __restrict from, long d, float keep, float by) {
   for (long x = 0; x < d; x++) to[x] = to[x] * keep + from[x] * by;
 }
-INLINE void write_scaled(float* __restrict to, const float* __restrict from, long d, float by) {
-  for (long x = 0; x < d; x++) to[x] = from[x] * by;
+template <class T>
+INLINE void write_scaled(T* __restrict to, const float* __restrict from, long d, float by) {
+  for (long x = 0; x < d; x++) put(to + x, from[x] * by);
 }
 
-// One row of the result: over all keys of this call, or merged with what is there over others.
-INLINE void finish(const Call& call, const float* row, float top, float sum, float* out, float* lse) {
+// One row of the result: over all keys of this call, or merged with what is there, in fp32, over others.
+template <class T>
+INLINE void finish(const Call& call, const float* row, float top, float sum, T* out, float* lse) {
   const float over = sum == 0 ? 0 : 1 / sum, mine = sum == 0 ? -INF : top + logf(sum);
   if (call.merge && mine == -INF) return;
   if (call.merge) {
     const float apart = *lse - mine, weight = 1 / (1 + expf(apart));
     *lse = std::max(*lse, mine) + log1pf(expf(-fabsf(apart)));
-    add_scaled(out, row, call.d, 1 - weight, over * weight);
+    add_scaled((float*)out, row, call.d, 1 - weight, over * weight);
   } else {
     *lse = mine;
     write_scaled(out, row, call.d, over);
@@ -301,9 +311,13 @@ void run_forward(const Call& call, float scale) {
           product<Kind, true>(some, D, items, scores, 1, QUERIES, v, D, sums + r * D, D);
         }
       }
-      for (long r = 0; r < rows; r++)
-        finish(call, sums + r * D, top[r] * scale, sum[r], call.place(call.out, call.of_out, b, h, start + r),
-               call.place(call.lse, call.of_lse, b, h, start + r));
+      for (long r = 0; r < rows; r++) {
+        float* lse = call.place(call.lse, call.of_lse, b, h, start + r);
+        if (call.narrow)
+          finish(call, sums + r * D, top[r] * scale, sum[r], call.place((T*)call.out, call.of_out, b, h, start + r), lse);
+        else
+          finish(call, sums + r * D, top[r] * scale, sum[r], call.place((float*)call.out, call.of_out, b, h, start + r), lse);
+      }
     }
   }
 }

@@ -273,7 +273,8 @@ def forward(
         entries = mine + keys + call.biases(len(q))
         fresh = call.first and into is None  # nothing was written there yet
         shared = len(nodes) > 1 and call.q.shared  # several results for the same rows
-        if in_place := hasattr(kernel, "forward_into") and target[0].dtype == torch.float32 and not shared:
+        fits = target[0].dtype == torch.float32 or fresh and target[0].dtype == q.dtype
+        if in_place := hasattr(kernel, "forward_into") and fits and not shared:
             head_bytes = 0  # no result to be kept small
         for q_, lse_, out_, k_, v_, *bias in views_of(entries, nodes, call.heads, head_bytes, limit):
             if in_place:

@@ -22,8 +22,8 @@ HALF = (torch.float16, torch.bfloat16)
 class Kernel(Protocol):
     """One attention kernel. Instances hold no state of a call.
 
-    Optional: ``lower_right`` and ``takes_bias`` (below), and ``forward_into(out, lse, q, k, v, causal, scale, bias=None,
-    *, merge)``, which writes into strided fp32 rows or merges with what is there.
+    Optional: ``lower_right`` and ``takes_bias``, see below; ``forward_into(out, lse, q, k, v, causal, scale, bias, *,
+    merge)``, which writes into strided rows of fp32 or q's dtype, or merges with fp32 ones that are there.
     """
 
     name: str

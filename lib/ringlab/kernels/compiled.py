@@ -38,7 +38,10 @@ class Compiled:
         return out, lse
 
     def forward_into(self, out, lse, q, k, v, causal, scale, bias=None, *, merge: bool):
-        """Write fp32 out (b, m, h, d) and lse (b, h, m), or ``merge`` the results into those of other keys there."""
+        """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
+
+        ``merge``: join the results with those of other keys that are there, in fp32.
+        """
         tensors = {"q": q, "k": k, "v": v, "bias": bias, "out": out, "lse": lse}
         _run("forward", tensors, causal, scale, merge)
 
@@ -69,6 +72,7 @@ def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: 
         pointers.append(t.data_ptr())
         steps += batch, 0 if name == "bias" and len(bias[0]) == 1 else row, head
     numbers = *q.shape[:1], q.shape[2], q.shape[1], tensors["k"].shape[1], q.shape[3], DTYPES.index(q.dtype)
-    more = causal, merge, torch.get_num_threads(), 1 if bias is None else bias.stride(3)
+    narrow = "out" in tensors and tensors["out"].dtype != torch.float32
+    more = causal, merge, narrow, torch.get_num_threads(), 1 if bias is None else bias.stride(3)
     values = *pointers, *numbers, *more, *steps
     getattr(native.library()[0], function)((ctypes.c_int64 * len(values))(*values), ctypes.c_double(scale))
