@@ -15,7 +15,7 @@ from ..block_patterns import BlockSparse, bigbird, hierarchical, local_global, s
 from ..patterns import Dense, Dilated, Pattern
 from . import peers
 from .model_systems import STEPS, document_lengths
-from .points import Group, Point
+from .points import Group, Point, sgemm
 
 TWIN = {"twin": True}
 SHORTEST = 4096  # the longest sequence of a rehearsal
@@ -75,8 +75,8 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     ``implementations``: the document's table, dtype by optimisation, the switches and the kernels. ``lengths``: all
     optimisations and dense SDPA over growing n. ``passes``: the same, causal and with a backward. ``cache and pool``:
     the pattern cache cold and warm, and the pool by threshold. ``engine``, ``memory``: LongNet's own mixing beside
-    other ways to compute it, and its peak. ``folding``: each visible pair once, and branch by branch. ``two ranks``:
-    the length at which the document ran out of memory.
+    other ways to compute it, and its peak. ``folding``: each visible pair once, and branch by branch, beside a matrix
+    product. ``two ranks``: the length at which the document ran out of memory.
     """
     cpu, dtype, half = device == "cpu", own_dtype(profile, device), half_dtype(profile, device)
     ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
@@ -126,9 +126,9 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     forward = [long, long.but(system="copying"), long.but(**others[1]), long.but(pattern=SHORT)]
     forward += [ladder, ladder.but(system="copying"), *([] if cpu else [dense(long)])]
     backward = [long.but(seq_len=n, passes="fwd+bwd", **how) for how in others]
-    nested = [long, long.but(pattern=SHORT), ladder, long.but(pattern=THREE), long.but(causal=True)]
-    nested += [p.but(passes="fwd+bwd") for p in (long, ladder)]
-    folding = [p.but(options=how) for p in nested for how in ({}, {"merge": "eager"})]
+    nested = [long.but(seq_len=16384, pattern=p) for p in (LONG, SHORT, LADDER, THREE)]
+    nested += [nested[0].but(causal=True), *(nested[i].but(passes="fwd+bwd") for i in (0, 2))]
+    folding = [sgemm(), *(p.but(options=how) for p in nested for how in ({}, {"merge": "eager"}))]
     held = [long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd")]
     across = Point("ringlab", DOCUMENT, seq_len=16384, world_size=2)  # where its own run on two GPUs failed
     return [
