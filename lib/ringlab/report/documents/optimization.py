@@ -384,6 +384,9 @@ def folded(study: Study) -> Table | None:
         chosen = "folded" if fold < folding.GAIN * apart else "branch by branch"
         return Cell(f"{number(apart / fold)}×", f"chosen: {chosen}")
 
+    def rate(row) -> Cell | None:
+        return Cell(f"{number(row.share)}×") if columns.timed(row) and row.share else None
+
     return table(
         "Nested branches: branch by branch → folded, each visible pair once",
         [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)), PASS.of("auto"),
@@ -391,7 +394,7 @@ def folded(study: Study) -> Table | None:
          Column(">Pairs a position", both(lambda plan, work: plan.pairs / work)),
          Column(">Merges a row", both(merges)), Column(">Predicted gain", predicted),
          columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto"),
-         Column(">Rate", lambda x: Cell(f"{number(x['auto'].share)}×" if x["auto"].share else "–"))],
+         Column(">Rate", lambda x: rate(x["auto"]))],
         lines, folded=True,
         note="A key that M branches show counts once, with log M added to its scores. The gain is the time branch by "
         "branch over the time chosen; predicted for the forward pass. Rate: FLOP/s of a call branch by branch, over "
