@@ -9,6 +9,7 @@ from ringlab import Dense, Dilated, attention, kernels, native
 from ringlab.engine.execute import merge
 from ringlab.kernels import Eager
 from ringlab.kernels.compiled import Compiled
+from torch.fx.experimental.proxy_tensor import make_fx
 
 CPU = torch.device("cpu")
 KERNEL, EXACT = Compiled(), Eager()
@@ -111,6 +112,19 @@ def test_threads_change_no_bit():
         found.append([out, lse, *KERNEL.backward(dout, q, k, v, out, lse, True, 0.2)])
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+def test_what_records_operators_is_told_that_this_is_none():
+    q, other = torch.randn(2, 1, 20, 2, 8)
+
+    def call(backend):
+        return lambda t: attention(t, t, t, Dense(), backend=backend)
+
+    want = call("cpu_flash")(other)  # which also probes the kernel
+    call("compiled")(other)
+    with pytest.raises(NotImplementedError, match="cannot record the compiled kernel; use torch.export, or backend="):
+        make_fx(call("compiled"))(q)
+    assert torch.equal(make_fx(call("cpu_flash"))(q)(other), want)
 
 
 @pytest.mark.parametrize("compiler, why", [

@@ -53,12 +53,21 @@ class Compiled:
         return dq, dk, dv
 
 
+def _is_recorded() -> bool:
+    """Whether torch.fx records the operators that are called; False with a torch that does not tell."""
+    mode, keys = (getattr(torch._C, name, None) for name in ("_get_dispatch_mode", "_TorchDispatchModeKey"))
+    return mode is not None and keys is not None and mode(keys.PROXY) is not None
+
+
 # The tensors of a call in the order of the fields in native.cpp; all but lse (b, h, m) are (b, m, h, d).
 TENSORS = ("q", "k", "v", "dout", "bias", "final_out", "out", "lse", "dq", "dk", "dv")
 
 
 def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: float, merge: bool) -> None:
     q, bias = tensors["q"], tensors["bias"]
+    if _is_recorded():
+        why = "torch.fx cannot record the compiled kernel"
+        raise NotImplementedError(f"{why}; use torch.export, or backend='cpu_flash'")
     if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
         return
     pointers, steps = [], []
