@@ -34,7 +34,7 @@ typedef float unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_a
 
 INLINE vec load(const float* p) { return *(const unaligned*)p; }
 INLINE void store(float* p, vec x) { *(unaligned*)p = x; }
-INLINE vec all(float x) { return vec{} + x; }
+INLINE vec all(float x) { return x - vec{}; }  // no addition is made of it, which bits of two bf16 would not survive
 INLINE vec larger(vec a, vec b) { return a > b ? a : b; }
 
 // 2^x to about 1e-7, 0 below 2^-126: a polynomial of the fraction, whose exponent the integer part is added to.
@@ -343,7 +343,7 @@ void run_backward(const Call& call, float scale) {
       const T* out_in = call.place((const T*)call.final_out, call.of_final_out, b, h);
       for (long r = 0; r < padded; r++) {
         const float found = r < call.queries ? *call.place(call.lse, call.of_lse, b, h, r) : -INF;
-        lse[r] = found == -INF ? INF : found * LOG2E;  // a row that sees nothing has probabilities of 0
+        lse[r] = found == -INF ? INF : found;  // a row that sees nothing has probabilities of 0
       }
       for (long r = 0; r < call.queries; r += QUERIES) {
         const long some = std::min<long>(QUERIES, call.queries - r);
@@ -381,7 +381,8 @@ void run_backward(const Call& call, float scale) {
             product<Single, false>(mine, QUERIES, d, v + key * D, D, 1, dout_t, QUERIES, ds, QUERIES);
             for (long j = 0; j < mine; j++)
               for (int c = 0; c < QUERIES; c += WIDTH) {
-                const vec found = exp2_of(load(p + j * QUERIES + c) * all(scale * LOG2E) - load(lse + r + c));
+                const vec x = load(p + j * QUERIES + c) * all(scale) - load(lse + r + c);
+                const vec found = exp2_of((x > vec{} ? vec{} : x) * all(LOG2E));  // no probability is above 1
                 store(p + j * QUERIES + c, found);
                 store(ds + j * QUERIES + c, found * (load(ds + j * QUERIES + c) - load(delta + r + c)));
               }
@@ -406,31 +407,30 @@ void run_backward(const Call& call, float scale) {
   }
 }
 
-// Multiply and add in registers alone; the FLOPs of all threads.
+// Products of one register tile in the nearest cache, again and again; the FLOPs of all threads.
 template <class Kind>
-double run_multiply(long threads, long rounds, float* sink) {
+double run_multiply(long threads, long rounds) {
+  constexpr long columns = COLUMNS * WIDTH, depth = 64;
 #pragma omp parallel num_threads(threads)
   {
-    vec sums[24], a = all(0.5f), b = all(0.25f);
-    for (vec& sum : sums) sum = all(*sink);
-    for (long i = 0; i < rounds; i++)
-      for (vec& sum : sums) sum = Kind::add(sum, a, b);
-    vec total{};
-    for (vec& sum : sums) total += sum;
-#pragma omp critical
-    *sink += total[0];  // so that the loop is not left out
+    Scratch own((ROWS + columns) * depth + ROWS * columns);
+    float *a = own.take(ROWS * depth), *b = own.take(columns * depth), *c = own.take(ROWS * columns);
+    std::fill(a, c + ROWS * columns, 0.f);
+    for (long i = 0; i < rounds; i++) {
+      tile<Kind, true, ROWS, COLUMNS>(a, depth, 1, b, columns, c, columns, depth);
+      asm volatile("" : : "r"(a), "r"(b), "r"(c) : "memory");  // none of the rounds is left out
+    }
   }
-  return 2.0 * 24 * WIDTH * threads * rounds;
+  return 2.0 * ROWS * columns * depth * threads * rounds;
 }
 
 }  // namespace
 
 extern "C" double multiply(int64_t threads, int64_t rounds, int64_t bf16) {
-  float sink = 1;
 #ifdef __AVX512BF16__
-  if (bf16) return 2 * run_multiply<Pairs>(threads, rounds, &sink);
+  if (bf16) return 2 * run_multiply<Pairs>(threads, rounds);
 #endif
-  return run_multiply<Single>(threads, rounds, &sink);
+  return run_multiply<Single>(threads, rounds);
 }
 
 extern "C" void forward(const Call* call, double scale) {

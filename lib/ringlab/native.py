@@ -1,7 +1,8 @@
 """Compiles ``native.cpp`` for this CPU when it is first needed, and loads it.
 
-It needs a C++ compiler with OpenMP: the variable CXX, or g++ or clang++. What was compiled is kept in the folder
-``ringlab`` of the user's cache (XDG_CACHE_HOME, or ~/.cache), for each source, compiler and CPU apart.
+It needs a C++ compiler with OpenMP, g++ 12 or clang++ 15 or newer: the variable CXX, g++, clang++ or c++. What was
+compiled is kept in the folder ``ringlab`` of the user's cache (XDG_CACHE_HOME, or ~/.cache), for each source, compiler
+and CPU apart.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
+import threading
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,24 +26,36 @@ FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-tr
 @lru_cache(maxsize=1)
 def library() -> tuple[ctypes.CDLL | None, str | None]:
     """The compiled functions, or why there are none."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-    if compiler is None:
+    with _LOCK:
+        return _loaded()
+
+
+_LOCK = threading.Lock()
+
+
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    compiler = os.environ.get("CXX", "").split() or [*filter(shutil.which, ("g++", "clang++", "c++"))][:1]
+    if not compiler:
         return None, "needs a C++ compiler (g++ or clang++), and none is here"
-    known = compiler, FLAGS, _cpu(), SOURCE.read_text()
     try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+        known = compiler, version, FLAGS, _cpu(), SOURCE.read_text()
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringlab"
         path = folder / f"native-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
-        mine = path.with_suffix(f".{os.getpid()}")
-        if not path.exists():  # written under another name first: other processes may be compiling, too
-            folder.mkdir(parents=True, exist_ok=True)
-            command = [*compiler.split(), *FLAGS.split(), str(SOURCE), "-o", str(mine)]
+        if path.exists():
+            with suppress(OSError):  # a damaged file is made anew
+                return ctypes.CDLL(str(path)), None
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as alone:  # other processes may be compiling, too
+            made = Path(alone) / path.name
+            command = [*compiler, *FLAGS.split(), str(SOURCE), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-            mine.replace(path)
+            made.replace(path)
         return ctypes.CDLL(str(path)), None
     except subprocess.CalledProcessError as failure:
         said = [line for line in failure.stderr.splitlines() if "error" in line] or failure.stderr.splitlines() or [""]
-        return None, f"{compiler} failed: {said[0][:200]}"
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as failure:  # no home, no room, no permission, no end
+        return None, f"{compiler[0]} failed: {said[0][:200]}"
+    except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as failure:  # no home, room, permission, end
         return None, f"cannot be compiled: {str(failure).splitlines()[0][:200]}"
 
 
@@ -54,7 +70,7 @@ def _cpu() -> str:
 
 
 def multiply_rate(threads: int, bf16: bool, seconds_of) -> float:
-    """FLOP/s of fused multiplications and additions in registers, which no product exceeds; 0 without a compiler.
+    """FLOP/s of products in registers and the nearest cache, the kernel's inner loop; 0 without a compiler.
 
     ``seconds_of(call)`` returns the shortest time of a call.
     """
@@ -62,5 +78,5 @@ def multiply_rate(threads: int, bf16: bool, seconds_of) -> float:
     if found is None:
         return 0.0
     found.multiply.restype = ctypes.c_double
-    given = [ctypes.c_int64(x) for x in (threads, 1_000_000, bf16)]
+    given = [ctypes.c_int64(x) for x in (threads, 20_000, bf16)]
     return found.multiply(*given) / seconds_of(lambda: found.multiply(*given))

@@ -18,7 +18,7 @@ DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
 
 
 class Compiled:
-    """Online softmax in blocks, in fp32; bf16 is multiplied as such where the CPU can. Results are fp32."""
+    """Online softmax in blocks; bf16 is multiplied as such where the CPU can. ``forward``, ``backward`` return fp32."""
 
     name = "compiled"
     lower_right = True
@@ -55,8 +55,10 @@ class Compiled:
 
 def _is_recorded() -> bool:
     """Whether torch.fx records the operators that are called; False with a torch that does not tell."""
-    mode, keys = (getattr(torch._C, name, None) for name in ("_get_dispatch_mode", "_TorchDispatchModeKey"))
-    return mode is not None and keys is not None and mode(keys.PROXY) is not None
+    keys = getattr(torch._C, "_TorchDispatchModeKey", None)
+    before = getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None)
+    modes = (getattr(torch._C, "_get_dispatch_mode", None), before)
+    return keys is not None and any(mode is not None and mode(keys.PROXY) is not None for mode in modes)
 
 
 # The tensors of a call in the order of the fields in native.cpp; all but lse (b, h, m) are (b, m, h, d).
@@ -73,13 +75,17 @@ def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: 
     pointers, steps = [], []
     for name in TENSORS:
         t = tensors.get(name)
+        if t is not None and t.is_neg():
+            t = tensors[name] = t.resolve_neg()
         if t is None:
             pointers.append(0)
             steps += 0, 0, 0
             continue
         batch, row, head, *_ = t.stride() if name != "lse" else t.transpose(1, 2).stride()
         pointers.append(t.data_ptr())
-        steps += batch, 0 if name == "bias" and len(bias[0]) == 1 else row, head
+        if not pointers[-1] and t.numel():
+            raise NotImplementedError(f"the compiled kernel needs plain tensors, got {type(t).__name__}")
+        steps += batch, 0 if name == "bias" and t.shape[1] == 1 else row, head
     numbers = *q.shape[:1], q.shape[2], q.shape[1], tensors["k"].shape[1], q.shape[3], DTYPES.index(q.dtype)
     narrow = "out" in tensors and tensors["out"].dtype != torch.float32
     more = causal, merge, narrow, torch.get_num_threads(), 1 if bias is None else bias.stride(3)

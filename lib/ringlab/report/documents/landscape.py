@@ -158,7 +158,7 @@ def fastest(study: Study) -> str:
     dense = next((r for _, e, r in found if e is DENSE is not entry), None)
     if ratio := study.ratio(dense, row):
         turns = "" if ratio.paired else ", not timed in turns with it"
-        less = f"**{number(ratio.value, 2)} times as fast as dense attention**"
+        less = f"**{number(ratio.value, 2)} times as fast as torch's dense attention**"
         said += f", {less} ({number(dense.median * 1e3)} ms{turns})"
     tied = " and ".join(other.name for other in first[1:])
     said += f". {tied} {'is' if len(first) == 2 else 'are'} within noise of it" if tied else ""

@@ -164,7 +164,7 @@ def _window_line(study: Study) -> str:
     paired = "" if ratio.paired else ", not timed in turns with it"
     return (
         f"**A window that shows {percent(density(ours.point), 2)} of the pairs is {number(ratio.value, 2)} times as "
-        f"fast as dense attention** at {n:,} tokens: {number(ours.median * 1e3)} ms against "
+        f"fast as torch's dense attention** at {n:,} tokens: {number(ours.median * 1e3)} ms against "
         f"{number(dense.median * 1e3)} ms{paired} ({interval(*ratio.ci, digits=2)})."
     )
 
