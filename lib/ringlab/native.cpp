@@ -186,8 +186,9 @@ struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
   const void* final_out;
   void* out;
   float *lse, *dq, *dk, *dv;
+  const int64_t* index;  // of the forward: key j is row index[j] of k and v
   int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads, bias_key;
-  Steps of_q, of_k, of_v, of_dout, of_bias, of_final_out, of_out, of_lse, of_dq, of_dk, of_dv;
+  Steps of_q, of_k, of_v, of_dout, of_bias, of_final_out, of_out, of_lse, of_dq, of_dk, of_dv, of_index;
 
   template <class T>
   T* place(T* p, Steps by, long b, long h, long row = 0) const { return p + b * by.batch + h * by.head + row * by.row; }
@@ -288,6 +289,8 @@ void run_forward(const Call& call, float scale) {
       const T* q_in = call.place((const T*)call.q, call.of_q, b, h, start);
       const T *k_in = call.place((const T*)call.k, call.of_k, b, h), *v_in = call.place((const T*)call.v, call.of_v, b, h);
       const float* bias = call.bias ? call.place(call.bias, call.of_bias, b, h, start) : nullptr;
+      const int64_t* index = call.index ? call.place(call.index, call.of_index, b, h) : nullptr;
+      const long s_k = call.of_k.row, s_v = call.of_v.row, s_i = call.of_index.row;
       for (long r = 0; r < rows; r += QUERIES)
         Read::columns(q + r * D, q_in + r * call.of_q.row, call.of_q.row, std::min<long>(QUERIES, rows - r), d);
       const long padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
@@ -297,8 +300,17 @@ void run_forward(const Call& call, float scale) {
       const long end = call.causal ? ahead + rows : call.keys;
       for (long key = 0; key < end; key += KEYS) {
         const long count = std::min<long>(KEYS, end - key);
-        Read::rows(k, k_in + key * call.of_k.row, call.of_k.row, count, d, D);
-        Read::values(v, v_in + key * call.of_v.row, call.of_v.row, count, d, D);
+        if (index) {
+          for (long j = 0; j < count; j++) Read::rows(k + j * D, k_in + index[(key + j) * s_i] * s_k, 0, 1, d, D);
+          for (long j = 0; j < count; j += Read::item) {
+            const long some = std::min<long>(Read::item, count - j), at = index[(key + j) * s_i];
+            const long next = index[(key + j + some - 1) * s_i];
+            Read::values(v + j / Read::item * D, v_in + at * s_v, (next - at) * s_v, some, d, D);
+          }
+        } else {
+          Read::rows(k, k_in + key * s_k, s_k, count, d, D);
+          Read::values(v, v_in + key * s_v, s_v, count, d, D);
+        }
         for (long r = 0; r < rows; r += QUERIES) {
           const long some = std::min<long>(QUERIES, rows - r), seen = ahead + r + 1 - key;
           const long mine = call.causal ? std::min(count, seen + some - 1) : count;

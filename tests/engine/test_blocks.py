@@ -41,8 +41,9 @@ class Products(TorchDispatchMode):
         if func is aten.mm.default and args[0].layout == torch.sparse_bsr:
             self.sparse += 1
         if isinstance(found, torch.Tensor) and found.layout == torch.strided:
-            self.largest = max(self.largest, found.numel())
-            self.total += found.numel()
+            size = min(found.numel(), found.untyped_storage().nbytes() // found.itemsize)  # a view may repeat elements
+            self.largest = max(self.largest, size)
+            self.total += size
         return found
 
 

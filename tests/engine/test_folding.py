@@ -10,6 +10,7 @@ from ringlab import Dense, Dilated, Execution, cost
 from ringlab.cache import PatternCache
 from ringlab.engine import folding
 from ringlab.engine.dilated import make_plan
+from ringlab.kernels import KERNELS
 from ringlab.patterns import OFFSETS
 
 LADDER = Dilated([16, 32, 64, 128], [1, 2, 4, 8])
@@ -21,7 +22,7 @@ def folded(monkeypatch):
     plans = []
 
     def fold(*given):
-        plans.append(folding.fold(*given))
+        plans.append(folding.fold(*given[:-1]))
         return plans[-1]
 
     monkeypatch.setattr(folding, "faster", fold)
@@ -94,8 +95,12 @@ def test_what_does_not_nest_is_left_alone():
 def test_the_choice():
     """Long calls gain. Short ones do not, nor causal ones: the kernel's own causal mask costs less than a bias."""
     first = Dilated([2048, 4096], [1, 2])
-    assert folding.faster(first, 16384, 8, 8, False, F32) and not folding.faster(first, 16384, 8, 8, True, F32)
-    assert folding.faster(Dilated([32, 64], [1, 2]), 64, 4, 4, False, F32) is None
+    ours, torchs = KERNELS["compiled"], KERNELS["cpu_flash"]
+    assert folding.faster(first, 16384, 8, 8, False, F32, ours) and folding.faster(
+        first, 16384, 8, 8, True, F32, torchs
+    )
+    assert not folding.faster(first, 16384, 8, 8, True, F32, ours)
+    assert folding.faster(Dilated([32, 64], [1, 2]), 64, 4, 4, False, F32, ours) is None
 
 
 def test_the_error_is_that_of_branch_by_branch(monkeypatch):
@@ -103,7 +108,7 @@ def test_the_error_is_that_of_branch_by_branch(monkeypatch):
     case = Case(Dilated([256, 512, 1024], [1, 2, 4]), 1024, F32, heads=4, kv_heads=4, d=64)
     inputs, dout, dlse, want, _ = matrix.judged(case)
     found = []
-    monkeypatch.setattr(folding, "faster", folding.fold)
+    monkeypatch.setattr(folding, "faster", lambda *given: folding.fold(*given[:-1]))
     for merge in ("auto", "eager"):
         got = replace(case, execution=Execution(cache=False, merge=merge)).run(inputs, dout, dlse)
         found.append(matrix.errors(got, want, inputs[0], inputs[1], dout))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..block_patterns import AT_ONCE, BlockSparse, Random
-from ..kernels.base import Kernel, supports_lower_right_causal
+from ..kernels.base import Cost, Kernel, cost_of, supports_lower_right_causal
 from . import execute, torch_sparse
 from .dilated import even_runs, first_and_step
 from .execute import Call, Plan, View, in_head_blocks
@@ -72,17 +72,17 @@ def plan_for(
     """The plan for tensors q (b, n, h, d) and k, by views or by copied keys."""
     way = execution.blocks if execution.blocks in ("batched", "rows") else "views"
     (_, n, heads, _), kv_heads = q.shape, k.shape[2]
-    shape = pattern, n, heads, kv_heads, causal, way, supports_lower_right_causal(kernel)
+    shape = pattern, n, heads, kv_heads, causal, way, kernel
     return in_head_blocks(("blocks", *shape), lambda: make_plan(*shape), q, kv_heads, backward, execution.cached)
 
 
 def make_plan(
     pattern: BlockSparse, n: int, heads: int = 1, kv_heads: int = 1, causal: bool = False, way: str = "views",
-    lower_right: bool = False,
+    kernel: Kernel | None = None,
 ) -> Plan:  # fmt: skip
-    """The calls for ``n`` positions of queries and of keys.
+    """The calls for ``n`` positions of queries and of keys, for any kernel or those that are cheapest for ``kernel``.
 
-    ``way``: "views", "batched" or "rows". ``lower_right``: causal calls may have more keys than queries.
+    ``way``: "views", "batched" or "rows".
 
     >>> from ringlab.block_patterns import local_global
     >>> call = make_plan(local_global(2, 4, block_size=128), 16384).calls[0]  # the global blocks of keys
@@ -90,8 +90,8 @@ def make_plan(
     (16, 1024, 1024, 512, 0)
     """
     whole = BlockParts.of([range(n)], pattern.block_size)
-    how = {"causal": causal, "itself": True, "lower_right": lower_right}
-    return plan_between(pattern, n, whole, whole, heads, kv_heads, way=way, **how)
+    how = {"causal": causal, "itself": True, "way": way, "kernel": kernel}
+    return plan_between(pattern, n, whole, whole, heads, kv_heads, **how)
 
 
 def layers_of(pattern: BlockSparse) -> Iterator[tuple[BlockSparse, BlockSparse | None, bool]]:
@@ -108,20 +108,6 @@ def layers_of(pattern: BlockSparse) -> Iterator[tuple[BlockSparse, BlockSparse |
         yield second, first, True
 
 
-# What a pair costs in a call of so many queries (rows here) by so many keys (columns), against a pair of long dense
-# attention: torch's CPU kernel, fp32. On a GPU the order is the same and the differences are smaller.
-KEYS = (1, 64, 128, 256, 512)
-QUERIES = (1, 64, 128, 256, 512, 768)
-COST = torch.tensor([
-    [6.0, 5.0, 3.5, 2.2, 1.7],
-    [5.0, 4.0, 3.0, 1.7, 1.36],
-    [4.0, 2.8, 1.7, 1.5, 1.34],
-    [3.5, 2.4, 1.57, 1.33, 1.18],
-    [3.0, 2.0, 1.45, 1.18, 1.05],
-    [2.5, 1.75, 1.3, 1.1, 1.0],
-])  # fmt: skip
-JOIN = 48  # merging a row of a result costs about as much as so many pairs
-COPY = 1.25  # copying scattered keys together, against reading them in place
 MOST_LEVELS = 6
 SAMPLE = 512  # blocks of queries by which the levels are chosen
 assert AT_ONCE % 2**MOST_LEVELS == 0  # chunks of whole nodes
@@ -187,7 +173,7 @@ class BlockParts:
 
 def plan_between(
     pattern: BlockSparse, n: int, mine: BlockParts, theirs: BlockParts, heads: int, kv_heads: int, *, causal: bool,
-    itself: bool, lower_right: bool, way: str = "views",
+    itself: bool, kernel: Kernel | None, way: str = "views",
 ) -> Plan:  # fmt: skip
     """The plan of the queries ``mine``, in this order of rows, on the keys ``theirs``, of ``n`` positions.
 
@@ -211,8 +197,7 @@ def plan_between(
         seen = torch.cat([pattern.blocks(n, some, some).diagonal() for some in mine.blocks.split(AT_ONCE)])
         diagonal = torch.where(seen, torch.arange(len(seen)), -1)
     layers = [layer(*given) for given in (layers_of(pattern) if way == "views" else [(pattern, None, True)])]
-    how = {"alone": way == "rows", "lower_right": lower_right}
-    return tile(layers, mine.cuts, theirs.cuts, diagonal, heads, kv_heads, **how)
+    return tile(layers, mine.cuts, theirs.cuts, diagonal, heads, kv_heads, kernel, alone=way == "rows")
 
 
 def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
@@ -225,22 +210,22 @@ def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
             start = stop
 
 
-def cheapest(layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts) -> tuple[int, ...]:
+def cheapest(layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, cost: Cost) -> tuple[int, ...]:
     """The levels of the tree over ``rows`` that make the calls cheapest. Level 0, single blocks, is always used."""
     size = int(queries.lengths[rows.start])
     used: tuple[int, ...] = (0,)
     middle = (len(rows) // 2 - SAMPLE // 2) >> levels << levels  # of many blocks some are enough to tell
     some, cols = layer.seen(rows[max(0, middle) :][:SAMPLE])
     common = _common(some, levels)
-    best = _cost(_taken(common, used), cols, size, keys)
+    best = _cost(_taken(common, used), cols, size, keys, cost)
     for level in range(levels, 0, -1):
-        cost = _cost(_taken(common, with_it := (*used, level)), cols, size, keys)
-        if cost < best:
-            used, best = with_it, cost
+        found = _cost(_taken(common, with_it := (*used, level)), cols, size, keys, cost)
+        if found < best:
+            used, best = with_it, found
     for level in used[1:]:  # a level that paid may not, beside smaller ones
-        cost = _cost(_taken(common, without := tuple(x for x in used if x != level)), cols, size, keys)
-        if cost < best:
-            used, best = without, cost
+        found = _cost(_taken(common, without := tuple(x for x in used if x != level)), cols, size, keys, cost)
+        if found < best:
+            used, best = without, found
     return used
 
 
@@ -287,27 +272,22 @@ def _runs(taken: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return node, cols[first], cols[(change == -1).nonzero()[:, 1] - 1] + 1
 
 
-def _weight(count: Tensor, rows: int) -> Tensor:
-    """What a pair costs in calls of ``rows`` queries by ``count`` (calls,) keys; see ``COST``."""
-    row = sum(rows >= least for least in QUERIES) - 1
-    return COST[row][torch.bucketize(count, torch.tensor(KEYS), right=True) - 1]
-
-
-def _cost(levels: Iterable[tuple[int, Tensor]], cols: Tensor, size: int, keys: Cuts) -> float:
+def _cost(levels: Iterable[tuple[int, Tensor]], cols: Tensor, size: int, keys: Cuts, cost: Cost) -> float:
     total = 0.0
     for level, taken in levels:
         _, first, stop = _runs(taken, cols)
         count = keys.starts[stop - 1] + keys.lengths[stop - 1] - keys.starts[first]
         length = size << level
-        total += length * float((count * _weight(count, length) + JOIN).sum())
+        total += float((cost.work(length, count) + cost.merge * length).sum())
     return total
 
 
-def better_copied(node: Tensor, count: Tensor, nodes: int, size: int) -> Tensor:
-    """Which runs belong to nodes whose keys are cheaper to copy together than to read run by run."""
-    in_place = torch.zeros(nodes).index_add_(0, node, count * _weight(count, size) + JOIN)
+def better_copied(node: Tensor, count: Tensor, nodes: int, size: int, cost: Cost) -> Tensor:
+    """Which runs belong to nodes whose keys are cheaper to gather than to read run by run."""
+    merge = cost.merge * size
+    in_place = torch.zeros(nodes).index_add_(0, node, cost.work(size, count) + merge)
     together = torch.zeros(nodes, dtype=torch.long).index_add_(0, node, count)
-    return (together * _weight(together, size) * COPY + JOIN < in_place)[node]
+    return (cost.work(size, together) * cost.copied + merge < in_place)[node]
 
 
 Entry = tuple[int, int, int, int]  # one dense call: rows, keys, the first query, the first key
@@ -322,19 +302,19 @@ STRIP, WIDE = 64, 192
 
 def tile(
     layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
-    *, alone: bool = False, lower_right: bool = False,
+    kernel: Kernel | None = None, *, alone: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of disjoint ``layers`` of seen blocks: regular calls first.
 
     ``alone``: a call on copied keys, or a causal one, for each block of queries.
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
-    ``lower_right``: causal calls may have more keys than queries.
     """
+    cost, lower_right = cost_of(kernel), supports_lower_right_causal(kernel)
     entries: list[Entry] = []
     gathered: list[Call] = []
     for layer in layers:
         for rows, level in chains(queries):
-            found, left = _calls(layer, rows, level, queries, keys, alone)
+            found, left = _calls(layer, rows, level, queries, keys, alone, cost)
             entries += found
             gathered += left
     squares = _squares(queries, keys, diagonal)
@@ -351,18 +331,19 @@ def _plan(calls: list[Call], gathered: list[Call], n: int, heads: int, kv_heads:
     """Strided calls that write most rows run first: those that write them first need no merge. Then gathered ones."""
     written, uncovered = torch.zeros(2, n, dtype=torch.bool)
     found = []
-    for call in sorted(calls, key=_order):
-        at = call.q.first + call.q.node_step * torch.arange(call.nodes)[:, None] + torch.arange(call.q.rows)
-        at = at.flatten()
+    for call in sorted(calls, key=_order) + gathered:
+        q = call.q
+        starts = q.first + q.node_step * torch.arange(call.nodes)[:, None] if q.index is None else q.index
+        at = (starts + torch.arange(q.rows)).flatten()
         fresh = ~written[at]
-        first = not _merged(call) and bool(fresh.all())
+        first = q.index is None and not _merged(call) and bool(fresh.all())
         uncovered[at[fresh]] = not first
         written[at] = True
         found.append(replace(call, first=first))
     uncovered |= ~written
     edges = F.pad(uncovered.int(), (1, 1)).diff().nonzero().flatten()
     ranges = tuple(zip(edges[::2].tolist(), edges[1::2].tolist()))
-    merges = len(found) + len(gathered) > 1 or bool(gathered) or any(map(_merged, found))
+    merges = len(found) > 1 or any(map(_merged, found))
     group = heads // kv_heads
 
     def every_head(calls: list[Call]) -> tuple[Call, ...]:  # the heads of one K/V head one after another
@@ -371,7 +352,7 @@ def _plan(calls: list[Call], gathered: list[Call], n: int, heads: int, kv_heads:
         )
 
     strips = [strip for call in found for strip in _in_strips(call, lower_right)]
-    block = range(heads), every_head(strips + gathered), every_head(found + gathered)
+    block = range(heads), every_head(strips), every_head(found)
     return Plan((block,), ranges, merges, same_rows=False, rows=range(n), period=n)
 
 
@@ -382,7 +363,7 @@ def _order(call: Call) -> tuple:
 
 def _merged(call: Call) -> bool:
     """Whether all nodes have the same queries."""
-    return call.nodes > 1 and call.q.node_step == 0
+    return call.nodes > 1 and call.q.shared
 
 
 def _in_strips(call: Call, lower_right: bool) -> Iterator[Call]:
@@ -422,11 +403,11 @@ def _join_squares(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entr
 
 
 def _calls(
-    layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, alone: bool
+    layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, alone: bool, cost: Cost
 ) -> tuple[list[Entry], list[Call]]:
     """The calls of one range of blocks of one length, at the levels of its tree that make them cheapest."""
     size = int(queries.lengths[rows.start])
-    used = (0,) if layer.copied else cheapest(layer, rows, levels, queries, keys)
+    used = (0,) if layer.copied else cheapest(layer, rows, levels, queries, keys, cost)
     entries, gathered = [], []
     for level, node, first, stop in nodes(layer, rows, used):
         length = size << level
@@ -436,7 +417,7 @@ def _calls(
         apart = torch.full((len(node),), layer.copied)
         if level == 0:
             if not layer.copied:
-                apart = better_copied(node, count, len(rows), size)
+                apart = better_copied(node, count, len(rows), size, cost)
             gathered += _gathered_calls(node[apart], begin[apart], count[apart], at[apart], size, alone)
         entries += [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
     return entries, gathered
@@ -507,8 +488,16 @@ def _gathered_calls(node: Tensor, begin: Tensor, count: Tensor, at: Tensor, size
     for kind in alike.unique():
         mine = alike == kind
         keys = rows[mine.repeat_interleave(total)].view(int(mine.sum()), -1)  # (nodes, keys)
-        found.append(Call(View(size, index=first[mine, None]), View(keys.shape[1], index=keys), len(keys)))
+        found.append(Call(_rows_from(first[mine], size), View(keys.shape[1], index=keys), len(keys)))
     return found
+
+
+def _rows_from(starts: Tensor, size: int) -> View:
+    """``size`` rows from each of the ascending ``starts`` (nodes,) on: strided where these are evenly apart."""
+    step = int(starts[min(1, len(starts) - 1)] - starts[0])
+    if starts.diff().eq(step).all():
+        return View(size, int(starts[0]), node_step=step)
+    return View(size, index=starts[:, None])
 
 
 def _progressions(entries: list[Entry]) -> Iterator[tuple]:

@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..kernels.base import HALF, Kernel, accumulation_dtype, device_type_of
+from ..kernels.base import HALF, Kernel, accumulation_dtype, device_type_of, gathers
 from ..memory import MemoryPool
 
 
@@ -180,6 +180,7 @@ class Plan:
         in_order = (
             rows.step == 1
             and rows.index is None
+            and call.k.index is None
             and call.bias is None
             and (call.nodes == 1 or rows.node_step == rows.rows)
         )
@@ -266,21 +267,27 @@ def forward(
                 out[:, start:stop] = 0.0
                 lse[:, start:stop] = -torch.inf
     limit, load = piece_limit(q), into is not None or bool(plan.uncovered)
-    for call, nodes, (target,) in _steps(plan, 1, q, (out,), 1, narrow, pool, load, whole is not None):
+    steps = _steps(plan, 1, q, (out,), 1, narrow, pool, load, whole is not None, copies=not gathers(kernel))
+    for call, nodes, (target,) in steps:
         mine = _side(call.q, call.heads, nodes, (q, WHOLE), (lse, WHOLE), target)
-        keys = _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
+        bias, view, index = call.biases(len(q)), call.k, []
+        if view.index is not None and gathers(kernel):
+            index = [_index_entry(view, call.heads, nodes, len(q))]
+            view = View(k.shape[1], head=view.head, head_step=view.head_step)
+        keys = _side(view, call.heads, nodes, (k, WHOLE), (v, WHOLE))
         head_bytes = call.q.rows * q.shape[3] * target[0].element_size()
-        entries = mine + keys + call.biases(len(q))
+        entries = mine + keys + bias + index
         fresh = call.first and into is None  # nothing was written there yet
         shared = len(nodes) > 1 and call.q.shared  # several results for the same rows
         fits = target[0].dtype == torch.float32 or fresh and target[0].dtype == q.dtype
         if in_place := hasattr(kernel, "forward_into") and fits and not shared:
             head_bytes = 0  # no result to be kept small
-        for q_, lse_, out_, k_, v_, *bias in views_of(entries, nodes, call.heads, head_bytes, limit):
+        for q_, lse_, out_, k_, v_, *more in views_of(entries, nodes, call.heads, head_bytes, limit):
+            more = [None, *more] if index and not bias else more
             if in_place:
-                kernel.forward_into(out_, lse_, q_, k_, v_, causal and call.causal, scale, *bias, merge=not fresh)
+                kernel.forward_into(out_, lse_, q_, k_, v_, causal and call.causal, scale, *more, merge=not fresh)
                 continue
-            o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale, *bias)  # (b', m, h, d), (b', h, m)
+            o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale, *more)  # (b', m, h, d), (b', h, m)
             if fresh:
                 out_.copy_(o)
                 lse_.copy_(l)
@@ -336,13 +343,23 @@ def backward(
 
 
 def _steps(
-    plan: Plan, which: int, q: Tensor, results, group: int, narrow: bool, pool, load: bool | None, skip: bool
+    plan: Plan,
+    which: int,
+    q: Tensor,
+    results,
+    group: int,
+    narrow: bool,
+    pool,
+    load: bool | None,
+    skip: bool,
+    copies: bool = True,
 ) -> Iterator[tuple[Call, range, list]]:
     """The calls of a pass, ``which`` as in ``Plan.whole``, some nodes at a time; ``skip``: without the first call.
 
     Each comes with the tensors to add to and their first (row, head): the results or, if ``narrow``, fp32 tiles of
     them, which are rounded after their last call. ``load``: tiles begin as the results, or uninitialised; as zeros if
-    None. All tiles use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
+    None. All tiles use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head. ``copies``: few
+    nodes at a time where keys are gathered, as these are copied.
     """
     n, targets, memory = q.shape[1], [(t, WHOLE) for t in results], []
     for inside, *passes in plan.blocks:
@@ -362,7 +379,7 @@ def _steps(
                     tile.copy_(part)
             for call in passes[which - 1][skip:]:
                 nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
-                for some in _node_parts(call, nodes, q) if nodes else ():
+                for some in (_node_parts(call, nodes, q) if copies else (nodes,)) if nodes else ():
                     yield call, some, targets
             for part, (tile, _) in zip(parts, targets):
                 part.copy_(tile)
@@ -503,6 +520,13 @@ def _side(view: View, heads: int, nodes: range, *tensors) -> list[tuple]:
     index = _flat_index(view, nodes, tensors[0][0].device)
     copies = [_heads_of(t, origin, view, heads)[:, index] for t, origin in tensors]
     return [(c if view.index.dim() == 2 else c.unflatten(1, (-1, heads)), WHOLE, dense) for c in copies]
+
+
+def _index_entry(view: View, heads: int, nodes: range, batch: int) -> tuple:
+    """The gathered rows as an entry of ``views_of``, (b', heads, rows), for a kernel that reads such rows itself."""
+    index = _flat_index(view, nodes, "cpu").view(1, len(nodes) * view.rows, -1)
+    each = View(view.rows, -nodes.start * view.rows, node_step=view.rows, head_step=int(index.shape[2] > 1))
+    return index.expand(batch, -1, -1), WHOLE, each
 
 
 def _zeros_if_gathered(view: View, heads: int, nodes: range, targets) -> list[tuple]:

@@ -15,7 +15,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from ..kernels.base import Kernel, accumulation_dtype, device_type_of, supports_bias
+from ..kernels.base import Kernel, accumulation_dtype, cost_of, device_type_of, supports_bias
 from ..patterns import Dilated, Pattern
 from . import dilated
 from .dilated import even_runs, first_and_step, progressions
@@ -24,12 +24,6 @@ from .execute import Call, Plan, View, in_head_blocks
 WIDEST = 8  # a segment that holds more of the next smaller ones is not split around each of them
 SQUARE = 128  # keys of the squares on the diagonal of causal calls; such a square is computed whole
 JOINED = 1 << 14  # pairs of a call up to which rows with another M of the same keys run together
-# What the compiled CPU kernel was measured to take, in pairs of a long call, head_dim 64, fp32: for each call, row of
-# queries, row of keys, and row that is merged. A bias makes a pair longer; more so if it is another one for each query.
-CALL, QUERY, KEY, MERGE = 90_000, 40, 17, 20
-BIAS, BIASES = 1.04, 1.2
-BLOCK = 96  # keys
-GAIN = 0.88  # folded plans that were predicted to take more of the time of branch by branch gained nothing
 MOST_RATE = 1024
 Rung = tuple[int, int, int]  # the length, rate and offset of a branch for one head
 
@@ -43,30 +37,35 @@ def plan_for(
     """
     several = isinstance(pattern, Dilated) and pattern.mixing == "lse" and len(pattern.segment_lengths) > 1
     if several and device_type_of(q) == "cpu" and supports_bias(kernel, q.dtype):
-        given = pattern, q.shape[1], q.shape[2], k.shape[2], causal, accumulation_dtype(q.dtype)
+        given = pattern, q.shape[1], q.shape[2], k.shape[2], causal, accumulation_dtype(q.dtype), kernel
         plan = cached(("folded", *given), lambda: faster(*given))
         if plan is not None:
             return in_head_blocks(("folded", *given), lambda: plan, q, k.shape[2], backward, cached)
     return dilated.plan_for(q, k, pattern, cached, backward=backward)
 
 
-def faster(pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtype: torch.dtype) -> Plan | None:
+def faster(
+    pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtype: torch.dtype, kernel: Kernel
+) -> Plan | None:
     """The folded plan, if it is predicted to be faster than branch by branch."""
     folded = fold(pattern, n, heads, kv_heads, causal, dtype)
+    if folded is None:
+        return None
     apart = dilated.make_plan(pattern, n, heads, kv_heads)
-    return folded if folded is not None and cost(folded, causal) < GAIN * cost(apart, causal) else None
+    return folded if cost(folded, causal, kernel) < cost_of(kernel).gain * cost(apart, causal, kernel) else None
 
 
-def cost(plan: Plan, causal: bool) -> float:
-    """The predicted time of a forward pass, in pairs that the CPU kernel computes in long calls."""
-    total = 0.0
+def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
+    """The predicted time of a forward pass, in pairs that ``kernel`` computes in long calls."""
+    price, total = cost_of(kernel), 0.0
     for _, calls, _ in plan.blocks:
         for call in calls:
             rows, keys = call.q.rows, call.k.rows
-            seen = min(keys, (keys + BLOCK) / 2) if causal and call.causal else keys
-            slower = 1.0 if call.bias is None else BIAS if len(call.bias) == 1 else BIASES
-            each = rows * (seen * slower + QUERY + (0 if call.first else MERGE)) + keys * KEY
-            total += CALL + call.nodes * call.heads * each
+            seen = min(keys, (keys + price.block) / 2) if causal and call.causal else keys
+            slower = 1.0 if call.bias is None else price.bias if len(call.bias) == 1 else price.biases
+            each = float(price.work(rows, torch.tensor(seen))) + rows * seen * (slower - 1)
+            each += 0 if call.first else price.merge * rows
+            total += price.call + call.nodes * call.heads * each
     return total
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
-from ..kernels import supports_lower_right_causal
 from ..kernels.base import HALF, Kernel, accumulation_dtype
 from ..patterns import Branch, Pattern
 from . import blocks, dilated, execute
@@ -147,8 +146,7 @@ class LiveRows:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if isinstance(pattern, BlockSparse):
             mine = blocks.BlockParts.of([new], pattern.block_size)
-            given, lower_right = (pattern, rules.n, mine), supports_lower_right_causal(kernel)
-            how = {"causal": True, "lower_right": lower_right}
+            given, how = (pattern, rules.n, mine), {"causal": True, "kernel": kernel}
             own = blocks.plan_between(*given, mine, heads, kv_heads, itself=True, **how)
         else:
             own = dilated.plan_for(q, k, pattern, execution.cached, n=rules.n, chunk=new)

@@ -1,10 +1,11 @@
-"""Attention of each block of queries to its own list of key blocks, with a weight each: dense calls on gathered copies.
+"""Attention of each block of queries to its own list of key blocks, with a weight each: dense calls on gathered keys.
 
 ``picks`` (b, h, blocks, top_k) lists the key blocks that each (batch, head, query block) sees, ``log_m`` of the same
 shape their log M, or None for M = 1. Not causal: all slots are used, in ascending order. Causal: slot 0 is the block
 itself and row i uses the slots up to i, of blocks before it. Several (batch, head, query block) are one kernel call of
-one head. No kernel takes log M: the head is widened by 8 columns, in which q holds a constant and k the log M that the
-product with it and the scale is; dk there gives the gradient of log M.
+one head. A kernel that gathers takes log M as a bias. For the others, and in the backward, keys are copied and the head
+is widened by 8 columns, in which q holds a constant and k the log M that the product with it and the scale is; dk there
+gives the gradient of log M.
 
 One of several ranks has a part of the queries, ``first`` blocks before them, and of the keys what it holds, its own in
 front: picks count along these.
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
-from ..kernels.base import Kernel, accumulation_dtype
+from ..kernels.base import Kernel, accumulation_dtype, gathers
 from .autograd import differentiable_once, fold_lse_gradient, is_followed, positive_scale, without_autocast
 from .execute import head_block, merge_, piece_limit
 
@@ -46,10 +47,14 @@ def forward(q, k, v, log_m, picks, size: int, causal: bool, scale: float, backen
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)
     with without_autocast(q):
-        for rows, parts in _pieces(q, k, picks, size, causal, first):
+        whole = [t.reshape(1, -1, 1, d) for t in (k, v)] if gathers(kernel) else None
+        for rows, parts in _pieces(q, k, picks, size, causal, first, copies=whole is None):
             joined = None
             for part in parts:
-                result = kernel.forward(*_read(q[rows], k, v, log_m, part, size, scale), part[2], scale)
+                if whole:
+                    result = _gathered(kernel, q[rows], *whole, log_m, part, size, scale, k.shape)
+                else:
+                    result = kernel.forward(*_read(q[rows], k, v, log_m, part, size, scale), part[2], scale)
                 if joined is None:
                     joined = [t.to(lse.dtype) for t in result]  # (m, r, 1, d), (m, 1, r)
                 else:
@@ -137,10 +142,23 @@ def _read(q, k, v, log_m: Tensor | None, part, size: int, scale: float) -> tuple
     return q, k, v
 
 
+def _gathered(kernel: Kernel, q, k, v, log_m: Tensor | None, part, size: int, scale: float, shape):
+    """The forward of rows q (m, r, d) on a part, by a kernel that gathers; k and v of ``shape`` as (1, rows, 1, d)."""
+    slots, (batch, seen, head), square = part
+    _, n, heads, _ = shape
+    index = ((batch * n + seen) * heads + head).unsqueeze(1)  # (m, 1, keys)
+    bias = None
+    if log_m is not None:
+        bias = log_m[slots].repeat_interleave(size, 1)[:, None, None, : index.shape[2]]  # (m, 1, 1, keys)
+    k, v = (t.expand(len(q), -1, -1, -1) for t in (k, v))
+    return kernel.forward(q.unsqueeze(2), k, v, square, scale, bias, index)
+
+
 def _pieces(
-    q: Tensor, k: Tensor, picks: Tensor, size: int, causal: bool, first: int
+    q: Tensor, k: Tensor, picks: Tensor, size: int, causal: bool, first: int, copies: bool = True
 ) -> Iterator[tuple[Index, list[tuple[Index, Index, bool]]]]:
-    """Every (batch, head, query block) once, m with equally many rows and keys at a time, so that copies stay small.
+    """Every (batch, head, query block) once, m with equally many rows and keys at a time, so that copies, or the
+    indices without ``copies``, stay small.
 
     Yields the index (m, r) of their rows in q and a part for each call that they make together: the index (m, c) of
     the blocks it sees in picks, that of their keys (m, keys) in k, and whether it is causal.
@@ -160,7 +178,7 @@ def _pieces(
             last = picks.flatten(0, 2)[items, -1] == count - 1
             groups = [(items[~last], others * size), (items[last], (others - 1) * size + short)]
         for items, keys in groups:
-            key_bytes = 2 * (d + 8) * q.element_size()
+            key_bytes = 2 * (d + 8) * q.element_size() if copies else 16
             step = max(torch.get_num_threads(), piece_limit(q) // (key_bytes * max(keys, rows)))
             for some in items.split(step) if len(items) else ():
                 heads_before, block = (some // count)[:, None], (some % count)[:, None]

@@ -7,7 +7,7 @@ of rows than q, except in causal calls: there the mask is square, unless the ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ HALF = (torch.float16, torch.bfloat16)
 class Kernel(Protocol):
     """One attention kernel. Instances hold no state of a call.
 
-    Optional: ``lower_right`` and ``takes_bias``, see below; ``forward_into(out, lse, q, k, v, causal, scale, bias, *,
-    merge)``, which writes into strided rows of fp32 or q's dtype, or merges with fp32 ones that are there.
+    Optional: ``lower_right`` and ``takes_bias``, see below; ``gathers``: forward takes an ``index`` (b, h, m_k) of the
+    rows of k and v that are the keys; ``cost``, a ``Cost``; ``forward_into(out, lse, q, k, v, causal, scale, bias,
+    index, *, merge)``, which writes into strided rows of fp32 or q's dtype, or merges with fp32 ones that are there.
     """
 
     name: str
@@ -39,6 +40,26 @@ class Kernel(Protocol):
 
         (out, lse) may be those of a softmax over more keys. The gradients are then exact for that softmax.
         """
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a dense kernel was measured to take on a CPU at head_dim 64 in fp32, by which planners choose between calls.
+
+    In (query, key) pairs of a long call: ``work(rows, keys)`` of attention of ``rows`` queries by keys (calls,) for one
+    head; ``call``, each call; ``merge``, a row of a result that is merged. ``copied`` times the work where keys are
+    scattered, ``bias`` where there is one of the keys, ``biases`` where it differs from query to query. A causal call
+    computes ``block`` keys at a time. Folded plans gain if they are predicted to take less than ``gain`` of the time.
+    """
+
+    work: Callable[[int, Tensor], Tensor]
+    call: float
+    merge: float
+    copied: float
+    bias: float
+    biases: float
+    block: int
+    gain: float
 
 
 class PatternKernel(Kernel, Protocol):
@@ -136,6 +157,28 @@ def supports_lower_right_causal(kernel: Kernel) -> bool:
 def supports_bias(kernel: Kernel, dtype: torch.dtype) -> bool:
     """Whether forward and backward take a last argument ``bias`` (b, m or 1, h, m_k), which is added to the scores."""
     return hasattr(kernel, "takes_bias") and kernel.takes_bias(dtype)
+
+
+def gathers(kernel: Kernel) -> bool:
+    """Whether forward takes an ``index`` (b, h, m_k), int64, of the rows of k and v that are the keys."""
+    return getattr(kernel, "gathers", False)
+
+
+def _torch_work(rows: int, keys: Tensor) -> Tensor:
+    """torch's CPU kernel takes fewer queries at a time in calls of fewer rows, and few keys cost it more."""
+    slower = next(
+        factor for least, factor in ((768, 1.0), (192, 1.06), (128, 1.17), (64, 1.24), (0, 1.4)) if rows >= least
+    )
+    return rows * (keys * slower + torch.where(keys < 192, 75, 25))
+
+
+# On a GPU the order is the same and the differences are smaller.
+TORCH = Cost(_torch_work, call=1 << 15, merge=60, copied=1.25, bias=1.03, biases=1.2, block=512, gain=0.91)
+
+
+def cost_of(kernel: Kernel | None) -> Cost:
+    """What a kernel costs; that of torch's CPU kernel for one that does not say."""
+    return getattr(kernel, "cost", TORCH)
 
 
 def to_bhmd(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .base import HALF, wants_dtype
+from .base import HALF, Cost, wants_dtype
 
 DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
+
+
+def _work(rows: int, keys: Tensor) -> Tensor:
+    """Queries are padded to 64; 512 of them share a copy of the keys."""
+    padded = -(-rows // 64) * 64
+    return keys * ((padded + rows) / 2 + 33 * -(-rows // 512)) + 58 * padded
+
+
+COST = Cost(_work, call=90_000, merge=20, copied=1.1, bias=1.04, biases=1.2, block=96, gain=0.95)
 
 
 class Compiled:
@@ -22,6 +31,8 @@ class Compiled:
 
     name = "compiled"
     lower_right = True
+    gathers = True
+    cost = COST
 
     def refuses(self, device, dtype, head_dim):
         if device.type != "cpu":
@@ -31,18 +42,18 @@ class Compiled:
     def takes_bias(self, dtype):
         return dtype in DTYPES
 
-    def forward(self, q, k, v, causal, scale, bias=None):
+    def forward(self, q, k, v, causal, scale, bias=None, index=None):
         b, m, h, _ = q.shape
         out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, (b, h, m)))
-        self.forward_into(out, lse, q, k, v, causal, scale, bias, merge=False)
+        self.forward_into(out, lse, q, k, v, causal, scale, bias, index, merge=False)
         return out, lse
 
-    def forward_into(self, out, lse, q, k, v, causal, scale, bias=None, *, merge: bool):
+    def forward_into(self, out, lse, q, k, v, causal, scale, bias=None, index=None, *, merge: bool):
         """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
 
         ``merge``: join the results with those of other keys that are there, in fp32.
         """
-        tensors = {"q": q, "k": k, "v": v, "bias": bias, "out": out, "lse": lse}
+        tensors = {"q": q, "k": k, "v": v, "bias": bias, "out": out, "lse": lse, "index": index}
         _run("forward", tensors, causal, scale, merge)
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
@@ -61,8 +72,8 @@ def _is_recorded() -> bool:
     return keys is not None and any(mode is not None and mode(keys.PROXY) is not None for mode in modes)
 
 
-# The tensors of a call in the order of the fields in native.cpp; all but lse (b, h, m) are (b, m, h, d).
-TENSORS = ("q", "k", "v", "dout", "bias", "final_out", "out", "lse", "dq", "dk", "dv")
+# The tensors of a call in the order of the fields in native.cpp; all but lse and index (b, h, m) are (b, m, h, d).
+TENSORS = ("q", "k", "v", "dout", "bias", "final_out", "out", "lse", "dq", "dk", "dv", "index")
 
 
 def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: float, merge: bool) -> None:
@@ -81,12 +92,13 @@ def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: 
             pointers.append(0)
             steps += 0, 0, 0
             continue
-        batch, row, head, *_ = t.stride() if name != "lse" else t.transpose(1, 2).stride()
+        batch, row, head, *_ = (t.transpose(1, 2) if name in ("lse", "index") else t).stride()
         pointers.append(t.data_ptr())
         if not pointers[-1] and t.numel():
             raise NotImplementedError(f"the compiled kernel needs plain tensors, got {type(t).__name__}")
         steps += batch, 0 if name == "bias" and t.shape[1] == 1 else row, head
-    numbers = *q.shape[:1], q.shape[2], q.shape[1], tensors["k"].shape[1], q.shape[3], DTYPES.index(q.dtype)
+    keys = tensors["k"].shape[1] if tensors.get("index") is None else tensors["index"].shape[2]
+    numbers = *q.shape[:1], q.shape[2], q.shape[1], keys, q.shape[3], DTYPES.index(q.dtype)
     narrow = "out" in tensors and tensors["out"].dtype != torch.float32
     more = causal, merge, narrow, torch.get_num_threads(), 1 if bias is None else bias.stride(3)
     values = *pointers, *numbers, *more, *steps

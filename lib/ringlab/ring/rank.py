@@ -20,7 +20,7 @@ from ..engine import Execution, dilated, execute
 from ..engine.blocks import BlockParts, plan_between
 from ..engine.dilated import calls_on_rows, first_and_step, fold_heads, progressions, runs_alike
 from ..engine.execute import Call, Plan, View, head_block
-from ..kernels.base import HALF, Kernel, accumulation_dtype, supports_lower_right_causal
+from ..kernels.base import HALF, Kernel, accumulation_dtype
 from ..patterns import Branch, Dense
 from .exchange import Problem, RankPlan, keys_of, plan_rank
 
@@ -142,7 +142,7 @@ class Rank:
 
         On its own shard these are the calls between different chunks, or of block-sparse patterns all calls.
         """
-        key = ("calls", self.problem, self.rank, source, supports_lower_right_causal(self.kernel), step)
+        key = ("calls", self.problem, self.rank, source, self.kernel, step)
         if step is None or step >= self.problem.heads:
             return self.execution.cached(key[:-1], lambda: self._calls(source))
         return self.execution.cached(key, lambda: self.calls(source).in_head_blocks(step))
@@ -231,8 +231,7 @@ class BlockRank(Rank):
             ranges = [next(block.members())[1] for block in chain(*self.plan.receive)]
             theirs = BlockParts.of(ranges, problem.pattern.block_size)
         given = problem.pattern, layout.n, mine, theirs, problem.heads, problem.kv_heads
-        lower_right = supports_lower_right_causal(self.kernel)
-        return plan_between(*given, causal=problem.causal, itself=source is not None, lower_right=lower_right)
+        return plan_between(*given, causal=problem.causal, itself=source is not None, kernel=self.kernel)
 
     def heads_at_a_time(self, q: Tensor) -> int:
         return head_block(q, self.problem.kv_heads, q.shape[1])

@@ -13,7 +13,7 @@ from ... import cost, hardware, kernels, patterns
 from ...advise import advise
 from ...engine import dilated, folding
 from ...estimate import longest
-from ...kernels.base import DeviceSpec
+from ...kernels.base import DeviceSpec, cost_of
 from .. import columns, figures, findings, rows
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, beyond, shown, table, times
 from ..evidence import evidence
@@ -380,8 +380,9 @@ def folded(study: Study) -> Table | None:
         return sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / work
 
     def predicted(x: dict) -> Cell:
-        apart, fold = (folding.cost(plan, x["auto"].point.causal) for plan in x["plans"])
-        chosen = "folded" if fold < folding.GAIN * apart else "branch by branch"
+        kernel = kernels.choose("cpu", torch.float32, x["auto"].point.head_dim, causal=x["auto"].point.causal).kernel
+        apart, fold = (folding.cost(plan, x["auto"].point.causal, kernel) for plan in x["plans"])
+        chosen = "folded" if fold < cost_of(kernel).gain * apart else "branch by branch"
         return Cell(f"{number(apart / fold)}×", f"chosen: {chosen}")
 
     def rate(row) -> Cell | None:
