@@ -7,6 +7,7 @@ code that would run, for any length: the live tensors of a first call, as ``Live
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -60,7 +61,10 @@ class Estimate:
 
         Work is taken as shared evenly, which bounds it from below. A link carries what the busiest rank sends.
         """
-        busiest = max((sum(b for (a, _), b in self.sent.items() if a == rank) for rank in range(self.ranks)), default=0)
+        by_rank = Counter()
+        for (rank, _), size in self.sent.items():
+            by_rank[rank] += size
+        busiest = max(by_rank.values(), default=0)
         work = {
             "compute": (self.cost.folded_flops / self.ranks, rates.flops_per_s),
             "memory": (self.cost.floor_bytes / self.ranks, rates.bytes_per_s),

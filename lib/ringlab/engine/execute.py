@@ -454,7 +454,7 @@ def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int 
 
     Batch and nodes fold into b' where the strides of all tensors allow it, else each batch entry comes by itself.
     Pieces are cut along b', then along the heads, to at most ``limit`` bytes of ``head_bytes`` each. Tensors of three
-    dimensions, log-sum-exps (b, n, heads), come as (b', heads, rows).
+    dimensions, log-sum-exps (b, n, heads), come as (b', heads, rows). Without data, one piece of each size comes.
     """
     count, batch, apart, laid = len(nodes), entries[0][0].shape[0], False, []
     if not count:
@@ -472,11 +472,16 @@ def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int 
         threads = torch.get_num_threads()  # a CPU kernel shares out (batch, head) pairs: never fewer than threads
         step = max(1, limit // (head_bytes * heads), -(-threads // heads))
         head_step = heads if step > 1 else max(threads, limit // head_bytes)
-    for entry in range(batch if apart else 1):
+    sizes = set() if entries[0][0].is_meta else None
+    for entry in range(batch if apart and sizes is None else 1):
         for i in range(0, size, step):
             b = min(step, size - i)
             for j in range(0, heads, head_step):
                 h, views = min(head_step, heads - j), []
+                if sizes is not None:
+                    if (b, h) in sizes:
+                        continue
+                    sizes.add((b, h))
                 for t, rows, at, s_b, along, s_row, s_head, s_d in laid:
                     at += entry * s_b + i * along + j * s_head
                     if s_d:
