@@ -358,16 +358,16 @@ class MetaCall:
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
-        most = max((self._on_rank(problem, scheme, rank) for rank in _largest(problem)), key=lambda run: run.peak_bytes)
+        most = max((self.on_rank(problem, scheme, rank) for rank in _largest(problem)), key=lambda run: run.peak_bytes)
         how = {"batch": self.batch, "head_dim": self.head_dim, "dtype": self.dtype, "passes": self.passes}
         ranks = range(self.ranks)
         each = ((rank, to, size) for rank in ranks for to, size in sent_to(problem, rank, scheme, **how).items())
         most.traffic.sent = {(rank, to): size for rank, to, size in each}
         return most, scheme, ""
 
-    def _on_rank(self, problem: Problem, scheme: str, number: int) -> MetaRun:
+    def on_rank(self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None) -> MetaRun:
         """One rank of several, alone."""
-        run = MetaRun()
+        run = run or MetaRun()
         execution = FirstCall.of(self.execution, run)
         forward, backward = SCHEMES[scheme]
         with torch.no_grad(), run.on(self.kernel, self.device_type):

@@ -103,8 +103,8 @@ def test_the_rank_that_holds_most_is_among_the_few_that_are_run(scheme, monkeypa
 def test_many_ranks_and_long_batches_are_little_work(monkeypatch):
     """A few ranks of 128 are run; a batch of a thousand calls the kernel no more often than one of two."""
     runs = []
-    run = meta_run.MetaCall._on_rank
-    monkeypatch.setattr(meta_run.MetaCall, "_on_rank", lambda *given: runs.append(given[-1]) or run(*given))
+    run = meta_run.MetaCall.on_rank
+    monkeypatch.setattr(meta_run.MetaCall, "on_rank", lambda *given: runs.append(given[-1]) or run(*given))
     found = estimate(LADDER, seq_len=1 << 15, ranks=128, profile="gtx1080", scheme="plan")
     assert len(runs) <= 6 and found.ranks == 128 and {rank for rank, _ in found.sent} == set(range(128))
     kernel, made = kernels.KERNELS["eager"], []

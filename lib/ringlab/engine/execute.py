@@ -235,6 +235,9 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
+on_plan: Callable[[Plan, int, Tensor, bool], None] | None = None  # called with each plan that runs: ``network`` counts
+
+
 def forward(
     q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, *, into=None,
     pool: MemoryPool | None = None, results: MemoryPool | None = None,
@@ -246,6 +249,8 @@ def forward(
     """
     b, n, heads, _ = q.shape
     whole = None
+    if on_plan is not None:
+        on_plan(plan, 1, q, causal)
     if into is not None:
         out, lse = into[0], into[1].transpose(1, 2)  # (b, n, h)
         narrow = out.dtype in HALF
@@ -309,6 +314,8 @@ def backward(
     """
     n, heads = q.shape[1:3]
     group, whole = heads // k.shape[2], None
+    if on_plan is not None:
+        on_plan(plan, 2, q, causal)
     narrow = into is None and plan.narrow(q.dtype, group, backward=True)
     reads = (dout, q, k, v, out, lse.transpose(1, 2))  # lse (b, n, h)
     if into is not None:
