@@ -352,18 +352,23 @@ class MetaCall:
 
     def _on_ranks(self, n: int) -> tuple[MetaRun, str, str]:
         """What ``at`` returns for several ranks: those that may hold most are run, each alone."""
-        check_merge(self.execution, self.ranks)
-        layout = layout_named(self.layout, n, self.ranks)
-        problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
-        check_choice("scheme", self.scheme, ("auto", *SCHEMES))
-        scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
-        problem.check(scheme)
+        problem, scheme = self.problem(n)
         most = max((self.on_rank(problem, scheme, rank) for rank in _largest(problem)), key=lambda run: run.peak_bytes)
         how = {"batch": self.batch, "head_dim": self.head_dim, "dtype": self.dtype, "passes": self.passes}
         ranks = range(self.ranks)
         each = ((rank, to, size) for rank in ranks for to, size in sent_to(problem, rank, scheme, **how).items())
         most.traffic.sent = {(rank, to): size for rank, to, size in each}
         return most, scheme, ""
+
+    def problem(self, n: int) -> tuple[Problem, str]:
+        """The problem of several ranks and its scheme, checked."""
+        check_merge(self.execution, self.ranks)
+        layout = layout_named(self.layout, n, self.ranks)
+        problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
+        check_choice("scheme", self.scheme, ("auto", *SCHEMES))
+        scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
+        problem.check(scheme)
+        return problem, scheme
 
     def on_rank(self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None) -> MetaRun:
         """One rank of several, alone."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
@@ -23,13 +24,15 @@ from .attention import attention
 from .engine import execute
 from .meta_run import MetaCall, MetaRun
 from .patterns import Dense
-from .ring import Problem, choose
 from .ring.comm import Steps, Wait, all_to_all, drive
-from .ring.layout import layout_named
 
-INSIDE, BETWEEN = "inside", "between"  # ranks of one machine, and of two
-SIZES = (24, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes that a rank sends
+INSIDE, BETWEEN = "inside", "between"
+TITLES = {INSIDE: "ranks of one machine", BETWEEN: "ranks of two machines"}
+SIZES = (24, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes that a rank sends
+SURE = 1 << 20  # sizes up to this are measured in any case
+LEAST, MOST = 3, 6  # exchanges of each size
 MEASURE_S = 5.0
+DTYPES = "float32", "bfloat16", "float16"
 CONTROL_BYTES = 24  # by which ranks agree before each pass
 BACKWARD = 10  # FLOPs of a pair and element in a backward; 4 in a forward
 PROBES = (128, 1024)  # tokens of dense attention, 8 heads of 64, whose times give the rates of work
@@ -63,27 +66,32 @@ class Line:
         return (b - a) / (y - x) if y > x else float("inf")
 
 
+NOTHING = Line((0, 1), (0.0, 0.0))
+
+
 @dataclass(frozen=True)
 class Network:
-    """What was measured: the machine of each rank, by number; seconds for bytes each way by class of link; seconds for
-    FLOPs of attention of one rank, forward and backward."""
+    """What was measured: the machine of each rank, by number; seconds for bytes each way by class of link; by dtype
+    seconds for FLOPs of attention of one rank, forward and backward."""
 
     hosts: tuple[int, ...]
     lines: dict[str, Line]
-    forward: Line
-    backward: Line
+    work: dict[str, tuple[Line, Line]]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
+    def of(cls, found: dict) -> Network:
+        """The network of what ``dataclasses.asdict`` made of it."""
+        lines = {name: _line_of(line) for name, line in found["lines"].items()}
+        return cls(tuple(found["hosts"]), lines, {x: tuple(map(_line_of, two)) for x, two in found["work"].items()})
+
+    @classmethod
     def read(cls, path: Path) -> Network:
         """What ``python -m ringlab network`` wrote. Raises ValueError for another file."""
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            made = {name: Line(*map(tuple, found[name].values())) for name in ("forward", "backward")}
-            lines = {name: Line(*map(tuple, line.values())) for name, line in found["lines"].items()}
-            return cls(tuple(found["hosts"]), lines, **made)
+            return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no file of python -m ringlab network: {error!r}") from None
 
@@ -98,12 +106,16 @@ class Network:
         return max((self.lines[end[0]](size) for end, size in loads.items()), default=0.0)
 
 
+def _line_of(found: dict) -> Line:
+    return Line(tuple(found["amounts"]), tuple(found["seconds"]))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # measuring
 
 
-def measure(seconds: float = MEASURE_S, dtype: torch.dtype = torch.float32) -> Network:
-    """Measure the default group, whose ranks call this together, in about so many seconds for each class of link.
+def measure(seconds: float = MEASURE_S, dtypes: tuple[str, ...] = DTYPES) -> Network:
+    """Measure the default group, whose ranks call this together, in about so many seconds.
 
     The hosts are told apart by their names. One pair of ranks stands for each class.
     """
@@ -112,39 +124,43 @@ def measure(seconds: float = MEASURE_S, dtype: torch.dtype = torch.float32) -> N
     dist.all_gather_object(names, socket.gethostname())
     hosts = tuple(sorted(set(names)).index(name) for name in names)
     pairs: dict[str, tuple[int, int]] = {}
-    for b in range(1, ranks):
-        pairs.setdefault(INSIDE if hosts[0] == hosts[b] else BETWEEN, (0, b))
+    for a, b in combinations(range(ranks), 2):
+        pairs.setdefault(INSIDE if hosts[a] == hosts[b] else BETWEEN, (a, b))
     lines = {}
     for name, pair in pairs.items():
         group = dist.new_group(pair)
         lines[name] = [_line(group, 0.8 * seconds / len(pairs)) if rank in pair else None]
-        dist.broadcast_object_list(lines[name])
-    work = [_work(dtype)] * ranks
-    dist.all_gather_object(work, work[0])
-    slowest = [Line(work[0][i].amounts, tuple(map(max, zip(*(each[i].seconds for each in work))))) for i in range(2)]
-    return Network(hosts, {name: line for name, (line,) in lines.items()}, *slowest)
+        dist.broadcast_object_list(lines[name], pair[0])
+    work, everyone = {}, [None] * ranks
+    for name in dtypes:
+        dist.all_gather_object(everyone, _work(getattr(torch, name)))
+        each = ([line.seconds for line in lines] for lines in zip(*everyone))
+        slowest = (tuple(map(max, zip(*seconds))) for seconds in each)
+        work[name] = tuple(Line(line.amounts, seconds) for line, seconds in zip(everyone[0], slowest))
+    return Network(hosts, {name: line for name, (line,) in lines.items()}, work)
 
 
 def _line(group: dist.ProcessGroup, seconds: float) -> Line:
-    """Seconds of an exchange of both ranks by the bytes that each sends; sizes end where the next would take too long."""
+    """Seconds of an exchange by the bytes that each rank sends; sizes end where the next would take too long."""
     found: dict[int, float] = {}
-    begin = time.monotonic()
-    for size in SIZES:
-        data, rows = torch.zeros(1, size, dtype=torch.uint8), [int(i != dist.get_rank(group)) for i in range(2)]
-        times: list[float] = []
-        while True:
-            dist.barrier(group)
+    begin, rank = time.monotonic(), dist.get_rank(group)
+    dist.barrier(group)
+    for i, size in enumerate(SIZES):
+        data, rows = torch.zeros(1, size, dtype=torch.uint8), [int(i != rank) for i in range(2)]
+        times, spent = [], 0.0
+        while len(times) < LEAST or len(times) < MOST and spent < seconds * i / len(SIZES):
             start = time.monotonic()
             drive([all_to_all(data, rows, rows)], group)
-            times.append(time.monotonic() - start)
-            spent = torch.tensor([time.monotonic() - begin, times[-1]], dtype=torch.float64)
-            dist.all_reduce(spent, dist.ReduceOp.MAX, group)
-            times[-1] = float(spent[1])
-            if len(times) >= 6 or len(times) >= 3 and float(spent[0]) > seconds * (SIZES.index(size) + 1) / len(SIZES):
-                break
+            now = time.monotonic()
+            slowest = torch.tensor([now - start, now - begin], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group)  # both go on together
+            last, spent = slowest.tolist()
+            times.append(last)
         found[size] = median(times[1:])  # the first one opens TCP's window
-        if len(found) > 2 and float(spent[0]) + 3 * 4 * found[size] > seconds:
-            break
+        if size >= SURE and i + 1 < len(SIZES):
+            per_byte = (found[size] - found[SIZES[i - 1]]) / (size - SIZES[i - 1])
+            if spent + LEAST * (found[size] + per_byte * (SIZES[i + 1] - size)) > seconds:
+                break
     return Line(tuple(found), tuple(found.values()))
 
 
@@ -155,7 +171,7 @@ def _work(dtype: torch.dtype) -> tuple[Line, Line]:
         q, k, v, dout = (torch.randn(1, n, 8, 64, dtype=dtype) for _ in range(4))
         q, k, v = (t.requires_grad_() for t in (q, k, v))
         times: list[tuple[float, float]] = []
-        for _ in range(6):
+        for _ in range(5):
             dist.barrier()
             start = time.monotonic()
             out = attention(q, k, v, Dense())
@@ -228,25 +244,29 @@ class _Timeline(MetaRun):
             answer = yield step
 
 
-def predict(call: MetaCall, seq_len: int, network: Network, scheme: str = "auto") -> Prediction:
-    """The Prediction of a call on the ranks of a measured network. Raises ValueError for other ranks than it has."""
+def predict(call: MetaCall, seq_len: int, network: Network) -> Prediction:
+    """The Prediction of a call on the ranks of a measured network.
+
+    Raises ValueError for another number of ranks or dtype than it has, and for a GPU.
+    """
     if call.ranks != len(network.hosts):
         raise ValueError(f"the network was measured with {len(network.hosts)} ranks, the call has {call.ranks}")
-    problem = Problem(call.pattern, layout_named(call.layout, seq_len, call.ranks), call.causal, call.heads, call.kv_heads)
-    scheme = choose(problem).scheme if scheme == "auto" else scheme
-    problem.check(scheme)
+    if call.device_type != "cpu":
+        raise ValueError(f"networks are measured between CPUs, and {call.profile.name} is a GPU")
+    problem, scheme = call.problem(seq_len)
+    if (dtype := str(call.dtype).removeprefix("torch.")) not in network.work:
+        raise ValueError(f"the network was measured in {', '.join(network.work)}, not in {dtype}")
     runs = [call.on_rank(problem, scheme, rank, _Timeline()).steps for rank in range(call.ranks)]
-    alone = replace(network, lines={name: Line((0, 1), (0.0, 0.0)) for name in network.lines})
-    nothing = Line((0, 1), (0.0, 0.0))
-    return Prediction(
-        scheme, _seconds(runs, network), _seconds(runs, alone),
-        _seconds(runs, replace(network, forward=nothing, backward=nothing)),
-    )  # fmt: skip
+    work, at_once = network.work[dtype], replace(network, lines=dict.fromkeys(network.lines, NOTHING))
+    times = _seconds(runs, network, work), _seconds(runs, at_once, work), _seconds(runs, network, (NOTHING, NOTHING))
+    return Prediction(scheme, *times)
 
 
-def _seconds(runs: list[list[tuple]], network: Network) -> float:
-    """The time at which the last rank has done its steps. A round begins when all ranks have come to it, and takes its
-    bytes' time on the line after those that travel already; what it waits for besides, its latency, runs beside these."""
+def _seconds(runs: list[list[tuple]], network: Network, work: tuple[Line, Line]) -> float:
+    """The time at which the last rank has done its steps.
+
+    A round begins when all ranks have come to it. Its bytes travel after those of earlier rounds, its latency beside.
+    """
     ranks = range(len(runs))
     clock, at = [0.0] * len(runs), [0] * len(runs)
     asked: list[dict[int, tuple[float, dict]]] = []  # by request: rank -> (when, bytes by rank)
@@ -260,7 +280,7 @@ def _seconds(runs: list[list[tuple]], network: Network) -> float:
             while at[r] < len(runs[r]):
                 kind, *rest = runs[r][at[r]]
                 if kind == "work":
-                    clock[r] += (network.forward, network.backward)[rest[0] - 1](rest[1])
+                    clock[r] += work[rest[0] - 1](rest[1])
                 elif kind == "send":
                     if posted[r] == len(asked):
                         asked.append({})
