@@ -25,6 +25,7 @@ from .engine import Execution
 from .engine.chunked import Ladder
 from .estimate import Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
+from .network import Network, predict
 from .patterns import Dense, Dilated, Pattern
 from .ring import SCHEMES, Layout, Problem, group_size, length_of
 from .ring.layout import layout_named
@@ -343,6 +344,7 @@ def advise(
     seconds: float | None = None,
     estimates: bool = True,
     rows: Iterable[Evidence] = (),
+    network: Network | None = None,
 ) -> Advice:
     """Advise dtype, backend, scheme, layout, pattern, execution and checkpointing for ``seq_len`` tokens on ``ranks``.
 
@@ -351,7 +353,8 @@ def advise(
     ``seconds``: a limit for the lower bound of a call; the ladder's first segment is the longest within it.
     ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``: of a rank (None: the profile's).
     ``rows``: measured comparisons. A ``dtype`` or ``layout`` that is given is kept. ``estimates=False``: choose by
-    policy, rows and bytes sent alone; memory and lower bounds, which take seconds to find, stay unknown.
+    policy, rows and bytes sent alone; memory and lower bounds, which take seconds to find, stay unknown. ``network``:
+    measured between as many CPUs, by which the scheme is the one that is predicted to be the fastest.
 
     Raises ValueError, in one line, for an unknown profile, numbers that are not positive, memory that cannot hold
     the inputs of a rank, and what takes minutes to estimate.
@@ -385,7 +388,7 @@ def advise(
     if not all(isinstance(row, Evidence) for row in rows):
         raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
-    return _Advisor(call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds).advice(pattern)
+    return _Advisor(call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds, network).advice(pattern)
 
 
 @dataclass
@@ -416,6 +419,7 @@ class _Advisor:
     given_dtype: torch.dtype | None
     estimates: bool
     seconds: float | None
+    network: Network | None
 
     def __post_init__(self):
         self.dtype = self._dtype()
@@ -555,7 +559,8 @@ class _Advisor:
         return placed
 
     def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
-        """The pattern with a layout and the scheme that sends the fewest bytes of those that fit.
+        """The pattern with a layout and the scheme that sends the fewest bytes of those that fit; with a network the
+        one that is predicted to be the fastest.
 
         Where schemes send equally much it is the ring, which holds the least.
         """
@@ -576,6 +581,9 @@ class _Advisor:
                 found[scheme] = _Placed(replace(c, scheme=scheme, layout=name), n, execution, sent=sent)
                 total[scheme] = sum(sent)
             order = sorted(total, key=lambda scheme: (total[scheme], scheme != ("ring" if total[scheme] else "plan")))
+            if self.network is not None:
+                seconds = {scheme: predict(found[scheme].call, n, self.network).seconds for scheme in found}
+                order.sort(key=seconds.get)
             if unevenness(problem, order[0]) <= EVEN:
                 break
         least, best = order[0], order[0]
@@ -585,6 +593,9 @@ class _Advisor:
         if total[least]:
             listed = ", ".join(f"{scheme} {format_bytes(total[scheme])}" for scheme in order)
             why = f"all ranks together send in a call: {listed}"
+            if self.network is not None:
+                times = ", ".join(f"{scheme} {format_seconds(seconds[scheme])}" for scheme in order)
+                why = f"predicted time on this network: {times}; {why}"
         if best != least:
             why += f"; {least} needs {format_bytes(self._need(found[least].estimate))} on a rank, more than there is"
 
@@ -698,7 +709,7 @@ class _Advisor:
         ranks, total = self.call.ranks, self.call.ranks * self._need(placed.estimate, checkpointing)
         while (ranks := 2 * ranks) <= min(MOST_RANKS, self.seq_len):
             if total / ranks <= 1.1 * self.budget:
-                more = replace(self, call=replace(self.call, ranks=ranks), layout=None)
+                more = replace(self, call=replace(self.call, ranks=ranks), layout=None, network=None)
                 if more._fits(more.place(placed.call.pattern).estimate, checkpointing):
                     return ranks
         return None

@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from . import __version__, block_patterns, hardware
+from . import __version__, block_patterns, hardware, network
 from .advise import advise, columns
 from .block_patterns import BlockSparse
 from .checks import FLOATS, check_choice
@@ -26,8 +27,10 @@ from .engine import Execution
 from .estimate import Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
+from .network import Network
 from .patterns import Dense, Dilated, Pattern, from_dict
 from .report.places import ReportError, UsageError, reports_folder
+from .ring.launch import launch
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 CALL = (ValueError, NotImplementedError, torch.OutOfMemoryError)  # what an impossible call raises
@@ -141,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--merge", default="auto", metavar="WAY", help="auto, eager (branch by branch) or fused (default: auto)")
     text = "of a rank, as 8GiB, and the longest sequence for it (default: the profile's)"
     add("--memory", type=size_in_bytes, metavar="SIZE", help=text)
+    _add_network(add)
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
     add = command("advise", _advise, "say what to run for a length, on what evidence, with code (torch alone)", CALL)
@@ -151,7 +155,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--pattern", default="auto", help="auto, dense, ladder or local (default: auto)")
     add("--memory", type=size_in_bytes, metavar="SIZE", help="of a rank, as 8GiB (default: the profile's)")
     add("--seconds", type=float, metavar="S", help="what a call may take at its bound (default: any)")
+    _add_network(add)
     add("--show", choices=("text", "table", "code"), help="what to print (default: text and code)")
+
+    about = "measure in five seconds what ranks take to exchange and to compute (torch alone)"
+    add = command("network", _network, about, (ValueError,), profile=False)
+    add("--file", type=Path, metavar="FILE", help="for estimate and advise (default: print only)")
 
     add = command("tune", _tune, "time the Triton kernels' tile sizes on this GPU and keep the fastest", CALL)
     _add_pattern(add)
@@ -185,6 +194,10 @@ def _add_pattern(add) -> None:
     add("--block-size", type=int, default=128, metavar="B", help="of block-sparse patterns (default: 128)")
 
 
+def _add_network(add) -> None:
+    add("--network", type=network_file, metavar="FILE", help="what `network` measured, for the time (default: none)")
+
+
 def _add_comparison(add) -> None:
     add("--reports", type=folder, metavar="DIR", help="where profiles lie (default: reports/ of the checkout)")
     add("--markdown", action="store_true", help="tables as Markdown (default: aligned text)")
@@ -197,6 +210,14 @@ def folder(text: str) -> Path:
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
     return Path(text)
+
+
+def network_file(text: str) -> Network:
+    """What ``python -m ringlab network`` wrote to a file."""
+    try:
+        return Network.read(Path(text))
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def size_in_bytes(text: str) -> int:
@@ -328,7 +349,7 @@ def _estimate(given) -> None:
     if given.blocks != "auto" and not isinstance(pattern, BlockSparse):
         raise ValueError(f"--blocks says how block-sparse patterns run; this is {pattern}")
     call["execution"] = Execution(blocks=given.blocks, merge=given.merge)
-    found = None if given.seq_len is None else estimate(pattern, seq_len=given.seq_len, **call)
+    found = None if given.seq_len is None else estimate(pattern, seq_len=given.seq_len, network=given.network, **call)
     budget = profile.memory_bytes if given.memory is None else given.memory
     most = None
     if found is None or given.memory is not None:  # it takes many runs without data
@@ -378,6 +399,9 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
         yield from (f"  {a} to {b:<5} {format_bytes(nbytes):>10}" for (a, b), nbytes in sent)
     known = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in found.bounds.items())
     said = f"at least {format_seconds(found.bound_s)}, by {found.binds}: {known}" if known else "no bound"
+    if p := found.predicted:
+        alone = f"compute {format_seconds(p.compute_s)}, exchange {format_seconds(p.exchange_s)}"
+        yield f"predicted  {format_seconds(p.seconds)} on this network; alone {alone}"
     unknown = [name for name in ("compute", "memory", *["network"] * bool(sent)) if name not in found.bounds]
     yield f"time       {said}" + (f"; no rate known for {', '.join(unknown)}" if unknown else "")
 
@@ -388,8 +412,30 @@ def _advise(given) -> None:
     profile, rows = stored(hardware.resolve(given.profile).on(hardware.detect()))
     asked = ("ranks", "batch", "heads", "kv_heads", "head_dim", "layers", "causal", "passes", "pattern", "seconds")
     advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=rows,
-                    **{name: getattr(given, name) for name in asked})  # fmt: skip
+                    network=given.network, **{name: getattr(given, name) for name in asked})  # fmt: skip
     print(getattr(advice, given.show)() if given.show else f"{advice.text()}\n\n{advice.code()}")
+
+
+def _network(given) -> None:
+    """Measure the ranks that torchrun started, else two ranks of this machine."""
+    here = not dist.is_torchelastic_launched()
+    if here:
+        found = launch(network.measure, 2)[0]
+    else:
+        dist.init_process_group("gloo")
+        found = network.measure()
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()
+    if not here and not first:
+        return
+    for name, line in found.lines.items():
+        yields = f"{8 * line.per_s / 1e6:,.0f} Mbit/s each way"
+        print(f"{network.TITLES[name]}: {format_seconds(line.latency_s)} for the least exchange, {yields}")
+    for name, lines in found.work.items():
+        forward, backward = (f"{line.per_s / 1e9:,.0f}" for line in lines)
+        print(f"attention in {name}, each of {len(found.hosts)} ranks: {forward} GFLOP/s forward, {backward} backward")
+    if given.file:
+        given.file.write_text(found.to_json(), encoding="utf-8")
 
 
 def _tune(given) -> None:

@@ -7,6 +7,7 @@ code that would run, for any length: the live tensors of a first call, as ``Live
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -17,6 +18,7 @@ from .checks import LARGEST, check_int
 from .hardware import Rates
 from .kv_cache import cache_bytes
 from .meta_run import MetaCall
+from .network import Network, Prediction, predict
 from .patterns import Pattern
 
 ROWS = 128  # the longest sequence is a multiple of so many positions a rank
@@ -32,7 +34,7 @@ class Estimate:
     ``gradients`` holds those of out, q, k and v. ``sent``: bytes of one call by (from rank, to rank). ``bounds``: lower
     bounds in seconds by resource, "compute", "memory", "network", where a rate is known. ``at_least``: why the peak may
     be higher, or "". ``cache_bytes``: what a ``KVCache`` for as many positions takes on the rank with most; None where
-    the call is not causal.
+    the call is not causal. ``predicted``: its time on the network that was given.
     """
 
     cost: cost.Cost
@@ -44,6 +46,7 @@ class Estimate:
     bounds: dict[str, float] = field(default_factory=dict)
     at_least: str = ""
     cache_bytes: int | None = None
+    predicted: Prediction | None = None
 
     @property
     def bound_s(self) -> float:
@@ -60,7 +63,10 @@ class Estimate:
 
         Work is taken as shared evenly, which bounds it from below. A link carries what the busiest rank sends.
         """
-        busiest = max((sum(b for (a, _), b in self.sent.items() if a == rank) for rank in range(self.ranks)), default=0)
+        by_rank = Counter()
+        for (rank, _), size in self.sent.items():
+            by_rank[rank] += size
+        busiest = max(by_rank.values(), default=0)
         work = {
             "compute": (self.cost.folded_flops / self.ranks, rates.flops_per_s),
             "memory": (self.cost.floor_bytes / self.ranks, rates.bytes_per_s),
@@ -69,7 +75,7 @@ class Estimate:
         return replace(self, bounds={name: size / rate for name, (size, rate) in work.items() if rate and size})
 
 
-def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
+def estimate(pattern: Pattern, *, seq_len: int, network: Network | None = None, **call) -> Estimate:
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim) tensors, sharded where ``ranks`` > 1.
 
     Keywords: ``heads=8``, ``head_dim=64``, ``batch=1``, ``kv_heads`` (as many as heads), ``dtype=torch.float32``,
@@ -78,7 +84,8 @@ def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
 
     ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
     here: ``MetaCall.kernel``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
-    profile "cpu" this CPU's rates are measured, which takes about a second a dtype, once per process.
+    profile "cpu" this CPU's rates are measured, which takes about a second a dtype, once per process. ``network``: what
+    ``python -m ringlab network`` measured between as many CPUs, for the time of the call.
     ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and ``at_least`` says so.
 
     Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for what attention would refuse,
@@ -89,7 +96,9 @@ def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
     ('plan', 547, {}, 'compute')
     """
-    return estimate_of(MetaCall(pattern, **call), check_int("seq_len", seq_len, most=LARGEST))
+    seq_len, call = check_int("seq_len", seq_len, most=LARGEST), MetaCall(pattern, **call)
+    found = estimate_of(call, seq_len)
+    return found if network is None else replace(found, predicted=predict(call, seq_len, network))
 
 
 def estimate_of(call: MetaCall, seq_len: int) -> Estimate:

@@ -28,10 +28,12 @@ from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
 from .ring.comm import Steps, Traffic, Wait
+from .ring.exchange import rows_needed
 from .ring.group import check_merge, check_one_device
 from .ring.layout import layout_named
 from .ring.rank import rank_of
 from .ring.schemes import SCHEMES
+from .ring.volume import sent_to
 from .tracking import LiveStorageTracker, storages
 
 PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
@@ -206,8 +208,22 @@ class FusedMeta:
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
 
 
+def _largest(problem: Problem) -> set[int]:
+    """The ranks to run: all; of more than ``FEW_RANKS`` with equal shards the ends and those that move most rows.
+
+    One of these holds most, to within the few rows by which shards and messages differ.
+    """
+    sizes, needed = problem.layout.sizes, rows_needed(problem)
+    if len(sizes) <= FEW_RANKS or max(sizes) - min(sizes) > 1:
+        return set(range(len(sizes)))
+    received, sent = list(map(sum, needed)), list(map(sum, zip(*needed)))
+    both = list(map(sum, zip(received, sent)))
+    return {0, len(sizes) - 1, *(each.index(max(each)) for each in (sizes, received, sent, both))}
+
+
 MOST_ELEMENTS = {"cpu": 2**35, "cuda": 2**40}  # beyond, a run takes minutes: the engine cuts it into small pieces
-MOST_RANKS = 128  # each is run
+FEW_RANKS = 16
+MOST_RANKS = 128  # of dense attention a run has a few calls for each pair of ranks
 
 
 @dataclass(frozen=True)
@@ -289,7 +305,7 @@ class MetaCall:
         """Raise ValueError for what takes minutes to run without data."""
         if self.ranks > MOST_RANKS:
             given = short_repr(self.ranks)
-            raise ValueError(f"every rank is run without data, so at most {MOST_RANKS} ranks, got {given}")
+            raise ValueError(f"estimates are for at most {MOST_RANKS} ranks, got {given}")
         elements, most = self.batch * n * self.heads * self.head_dim, MOST_ELEMENTS[self.device_type]
         check_int("batch * seq_len * heads * head_dim", elements, most=most)
 
@@ -335,21 +351,28 @@ class MetaCall:
         made += [run.tensor("gradients", t.shape, t.dtype) for t in (q, k, k)] if dout is not None else []
 
     def _on_ranks(self, n: int) -> tuple[MetaRun, str, str]:
-        """What ``at`` returns for several ranks: each is run alone."""
+        """What ``at`` returns for several ranks: those that may hold most are run, each alone."""
+        problem, scheme = self.problem(n)
+        most = max((self.on_rank(problem, scheme, rank) for rank in _largest(problem)), key=lambda run: run.peak_bytes)
+        how = {"batch": self.batch, "head_dim": self.head_dim, "dtype": self.dtype, "passes": self.passes}
+        ranks = range(self.ranks)
+        each = ((rank, to, size) for rank in ranks for to, size in sent_to(problem, rank, scheme, **how).items())
+        most.traffic.sent = {(rank, to): size for rank, to, size in each}
+        return most, scheme, ""
+
+    def problem(self, n: int) -> tuple[Problem, str]:
+        """The problem of several ranks and its scheme, checked."""
         check_merge(self.execution, self.ranks)
         layout = layout_named(self.layout, n, self.ranks)
         problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
-        runs = [self._on_rank(problem, scheme, rank) for rank in range(self.ranks)]
-        most = max(runs, key=lambda run: run.peak_bytes)
-        most.traffic.sent = {link: size for run in runs for link, size in run.traffic.sent.items()}
-        return most, scheme, ""
+        return problem, scheme
 
-    def _on_rank(self, problem: Problem, scheme: str, number: int) -> MetaRun:
+    def on_rank(self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None) -> MetaRun:
         """One rank of several, alone."""
-        run = MetaRun()
+        run = run or MetaRun()
         execution = FirstCall.of(self.execution, run)
         forward, backward = SCHEMES[scheme]
         with torch.no_grad(), run.on(self.kernel, self.device_type):

@@ -17,6 +17,7 @@ from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
+from ringlab.network import BETWEEN, Line, Network
 from ringlab.report import claims_code, figures, tables
 from ringlab.report.documents import optimization, ring, session
 from ringlab.report.published import DOCUMENTS, published
@@ -30,6 +31,7 @@ GOOD = dict(system="ringlab", pattern=patterns.Dilated([4, 8], [1, 2]), seq_len=
 BY_THEMSELVES = ("cache_workload", "pool_workload")
 CALLS = {suites.ORIGINAL: (2318, 1281), suites.OPTIMIZED: (2069, 1200), "ringlab": (174, 122)}
 CORES = 2
+LINK = Network((0, 1), {BETWEEN: Line((0, 1e8), (1e-3, 1.0))}, {"float32": (Line((0, 1e11), (0.0, 1.0)),) * 2})
 MEMORY = 4 << 30  # few tokens, so that the longest sequences that fit are soon found
 
 
@@ -103,9 +105,11 @@ def rank_row(point: Point, group: Group, rehearsal: bool, device: str) -> Result
     kept = {"RingDilatedAttentionV2Collective": p - 1, "ringlab": 0.2}.get(point.system, 1 if p > 1 else 0)
     memory = {"floor_bytes": shard, "tracked_peak_bytes": int(shard * (1.1 + 0.5 * kept * (p > 1)))}
     about = {}
+    if row.seconds and dict(point.options).get("link") and dict(point.options)["scheme"] == "plan":
+        about["network"] = asdict(LINK)
     if group.ranks > 1:
         sent = [0 if p == 1 else int(shard * (0.1 if point.system == "ringlab" else 0.5 * (p - 1)))] * p
-        about = {"threads": 1, "oversubscribed": p > CORES, "bytes_sent": sent, "planned": sent, "messages": [2] * p}
+        about |= {"threads": 1, "oversubscribed": p > CORES, "bytes_sent": sent, "planned": sent, "messages": [2] * p}
     row = replace(row, point=point, memory=memory, ranks=about, provenance=row.provenance | {"device": device})
     if not row.seconds or about.get("oversubscribed"):
         return replace(row, seconds=(), rounds=(), median=None, ci=None, q1=None, q3=None, bound_seconds=None)

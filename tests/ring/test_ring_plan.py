@@ -9,6 +9,7 @@ from matrix import BLOCK_SPARSE, any_dilated, any_layout, fits
 from ringlab.block_patterns import BlockSparse, sliding_window
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import Problem, contiguous, hilbert, plan_rank, uneven, zigzag
+from ringlab.ring.exchange import rows_needed
 from ringlab.ring.layout import layout_named
 
 
@@ -39,8 +40,10 @@ def test_a_plan_moves_what_is_seen_and_each_row_once():
     pairs = 0
     for _ in range(100):
         problem = any_problem(rng)
+        needed = rows_needed(problem)
         for rank in range(problem.layout.ranks):
             plan = plan_rank(problem, rank)
+            assert needed[rank] == plan.received, problem
             for source, blocks in enumerate(plan.receive):
                 rows = [(head, x) for block in blocks for head, where in block.members() for x in where]
                 assert len(rows) == len(set(rows)) == sum(b.rows for b in blocks), problem

@@ -72,7 +72,7 @@ def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
     assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
 
 
-@pytest.mark.parametrize("command", ["report", "measure", "compare", "check", "pdf", "estimate", "tune"])
+@pytest.mark.parametrize("command", ["report", "measure", "compare", "check", "pdf", "estimate", "network", "tune"])
 def test_help_shows_the_default_of_every_option(capsys, command):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
@@ -114,3 +114,16 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "run", stop)
     code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path))
     assert code == 130 and "run again" in err and "Traceback" not in err
+
+
+def test_a_network_is_measured_written_and_used(capsys, tmp_path):
+    path = tmp_path / "network.json"
+    assert cli.main(["network", "--file", str(path)]) == 0
+    assert "ranks of one machine: " in capsys.readouterr().out
+    call = ["--network", str(path), "--seq-len", "512", "--profile", "generic", "--causal", "--dtype", "float32"]
+    assert cli.main(["estimate", "--ranks", "3", *call]) == 2
+    assert "measured with 2 ranks, the call has 3" in capsys.readouterr().err
+    path.write_text("{}")
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", "--ranks", "2", *call])
+    assert "is no file of python -m ringlab network" in capsys.readouterr().err

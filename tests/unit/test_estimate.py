@@ -1,5 +1,6 @@
 """What a call will cost, told without running it: equal to what the tracker sees when it runs."""
 
+import random
 import sys
 
 import numpy as np
@@ -81,6 +82,40 @@ def test_bytes_between_ranks_are_those_of_the_plan(ranks, layout, pattern, schem
         assert sent == sent_bytes(problem, rank, scheme, **how)
     assert found.scheme == scheme and (passes == "fwd") == (found.parts["gradients"] == 0)
     assert found.parts["received"] > 0
+
+
+@pytest.mark.parametrize("scheme", ["plan", "ring", "all_gather", "ulysses"])
+def test_the_rank_that_holds_most_is_among_the_few_that_are_run(scheme, monkeypatch):
+    rng = random.Random(scheme)
+    for _ in range(8):
+        ranks, layout = rng.randint(5, 8), rng.choice(["contiguous", "zigzag"])
+        call = {"ranks": ranks, "layout": layout, "scheme": scheme, "causal": rng.random() < 0.5, "heads": 8,
+                "head_dim": 16, "passes": rng.choice(["fwd", "fwd+bwd"])}  # fmt: skip
+        pattern, n = rng.choice([WIDE, LADDER, Dense()]), rng.randint(600, 1300)
+        every = estimate(pattern, seq_len=n, **call)
+        with monkeypatch.context() as patch:
+            patch.setattr(meta_run, "FEW_RANKS", 1)
+            few = estimate(pattern, seq_len=n, **call)
+        assert 0.98 * every.peak_bytes <= few.peak_bytes <= every.peak_bytes, (pattern, n, call)
+        assert few.sent == every.sent
+
+
+def test_many_ranks_and_long_batches_are_little_work(monkeypatch):
+    """A few ranks of 128 are run; a batch of a thousand calls the kernel no more often than one of two."""
+    runs = []
+    run = meta_run.MetaCall.on_rank
+    monkeypatch.setattr(meta_run.MetaCall, "on_rank", lambda *given: runs.append(given[-1]) or run(*given))
+    found = estimate(LADDER, seq_len=1 << 15, ranks=128, profile="gtx1080", scheme="plan")
+    assert len(runs) <= 6 and found.ranks == 128 and {rank for rank, _ in found.sent} == set(range(128))
+    kernel, made = kernels.KERNELS["eager"], []
+    forward = kernel.forward
+    monkeypatch.setattr(kernel, "forward", lambda *given: made.append(given) or forward(*given))
+    counts = []
+    for batch in (2, 1000):
+        made.clear()
+        estimate(LADDER, seq_len=4096, batch=batch, backend="eager", causal=True)
+        counts.append(len(made))
+    assert 0 < counts[1] <= 2 * counts[0]
 
 
 def test_block_sparse_ranks_and_bsr():

@@ -208,7 +208,7 @@ LAYERS = [
     {"kernels"},
     {"engine"},
     {"attention", "ring", "kv_cache"},
-    {"estimate", "meta_run", "advise", "adaptive", "compat", "nn", "integrations"},
+    {"estimate", "meta_run", "network", "advise", "adaptive", "compat", "nn", "integrations"},
     {"measure"},
     {"report", "cli", "__main__"},
 ]

@@ -236,6 +236,9 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
+on_plan: Callable[[Plan, int, Tensor, bool], None] | None = None  # called with each plan that runs: ``network`` counts
+
+
 def forward(
     q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, *, into=None,
     pool: MemoryPool | None = None, results: MemoryPool | None = None,
@@ -247,6 +250,8 @@ def forward(
     """
     b, n, heads, _ = q.shape
     whole = None
+    if on_plan is not None:
+        on_plan(plan, 1, q, causal)
     if into is not None:
         out, lse = into[0], into[1].transpose(1, 2)  # (b, n, h)
         narrow = out.dtype in HALF
@@ -316,6 +321,8 @@ def backward(
     """
     n, heads = q.shape[1:3]
     group, whole = heads // k.shape[2], None
+    if on_plan is not None:
+        on_plan(plan, 2, q, causal)
     narrow = into is None and plan.narrow(q.dtype, group, backward=True)
     reads = (dout, q, k, v, out, lse.transpose(1, 2))  # lse (b, n, h)
     if into is not None:
@@ -471,7 +478,7 @@ def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int 
 
     Batch and nodes fold into b' where the strides of all tensors allow it, else each batch entry comes by itself.
     Pieces are cut along b', then along the heads, to at most ``limit`` bytes of ``head_bytes`` each. Tensors of three
-    dimensions, log-sum-exps (b, n, heads), come as (b', heads, rows).
+    dimensions, log-sum-exps (b, n, heads), come as (b', heads, rows). Without data, one piece of each size comes.
     """
     count, batch, apart, laid = len(nodes), entries[0][0].shape[0], False, []
     if not count:
@@ -489,11 +496,16 @@ def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int 
         threads = torch.get_num_threads()  # a CPU kernel shares out (batch, head) pairs: never fewer than threads
         step = max(1, limit // (head_bytes * heads), -(-threads // heads))
         head_step = heads if step > 1 else max(threads, limit // head_bytes)
-    for entry in range(batch if apart else 1):
+    sizes = set() if entries[0][0].is_meta else None
+    for entry in range(batch if apart and sizes is None else 1):
         for i in range(0, size, step):
             b = min(step, size - i)
             for j in range(0, heads, head_step):
                 h, views = min(head_step, heads - j), []
+                if sizes is not None:
+                    if (b, h) in sizes:
+                        continue
+                    sizes.add((b, h))
                 for t, rows, at, s_b, along, s_row, s_head, s_d in laid:
                     at += entry * s_b + i * along + j * s_head
                     if s_d:

@@ -28,8 +28,8 @@ ENGINE = (
 NOT_RUN = ("kernels/triton_tune", "ring/launch")
 # What decides how a call is timed and checked; in measure/ the others name the points, run them and keep the rows.
 METHOD = (
-    "cost", "reference", "tracking", "hardware", "measure/systems", "measure/cache_systems",
-    "measure/model_systems", "measure/peers", "measure/workers", "measure/timing", "measure/stats",
+    "cost", "reference", "tracking", "hardware", "network", "measure/systems", "measure/cache_systems",
+    "measure/model_systems", "measure/peers", "measure/links", "measure/workers", "measure/timing", "measure/stats",
 )  # fmt: skip
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import Execution, Simulated, attention, compat, cost, kernels, memory, patterns, reference
+from .. import Execution, Simulated, attention, compat, cost, kernels, memory, network, patterns, reference
 from ..adaptive import Adaptive, adaptive_attention, best_blocks
 from ..cost import PASSES, Cost
 from ..engine import dilated, torch_sparse
@@ -31,6 +31,7 @@ from ..ring.volume import sent_bytes
 from .points import Point
 
 GRADIENT_KV_HEADS = 2
+LINK_S = 1.5  # for what a shaped link takes, beside each point on it
 SAMPLED = 32  # rows and columns per head that are compared with the float64 oracle
 
 
@@ -227,7 +228,10 @@ class Sharded:
             shape = {"batch": p.batch, "head_dim": p.head_dim, "dtype": self.system.dtype, "passes": p.passes}
             planned = sent_bytes(problem, self.rank, scheme, **shape)
         sent = {"bytes_sent": self.first.from_rank(self.rank), "messages": self.first.messages}
-        return sent | {"scheme": scheme, "planned": planned}
+        sent |= {"scheme": scheme, "planned": planned}
+        if "link" in dict(p.options) and scheme == "plan":  # once for each link: it takes longer than the calls
+            sent["network"] = asdict(network.measure(LINK_S, (p.dtype,)))
+        return sent
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,10 +243,13 @@ TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTI
 def ringlab(point: Point, device) -> System:
     """This library; options: those of ``Execution``, backend, and pool_threshold_mb for a pool of its own.
 
-    On several ranks, or ``simulated`` ones in this process, also scheme and layout.
+    On several ranks, or ``simulated`` ones in this process, also scheme and layout; on ranks ``link``, Mbit/s and
+    milliseconds of a round trip of the shaped link between them.
     """
     switches = ("backend", "gather", "blocks", "merge", "cache", "pool", "results", "pool_threshold_mb")
-    options = only(point, *switches, "simulated", "scheme", "layout")
+    options = only(point, *switches, "simulated", "scheme", "layout", "link")
+    if options.pop("link", None) is not None and point.world_size == 1:
+        raise Refused("a link is between ranks, and the point has one")
     across = {name: options.pop(name) for name in ("scheme", "layout") if name in options}
     if (simulated := options.pop("simulated", None)) is not None:
         if point.world_size > 1:

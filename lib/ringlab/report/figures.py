@@ -144,12 +144,15 @@ def lines(
         return fig
 
 
-def panels(each: dict[str, dict], *, xlabel: str, colors: Mapping[str, str]):
-    """Panels one above the other over the same x, by their ylabel, each of ``lines``."""
+def panels(each: dict[str, dict], *, xlabel: str, colors: Mapping[str, str], dashed: Sequence[str] = ()):
+    """Panels one above the other over the same x, by their ylabel, each of ``lines``.
+
+    As in matplotlib's legends, a name that begins with "_" is not shown.
+    """
     with drawing(**{"axes.grid": True}):
         fig, axes = plt.subplots(len(each), 1, figsize=(WIDTH, 2.5 * len(each)))
         for ax, (ylabel, series) in zip(axes, each.items()):
-            _draw(ax, ylabel, series, colors)
+            _draw(ax, ylabel, series, colors, dashed)
         axes[-1].set_xlabel(xlabel)
         return fig
 
@@ -165,7 +168,8 @@ def _draw(ax, ylabel: str, series: dict, colors: Mapping[str, str], dashed: Sequ
             if low is not None and high < math.inf:
                 err = [[middle - low], [high - middle]]
                 ax.errorbar(at, middle, yerr=err, fmt="none", ecolor=color, elinewidth=1.2, capsize=3.5)
-        ends.append((x[-1], y[-1], name, color))
+        if not name.startswith("_"):
+            ends.append((x[-1], y[-1], name, color))
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ticks = _apart(sorted({p[0] for points in series.values() for p in points}))

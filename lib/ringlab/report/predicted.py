@@ -61,7 +61,7 @@ def estimate_of(point: Point, threads: int | None, profile: str | None) -> Estim
 
 def _ringlab(point: Point) -> dict:
     """What ``measure.systems.ringlab`` makes of the options of a point, as keywords of ``estimate``."""
-    options = dict(point.options)
+    options = {name: value for name, value in point.options if name != "link"}  # which no memory depends on
     how = {name: options.pop(name) for name in ("backend", "scheme", "layout") if name in options}
     if (threshold := options.pop("pool_threshold_mb", None)) is not None:
         options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold * 2**20))

@@ -146,12 +146,19 @@ def all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int], contr
 
 
 def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
-    if isinstance(request, AllToAll):
+    if isinstance(request, AllToAll) and "gloo" not in dist.get_backend_config(group):
         return [dist.all_to_all_single(
             request.receive, request.send, request.received, request.sent, group=group, async_op=True)]  # fmt: skip
-    staged, ops, copies = _through_cpu(request, group), [], []
-    for op, peers in ((dist.isend, request.send), (dist.irecv, request.receive)):
-        for peer, t in ((peer, t) for peer, tensors in peers.items() for t in tensors):
+    send, receive = request.by_rank()
+    if isinstance(request, AllToAll):
+        rank = dist.get_rank(group)
+        for own, into in zip(send.pop(rank), receive.pop(rank)):
+            into.copy_(own)
+    staged, ops, copies = _through_cpu(send, receive, group), [], []
+    # Receives first: gloo tells the sender that a receive is there, and this waits behind data that are sent already.
+    # Then the two directions would take turns, and the exchange twice the time; as gloo's own all-to-all does.
+    for op, peers in ((dist.irecv, receive), (dist.isend, send)):
+        for peer, t in ((peer, t) for peer, tensors in peers.items() for t in tensors if t.numel()):
             there = t
             if staged and op is dist.isend:
                 there = t.cpu()
@@ -162,9 +169,9 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
     return [*dist.batch_isend_irecv(ops), *copies] if ops else []
 
 
-def _through_cpu(request: Exchange, group: dist.ProcessGroup) -> bool:
+def _through_cpu(send: dict, receive: dict, group: dist.ProcessGroup) -> bool:
     """gloo sends CUDA tensors point to point only by way of the CPU."""
-    tensors = [t for peers in (request.send, request.receive) for each in peers.values() for t in each]
+    tensors = [t for peers in (send, receive) for each in peers.values() for t in each]
     return any(t.is_cuda for t in tensors) and "cuda:gloo" in dist.get_backend_config(group)
 
 

@@ -20,6 +20,7 @@ from itertools import chain, product
 from math import lcm
 from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
@@ -147,24 +148,28 @@ class Problem:
     def _seen_blocks(self, rank: int, source: int) -> list[range]:
         """The positions of ``source`` that some query of ``rank`` sees, as few ranges, in the order of the shard."""
         mine, theirs = (BlockParts.of(self.layout.ranges(i), self.pattern.block_size) for i in (rank, source))
-        theirs = theirs[theirs.near(self.pattern, mine.blocks, self.layout.n)]
-        if not len(theirs.blocks):
-            return []
-        seen = self.pattern.blocks(self.layout.n, mine.blocks, theirs.blocks)  # (mine, theirs)
-        if self.causal:
-            seen &= theirs.before(mine)
-        wanted, found = seen.any(0), []
-        for start, stop in zip(theirs.starts[wanted].tolist(), theirs.stops[wanted].tolist()):
+        wanted, found = theirs[self._seen_parts(mine, theirs)], []
+        for start, stop in zip(wanted.starts.tolist(), wanted.stops.tolist()):
             if found and found[-1].stop == start:
                 start = found.pop().start
             found.append(range(start, stop))
         return found
 
+    def _seen_parts(self, mine: BlockParts, theirs: BlockParts) -> Tensor:
+        """The numbers of the parts of keys (c,) that some part of the queries sees, ascending."""
+        near = theirs.near(self.pattern, mine.blocks, self.layout.n)
+        if not len(near):
+            return near
+        seen = self.pattern.blocks(self.layout.n, mine.blocks, theirs.blocks[near])  # (mine, near)
+        if self.causal:
+            seen &= theirs[near].before(mine)
+        return near[seen.any(0)]
+
     @cached_property
     def hops(self) -> list[int]:
         """How far each rank's shard travels along the ring: to the last rank whose queries see some of it."""
-        p = self.layout.ranks
-        return [max((t for t in range(1, p) if self.needs((j + t) % p, j)), default=0) for j in range(p)]
+        p, needed = self.layout.ranks, rows_needed(self)
+        return [max((t for t in range(1, p) if needed[(j + t) % p][j]), default=0) for j in range(p)]
 
     def _intervals(self, branch: Branch, queries: range, keys: range) -> list[ResidueInterval]:
         """The rows of ``keys`` that the queries see in one branch: one interval, or none."""
@@ -259,6 +264,72 @@ class RankPlan:
             for into_k, own_k, into_v, own_v in views_of(entries, range(1), heads):
                 yield into_k, own_k
                 yield into_v, own_v
+
+
+@lru_cache(maxsize=32)
+def rows_needed(problem: Problem) -> list[list[int]]:
+    """The number of rows that each rank needs from each other, [rank][source], as ``Problem.needs`` lists them.
+
+    >>> from ringlab.ring.layout import contiguous
+    >>> rows_needed(Problem(Dense(), contiguous(8, 2), True, 1, 1))
+    [[0, 0], [4, 0]]
+    """
+    layout, p = problem.layout, problem.layout.ranks
+    if isinstance(problem.pattern, BlockSparse):
+        return _blocks_needed(problem)
+    if layout.kind == "striped":
+        alike = torch.arange(p * p).view(p, p)
+    else:
+        alike = _placed(problem)
+    found, counted = torch.unique(alike, return_inverse=True)[1].tolist(), {}
+    for rank, row in enumerate(found):
+        for source, name in enumerate(row):
+            if rank != source and name not in counted:  # pairs of shards that lie alike are counted once
+                counted[name] = sum(rows.rows for rows in problem.needs(rank, source))
+            row[source] = counted[name] if rank != source else 0
+    return found
+
+
+def _placed(problem: Problem) -> Tensor:
+    """A number for how the queries of each rank and the keys of each other lie to each other, (rank, source).
+
+    Pairs of one number need equally many rows: these depend on where the keys of shared segments begin and end, seen
+    from the first key, on where rates begin, and on which heads select a query at all. A number is 64 bits of a hash.
+    """
+    layout, place = problem.layout, torch.zeros((), dtype=torch.long)
+    chunks = torch.tensor([[*layout.cuts[i : i + 2]] for i in range(len(layout.cuts) - 1)])  # (chunks, 2)
+    if layout.kind == "zigzag":
+        chunks = torch.stack([chunks[: layout.ranks], chunks.flip(0)[: layout.ranks]], 1)
+    for keys, queries in product(chunks.view(layout.ranks, -1, 2).unbind(1), repeat=2):
+        (k_start, k_stop), (q_start, q_stop) = keys.unbind(1), queries[:, None].unbind(2)
+        for branch in problem.branches:
+            start = torch.maximum(q_start, k_start) // branch.length * branch.length  # (rank, source)
+            apart = torch.minimum(q_stop, k_stop) <= start
+            if problem.causal:
+                apart |= k_start > q_start
+            asking, wanted = (
+                (torch.maximum(first, start), torch.minimum(stop, start + branch.length))
+                for first, stop in ((q_start, q_stop), (k_start, k_stop))
+            )
+            count = asking[1] - asking[0]
+            few = torch.where(count < branch.rate, 1 + count + branch.rate * ((asking[0] - k_start) % branch.rate), 0)
+            for part in (wanted[0] - k_start, wanted[1] - k_start, (start - k_start) % branch.rate, few):
+                place = place * 6364136223846793005 + torch.where(apart, 1, 2 * part)
+    return place
+
+
+def _blocks_needed(problem: Problem) -> list[list[int]]:
+    layout, found = problem.layout, []
+    shards = [BlockParts.of(layout.ranges(rank), problem.pattern.block_size) for rank in range(layout.ranks)]
+    owners = torch.repeat_interleave(torch.tensor([len(shard.blocks) for shard in shards]))
+    everyone = BlockParts(*(torch.cat([getattr(s, x) for s in shards]) for x in ("blocks", "starts", "stops")))
+    lengths = everyone.stops - everyone.starts
+    for rank, mine in enumerate(shards):
+        seen = problem._seen_parts(mine, everyone)
+        seen = seen[owners[seen] != rank]
+        rows = torch.zeros(layout.ranks, dtype=torch.long).index_add_(0, owners[seen], lengths[seen])
+        found.append((problem.kv_heads * rows).tolist())
+    return found
 
 
 def keys_of(message: Tensor) -> tuple[Tensor, Tensor]:

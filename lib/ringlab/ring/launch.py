@@ -397,8 +397,9 @@ def join_group(folder: str, rank: int, ranks: int, timeout_s: float, backend: st
     The ranks find each other in ``folder``, where each also counts its exchanges for ``beats``.
     """
     beat = open(Path(folder, f"{rank}.beat"), "ab", buffering=0)
-    # The loopback interface. gloo else looks up the host's name, which may lead nowhere.
-    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    # The loopback interface, where none is asked for. gloo else looks up the host's name, which may lead nowhere.
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     store = dist.FileStore(str(Path(folder, "store")), ranks)
 
     def wait_for_all(step: str) -> None:

@@ -5,6 +5,7 @@ A row is one position of one K/V head.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -12,14 +13,14 @@ import torch
 from ..block_patterns import BlockSparse
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch
-from .exchange import Problem, plan_rank
+from .exchange import Problem, rows_needed
 from .schemes import shares
 
 
 def sent_bytes(
     problem: Problem, rank: int, scheme: str, *, batch: int, head_dim: int, dtype: torch.dtype, passes: str = "fwd"
 ) -> int:
-    """Bytes that a rank sends to others in one call, without what ranks compare before it. Gradients are fp32 or wider.
+    """Bytes that a rank sends to all others in one call: the sum of ``sent_to``.
 
     >>> from ringlab.patterns import Dense
     >>> from ringlab.ring.layout import contiguous
@@ -27,33 +28,55 @@ def sent_bytes(
     >>> [sent_bytes(problem, 0, s, batch=1, head_dim=4, dtype=torch.float32) for s in ("plan", "ring", "all_gather")]
     [128, 128, 128]
     """
+    how = {"batch": batch, "head_dim": head_dim, "dtype": dtype, "passes": passes}
+    return sum(sent_to(problem, rank, scheme, **how).values())
+
+
+def sent_to(
+    problem: Problem, rank: int, scheme: str, *, batch: int, head_dim: int, dtype: torch.dtype, passes: str = "fwd"
+) -> dict[int, int]:
+    """Bytes that a rank sends to each other in one call, where there are some, without what ranks compare before it.
+
+    Gradients are fp32 or wider.
+    """
     layout, p, kv_heads = problem.layout, problem.layout.ranks, problem.kv_heads
     narrow, broad, trains = dtype.itemsize, accumulation_dtype(dtype).itemsize, passes == "fwd+bwd"
-    own, foreign = layout.size(rank), layout.n - layout.size(rank)
+    sizes, others = layout.sizes, [to for to in range(p) if to != rank]
     if scheme == "ulysses":
-        counts = [list(map(len, heads)) for heads in shares(problem.heads, kv_heads, p)]
-        my_queries, my_keys = (count[rank] for count in counts)
-        queries, keys = (sum(count) - count[rank] for count in counts)  # of the others
-        results = foreign * my_queries
-        sent = (own * (queries + 2 * keys) + results) * narrow
-        if trains:
-            sent += own * queries * narrow + (results + 2 * foreign * my_keys) * broad
-        return batch * (head_dim * sent + results * broad)  # a log-sum-exp has no head_dim
+        queries, keys = (list(map(len, heads)) for heads in shares(problem.heads, kv_heads, p))
+        found = {}
+        for to in others:
+            results = sizes[to] * queries[rank]
+            sent = (sizes[rank] * (queries[to] + 2 * keys[to]) + results) * narrow
+            if trains:
+                sent += sizes[rank] * queries[to] * narrow + (results + 2 * sizes[to] * keys[rank]) * broad
+            found[to] = batch * (head_dim * sent + results * broad)  # a log-sum-exp has no head_dim
+        return {to: size for to, size in found.items() if size}
     # rows of K and of V forward, and rows of gradients back
+    rows, gradients = Counter(), Counter()
     if scheme == "plan":
-        plan = plan_rank(problem, rank)
-        rows, gradients = sum(plan.sent), sum(plan.received)
+        needed = rows_needed(problem)
+        rows.update({to: needed[to][rank] for to in others})
+        gradients.update({to: needed[rank][to] for to in others})
     elif scheme == "all_gather":
-        rows, gradients = (p - 1) * own * kv_heads, foreign * kv_heads
+        rows.update({to: kv_heads * sizes[rank] for to in others})
+        gradients.update({to: kv_heads * sizes[to] for to in others})
     elif scheme == "ring":
-        # A shard at distance t from home is sent on where it goes further; its gradient leaves every rank it reached.
-        hops, sizes = problem.hops, layout.sizes
-        rows = kv_heads * sum(sizes[rank - t] for t in range(p) if hops[rank - t] > t)
-        gradients = kv_heads * sum(sizes[rank - t] for t in range(1, p) if hops[rank - t] >= t)
+        # A shard at distance t from home is sent on where it goes further; its gradient leaves every rank it reached,
+        # and the last of these sends it home.
+        hops, after = problem.hops, (rank + 1) % p
+        for t in range(p):
+            home = (rank - t) % p
+            rows[after] += kv_heads * sizes[home] * (hops[home] > t)
+            if t and hops[home] >= t:
+                gradients[after if hops[home] > t else home] += kv_heads * sizes[home]
     else:
         raise ValueError(f"the bytes of the scheme {scheme!r} are not counted")
-    again = 0 if scheme == "plan" else rows  # the plan keeps the rows that it received
-    return 2 * batch * head_dim * (rows * narrow + (again * narrow + gradients * broad if trains else 0))
+    again = scheme != "plan"  # the plan keeps the rows that it received
+    per_row = 2 * batch * head_dim
+    found = {to: per_row * (rows[to] * narrow * (1 + (again and trains)) + trains * gradients[to] * broad)
+             for to in rows.keys() | gradients.keys()}  # fmt: skip
+    return {to: size for to, size in found.items() if size}
 
 
 class Moved(NamedTuple):

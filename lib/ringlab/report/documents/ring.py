@@ -6,7 +6,12 @@ send. The rows of a study are those of one page; its suite says which.
 
 from __future__ import annotations
 
-from ...measure.suites import CORRECT, HILBERT, HYBRID, ROBUST, SDPA, V2_COLLECTIVE
+import torch
+
+from ...measure.suites import CORRECT, HILBERT, HYBRID, LINKS, ROBUST, SDPA, V2_COLLECTIVE
+from ...meta_run import MetaCall
+from ...network import Network, predict
+from ...ring import SCHEMES as RUNNABLE
 from ...ring.volume import ladder_rows
 from .. import columns, figures
 from ..columns import PEAK, ROOFLINE, TIME, Column, beyond, peak_bytes, ratio, rows_of, sent_bytes, table, timed, times
@@ -20,8 +25,8 @@ from ..trust import objection, status, threads
 from .optimization import answer_of, fits_line
 
 __all__ = [
-    "accuracy", "answer", "bytes_figure", "failures", "lengths", "limits", "names", "provenance", "reading",
-    "schemes", "speed_figure", "volumes",
+    "accuracy", "answer", "bytes_figure", "failures", "lengths", "limits", "links", "links_figure", "names",
+    "provenance", "reading", "schemes", "speed_figure", "volumes",
 ]  # fmt: skip
 PAGES = {  # by suite: the document, and the system that the page is about
     "benchmark_summary": ("001", SDPA),
@@ -286,6 +291,94 @@ def bytes_figure(study: Study) -> None:
     said = "; ".join(f"{b.label} {number(b.value)} MiB" for b in items)
     fig = figures.bars(items, xlabel="Sent by a rank in one call (MiB)", fmt=number)
     figures.show(fig, "comparison-bytes", caption, f"{caption} {said}.", stamp=study.stamp)
+
+
+LINK_COLORS = dict(zip(RUNNABLE, (figures.BLUE, figures.GREEN, figures.ORANGE, figures.PURPLE)))
+
+
+def _linked(study: Study) -> list[dict]:
+    """For each shaped link its rows by scheme, and the seconds predicted from what was measured of it."""
+    found: dict[tuple, dict] = {}
+    for row in study.rows(system="ringlab", group=lambda name: name.startswith(LINKS)):
+        mbit, ms = row.option("link")
+        line = found.setdefault((-mbit, ms), {"mbit": mbit, "ms": ms, "predicted": {}})
+        line[row.option("scheme")] = row
+    for line in found.values():
+        plan = line.get("plan")  # beside which the link was measured
+        for scheme in RUNNABLE if plan and "network" in plan.ranks else ():
+            if timed(line.get(scheme)):
+                p = line[scheme].point
+                names = ("heads", "head_dim", "batch", "kv_heads", "causal", "passes")
+                how = {name: getattr(p, name) for name in names} | {"ranks": p.world_size, "scheme": scheme}
+                call = MetaCall(pattern_of(p), dtype=getattr(torch, p.dtype), **how)
+                line["predicted"][scheme] = predict(call, p.seq_len, Network.of(plan.ranks["network"])).seconds
+    return [line for _, line in sorted(found.items())]
+
+
+def _off(line: dict, scheme: str) -> float | None:
+    """By which part a prediction is off."""
+    told = line["predicted"].get(scheme)
+    return told and told / line[scheme].median - 1
+
+
+def links(study: Study) -> Table:
+    """003: measured and predicted time of each scheme over shaped links."""
+    lines = _linked(study)
+
+    def both(scheme: str) -> Column:
+        def cell(line: dict) -> Cell | None:
+            if (row := line.get(scheme)) is None or scheme not in line["predicted"]:
+                return columns.time(row)
+            told = 1e3 * line["predicted"][scheme]
+            return Cell(number(1e3 * row.median), f"predicted {number(told)}, {100 * _off(line, scheme):+.0f} %")
+
+        return Column(f">{scheme.replace('_', '-').capitalize()} (ms)", cell)
+
+    def chosen(line: dict) -> Cell | None:
+        if not line["predicted"]:
+            return None
+        best = min(line["predicted"], key=line["predicted"].get)
+        over = line[best].median / min(line[scheme].median for scheme in line["predicted"])
+        return Cell(best.replace("_", "-"), "the fastest" if over == 1 else f"{over:.2f}× the fastest")
+
+    point = next((x[s].point for x in lines for s in RUNNABLE if s in x), None)
+    work = f" {point.seq_len:,} tokens, {point.heads} heads of {point.head_dim}, forward and backward." if point else ""
+    return table(
+        "Two hosts over shaped links on this machine: time measured, and predicted from five seconds of measuring",
+        [Column("Link", lambda x: Cell(f"{x['mbit']:,} Mbit/s", f"{x['ms']} ms round trip")), *map(both, RUNNABLE),
+         Column("Chosen by prediction", chosen)],
+        lines,
+        note=f"The hosts are two network namespaces of one machine; the link between them is shaped.{work} A row says "
+        "nothing of a real network but whether `python -m ringlab network` and `estimate` predict the time of a link "
+        "that they measured.",
+    )  # fmt: skip
+
+
+def links_figure(study: Study) -> None:
+    """003: measured and predicted time over the latency of shaped links."""
+    lines = [line for line in _linked(study) if line["predicted"]]
+    if not lines:
+        return
+    each: dict[str, dict] = {}
+    for line in lines:
+        panel = each.setdefault(f"{line['mbit']:,} Mbit/s: ms a call; dashed: predicted", {})
+        for scheme, told in line["predicted"].items():
+            row = line[scheme]
+            ci = row.ci or (None, None)
+            at = (line["ms"], 1e3 * row.median, *(x and 1e3 * x for x in ci))
+            panel.setdefault(scheme, []).append(at)
+            panel.setdefault(f"_{scheme}", []).append((line["ms"], 1e3 * told, None, None))
+    off = [abs(_off(line, scheme)) for line in lines for scheme in line["predicted"]]
+    near = sum(x <= 0.25 for x in off)
+    caption = f"{near} of {len(off)} times on shaped links are predicted to within 25 %, the worst to {max(off):.0%}."
+    said = "; ".join(
+        f"{line['mbit']} Mbit/s, {line['ms']} ms: " + ", ".join(
+            f"{s} {number(1e3 * line[s].median)} ms, predicted {number(1e3 * t)}" for s, t in line["predicted"].items())
+        for line in lines
+    )  # fmt: skip
+    predicted = {f"_{scheme}": color for scheme, color in LINK_COLORS.items()}
+    fig = figures.panels(each, xlabel="Round trip (ms)", colors=LINK_COLORS | predicted, dashed=[*predicted])
+    figures.show(fig, "comparison-links", caption, f"{caption} {said}.", stamp=study.stamp)
 
 
 HEADS, HEAD_DIM, BYTES = 32, 128, 2
