@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import matrix
 import pytest
@@ -11,9 +12,16 @@ from ringlab.cache import PatternCache
 from ringlab.engine import folding
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import KERNELS
+from ringlab.kernels.base import Cost
 from ringlab.patterns import OFFSETS
 
 LADDER = Dilated([16, 32, 64, 128], [1, 2, 4, 8])
+
+
+def kernel_of(biases: float):
+    """A kernel to which only pairs cost; rows with another M run together where biases cost no more than ``bias``."""
+    price = Cost(lambda rows, keys: rows * keys, call=0, merge=0, copied=1, bias=1, biases=biases, block=1, gain=1)
+    return SimpleNamespace(cost=price)
 
 
 @pytest.fixture
@@ -22,7 +30,7 @@ def folded(monkeypatch):
     plans = []
 
     def fold(*given):
-        plans.append(folding.fold(*given[:-1]))
+        plans.append(folding.fold(*given[:-1], kernel_of(1.0 if len(plans) % 2 else 1.2)))
         return plans[-1]
 
     monkeypatch.setattr(folding, "faster", fold)
@@ -50,9 +58,7 @@ def test_random_patterns_equal_the_reference(folded, monkeypatch):
     """500 of them; squares on the diagonal are so small that causal calls are split, too."""
     monkeypatch.setattr(folding, "SQUARE", 8)
     folding._pieces.cache_clear()
-    joined = folding.JOINED
     for seed in range(500):
-        monkeypatch.setattr(folding, "JOINED", joined if seed % 2 else 64)
         assert not all_wrong([drawn(seed)])
     folding._pieces.cache_clear()
     assert folded() > 300  # forward and backward share a plan
@@ -69,13 +75,13 @@ def test_half_precision(folded, causal):
 @pytest.mark.parametrize("pattern", [LADDER, Dilated([32, 64], [1, 2]), Dilated([16, 64], [1, 4])], ids=str)
 def test_every_visible_pair_is_computed_once(pattern):
     for n in (128, 512, 320):
-        plan = folding.fold(pattern, n, 8, 8, False, F32)
+        plan = folding.fold(pattern, n, 8, 8, False, F32, kernel_of(1.2))
         assert plan.pairs == cost.count_pairs(pattern, n, 8)[1] < make_plan(pattern, n, 8, 8).pairs
 
 
 def test_causal_calls_compute_little_that_is_hidden():
     pattern = Dilated([2048, 4096], [1, 2])
-    plan = folding.fold(pattern, 16384, 8, 8, True, F32)
+    plan = folding.fold(pattern, 16384, 8, 8, True, F32, kernel_of(1.2))
     assert plan.pairs <= 1.13 * cost.count_pairs(pattern, 16384, 8, 8, True)[1]
 
 
@@ -84,6 +90,16 @@ def test_calls_do_not_grow_with_the_sequence():
     for n in (1 << 17, 1 << 20):
         assert len(folding.fold(pattern, n, 8, 8, False, F32).calls) < 200
         assert len(folding.fold(Dilated([64, 128], [1, 2]), n, 8, 8, True, F32).calls) < 10
+
+
+def test_those_branches_are_folded_that_make_the_calls_cheapest():
+    """Of a ladder fewer together than the pairs alone would ask for: rows of high rates see few keys."""
+    pattern, ours = Dilated([1024 * 2**i for i in range(5)], [2**i for i in range(5)]), KERNELS["compiled"]
+    chosen, all_folded = (folding.fold(pattern, 16384, 8, 8, False, F32, kernel) for kernel in (ours, kernel_of(1.2)))
+    apart = make_plan(pattern, 16384, 8, 8)
+    assert all_folded.pairs < chosen.pairs < apart.pairs and len(chosen.calls) < len(all_folded.calls)
+    taken = [folding.cost(plan, False, ours) for plan in (chosen, all_folded, apart)]
+    assert taken[0] < 0.97 * taken[1] < 0.95 * taken[2]
 
 
 def test_what_does_not_nest_is_left_alone():
@@ -96,10 +112,9 @@ def test_the_choice():
     """Long calls gain. Short ones do not, nor causal ones: the kernel's own causal mask costs less than a bias."""
     first = Dilated([2048, 4096], [1, 2])
     ours, torchs = KERNELS["compiled"], KERNELS["cpu_flash"]
-    assert folding.faster(first, 16384, 8, 8, False, F32, ours) and folding.faster(
-        first, 16384, 8, 8, True, F32, torchs
-    )
-    assert not folding.faster(first, 16384, 8, 8, True, F32, ours)
+    given = first, 16384, 8, 8
+    assert folding.faster(*given, False, F32, ours) and folding.faster(*given, True, F32, torchs)
+    assert not folding.faster(*given, True, F32, ours)
     assert folding.faster(Dilated([32, 64], [1, 2]), 64, 4, 4, False, F32, ours) is None
 
 
@@ -108,7 +123,7 @@ def test_the_error_is_that_of_branch_by_branch(monkeypatch):
     case = Case(Dilated([256, 512, 1024], [1, 2, 4]), 1024, F32, heads=4, kv_heads=4, d=64)
     inputs, dout, dlse, want, _ = matrix.judged(case)
     found = []
-    monkeypatch.setattr(folding, "faster", lambda *given: folding.fold(*given[:-1]))
+    monkeypatch.setattr(folding, "faster", lambda *given: folding.fold(*given[:-1], kernel_of(1.2)))
     for merge in ("auto", "eager"):
         got = replace(case, execution=Execution(cache=False, merge=merge)).run(inputs, dout, dlse)
         found.append(matrix.errors(got, want, inputs[0], inputs[1], dout))

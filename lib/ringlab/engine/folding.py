@@ -2,20 +2,21 @@
 
 Branches nest where their rates divide each other and their segments do, too. What a query sees then depends on the set
 of branches that select it: of the keys that a branch selects, those outside of the segment of the next smaller branch.
-A key that M branches show has log M added to its scores, as a bias of the keys of a call. A branch that does not nest
-into the ones before it begins another chain; chains are merged as branches are.
+A key that M branches show has log M added to its scores, as a bias of the keys of a call. A chain is a run of branches
+that nest and are computed together; chains are merged as branches are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import lcm
 
 import torch
 from torch import Tensor
 
-from ..kernels.base import Kernel, accumulation_dtype, cost_of, device_type_of, supports_bias
+from ..kernels.base import Cost, Kernel, accumulation_dtype, cost_of, device_type_of, supports_bias
 from ..patterns import Dilated, Pattern
 from . import dilated
 from .dilated import even_runs, first_and_step, progressions
@@ -23,7 +24,6 @@ from .execute import Call, Plan, View, in_head_blocks
 
 WIDEST = 8  # a segment that holds more of the next smaller ones is not split around each of them
 SQUARE = 128  # keys of the squares on the diagonal of causal calls; such a square is computed whole
-JOINED = 1 << 14  # pairs of a call up to which rows with another M of the same keys run together
 MOST_RATE = 1024
 Rung = tuple[int, int, int]  # the length, rate and offset of a branch for one head
 
@@ -48,11 +48,9 @@ def faster(
     pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtype: torch.dtype, kernel: Kernel
 ) -> Plan | None:
     """The folded plan, if it is predicted to be faster than branch by branch."""
-    folded = fold(pattern, n, heads, kv_heads, causal, dtype)
-    if folded is None:
-        return None
     apart = dilated.make_plan(pattern, n, heads, kv_heads)
-    return folded if cost(folded, causal, kernel) < cost_of(kernel).gain * cost(apart, causal, kernel) else None
+    most = cost_of(kernel).gain * cost(apart, causal, kernel)
+    return fold(pattern, n, heads, kv_heads, causal, dtype, kernel, most)
 
 
 def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
@@ -63,65 +61,100 @@ def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
             rows, keys = call.q.rows, call.k.rows
             seen = min(keys, (keys + price.block) / 2) if causal and call.causal else keys
             slower = 1.0 if call.bias is None else price.bias if len(call.bias) == 1 else price.biases
-            each = float(price.work(rows, torch.tensor(seen))) + rows * seen * (slower - 1)
-            each += 0 if call.first else price.merge * rows
-            total += price.call + call.nodes * call.heads * each
+            total += price.call + call.nodes * call.heads * _price(price, rows, seen, slower, call.first)
     return total
 
 
-def fold(pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtype: torch.dtype) -> Plan | None:
-    """Plan ``pattern`` over ``n`` positions with every visible pair once; None where no branches nest.
+def _price(cost: Cost, rows: int, keys: float, slower: float, first: bool) -> float:
+    """The time of rows by keys for one head, with pairs that a bias makes ``slower``."""
+    work = float(cost.work(rows, torch.tensor(keys))) + rows * keys * (slower - 1)
+    return work if first else work + cost.merge * rows
+
+
+def fold(
+    pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtype: torch.dtype, kernel: Kernel | None = None,
+    most: float = math.inf,
+) -> Plan | None:  # fmt: skip
+    """Plan ``pattern`` over ``n`` positions with the visible pairs of nested branches once; None where none nest.
+
+    Of the branches that nest, those are folded together that make the calls cheapest for ``kernel``; None where they
+    are predicted to take ``most`` or more, a ``cost``.
 
     >>> pattern = Dilated([2048, 4096], [1, 2])  # branch by branch 1.5 * 2048 pairs for each position
     >>> fold(pattern, 16384, 1, 1, False, torch.float32).pairs / (1.5 * 2048 * 16384)
     0.8333333333333334
     """
-    branches = pattern.branches(n, heads, kv_heads)
-    found, covered, nested, biases = {}, True, False, {}
-    for head in range(heads):
-        mine = sorted((b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches if head in b.heads)
-        if any((length % rate and length < n) or rate > MOST_RATE for length, rate, _ in mine):
-            return None  # other rows in each segment, or too many classes of rows
-        chains = list(_chains(mine, n))
-        chains.sort(key=lambda chain: chain[0][1])  # one that writes all rows goes first
-        covered &= bool(chains) and chains[0][0][1] == 1
-        nested |= any(len(chain) > 1 for chain in chains)
-        for i, chain in enumerate(chains):
-            for shape, first, bias in _of_chain(chain, n, causal, dtype, biases):
-                member = head, first[0], head // (heads // kv_heads), first[1]
-                found.setdefault((i, *shape), []).append((member, bias))
-    if not nested:
+    branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: (b.length, b.rate))
+    if any((b.length % b.rate and b.length < n) or b.rate > MOST_RATE for b in branches):
+        return None  # other rows in each segment, or too many classes of rows
+    rungs = [[(b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches] for head in range(heads)]
+    price = cost_of(kernel)
+    best: list[tuple[float, list[range]]] = [(0.0, [])]  # the cheapest chains of the first 0, 1, ... branches
+    for stop in range(1, len(branches) + 1):
+        ways = []
+        for start in range(stop):
+            if all(_nest(mine[start:stop], n) for mine in rungs):
+                parts = _of_chain(rungs[0][start:stop], n, causal, price, heads, not start)
+                ways.append(
+                    (
+                        best[start][0] + sum(part.price(price, heads) for part in parts),
+                        [*best[start][1], range(start, stop)],
+                    )
+                )
+        best.append(min(ways, key=lambda way: way[0]))
+    chains = sorted(best[-1][1], key=lambda chain: branches[chain.start].rate)  # one that writes all rows goes first
+    if max(map(len, chains)) == 1 or best[-1][0] * heads >= most:
         return None
-    calls = [call for shape, members in sorted(found.items(), key=_order) for call in _calls(shape, members)]
+    calls = []
+    for chain in chains:
+        nested = [mine[chain.start : chain.stop] for mine in rungs]
+        calls += _calls(nested, kv_heads, n, causal, dtype, price, chain is chains[0])
     block = range(heads), tuple(calls), tuple(calls)
-    uncovered = () if covered else ((0, n),)
-    return Plan((block,), uncovered, True, False, range(n), min(n, lcm(*(b.length for b in branches))))
+    uncovered = () if branches[chains[0].start].rate == 1 else ((0, n),)
+    return Plan((block,), uncovered, True, False, range(n), min(n, math.lcm(*(b.length for b in branches))))
 
 
-def _order(item) -> tuple:
-    (chain, first, *_), _ = item
-    return chain, not first
+def _nest(chain: list[Rung], n: int) -> bool:
+    """Whether each branch nests into the one before, by rising length."""
+    for (inner, finer, _), (length, rate, offset) in zip(chain, chain[1:]):
+        divides = rate % finer == 0 and (length % inner == 0 or length == n)
+        if not divides or chain[0][0] % rate or length > WIDEST * inner or offset >= n:
+            return False
+    return True
 
 
-def _chains(rungs: Iterable[Rung], n: int) -> Iterator[list[Rung]]:
-    """Split branches by rising length into chains, in each of which all nest."""
-    chain: list[Rung] = []
-    for length, rate, offset in rungs:
-        if chain:
-            shortest, (inner, finer, _) = chain[0][0], chain[-1]
-            divides = rate % finer == 0 and (length % inner == 0 or length == n)
-            if not divides or shortest % rate or length > WIDEST * inner or offset >= n:
-                yield chain
-                chain = []
-        chain.append((length, rate, offset))
-    if chain:
-        yield chain
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of one head that see some keys, in ``nodes`` places a step ``apart``; no bias is made yet.
+
+    ``place`` tells it from parts of the same shape. ``rungs``: the branches that count into M. ``masked``: causal, on
+    the diagonal. ``each``: the bias differs from row to row. ``first``: no other part writes these rows before.
+    """
+
+    place: tuple[int, ...]
+    queries: range
+    keys: range
+    nodes: int
+    apart: int
+    rungs: list[Rung]
+    masked: bool
+    each: bool
+    first: bool
+
+    def split(self, positions: tuple[int, int], groups: list[frozenset[int]], rate: int, each: bool) -> list[_Part]:
+        """A part for each residue class of those queries among ``positions`` whose residues are in a group."""
+        classes = (one for residues in groups for one in _classes(residues, rate))
+        rows = [_rows(*positions, *one) for one in classes]
+        return [replace(self, place=(*self.place, i), queries=x, each=each) for i, x in enumerate(rows) if x]
+
+    def price(self, cost: Cost, heads: int) -> float:
+        """The time, if calls of equal parts of all ``heads`` are one."""
+        slower = cost.biases if self.each else cost.bias if len(self.rungs) > 1 else 1.0
+        return cost.call / heads + self.nodes * _price(cost, len(self.queries), len(self.keys), slower, self.first)
 
 
-def _of_chain(
-    chain: list[Rung], n: int, causal: bool, dtype, biases: dict
-) -> Iterator[tuple[tuple, tuple[int, int], Tensor | None]]:
-    """(shape, (first query row, first key row), bias) of the calls of one head; equal biases are one tensor."""
+def _of_chain(chain: list[Rung], n: int, causal: bool, cost: Cost, heads: int, first: bool) -> Iterator[_Part]:
+    """The parts of one head of nested branches; ``first``: they write rows to which no other chain wrote before."""
     rate, alike = chain[-1][1], {}
     for residue in range(rate):
         rungs = tuple(j for j, (_, r, offset) in enumerate(chain) if residue % r == offset)
@@ -132,17 +165,43 @@ def _of_chain(
         inside = 0 if inner is None else chain[inner][0]
         pieces = _pieces(length, inside, n, causal, -(-SQUARE * key_step // rate) * rate)
         for nth_piece, (q, k, nodes, apart, square) in enumerate(pieces):
-            keys = _rows(*k, key_step, offset)
-            joined = square and causal or (q[1] - q[0]) // key_step * len(keys) <= JOINED
-            groups = [frozenset().union(*selects.values())] if joined else [*map(frozenset, selects.values())]
-            for nth, (step, residue) in enumerate(c for residues in groups for c in _classes(residues, rate)):
-                queries = _rows(*q, step, residue)
-                if not queries or not keys:
-                    continue
-                visible = queries if joined else queries[:1]
-                bias = _bias(visible, keys, chain[j:], square and causal, dtype, biases)
-                shape = not inside and square, step, len(queries), key_step, len(keys), nodes, apart
-                yield (*shape, (j, inside, nth_piece, nth, bias is None)), (queries.start, keys.start), bias
+            keys, masked = _rows(*k, key_step, offset), square and causal
+            if not keys:
+                continue
+            where = (j, inside, nth_piece), range(0), keys, nodes, apart, chain[j:], masked
+            part = _Part(*where, each=False, first=first and square and not inside)
+            together = part.split(q, [frozenset().union(*selects.values())], rate, masked or len(selects) > 1)
+            separate = part.split(q, [*map(frozenset, selects.values())], rate, False)
+            cheapest = min(together, separate, key=lambda way: sum(x.price(cost, heads) for x in way))
+            yield from together if masked else cheapest
+
+
+def _calls(
+    chains: list[list[Rung]], kv_heads: int, n: int, causal: bool, dtype: torch.dtype, cost: Cost, first: bool
+) -> list[Call]:
+    """The calls of nested branches, of each head its own; equal biases are one tensor."""
+    heads, alike, biases = len(chains), {}, {}
+    for head, chain in enumerate(chains):
+        for part in _of_chain(chain, n, causal, cost, heads, first):
+            q, k = part.queries, part.keys
+            bias = _bias(q if part.each else q[:1], k, part.rungs, part.masked, dtype, biases)
+            shape = not part.first, q.step, len(q), k.step, len(k), part.nodes, part.apart, part.place
+            shape = *shape, 0 if bias is None else len(bias)
+            alike.setdefault(shape, []).append(((head, q.start, head // (heads // kv_heads), k.start), bias))
+    found = []
+    for (later, step, rows, key_step, keys, nodes, apart, *_), members in sorted(alike.items(), key=lambda x: x[0][0]):
+        made = {head: bias for (head, *_), bias in members}
+        for run in progressions([member for member, _ in members]):
+            (head, head_step), (row, shift), (kv_head, kv_step), (key, key_shift) = first_and_step(run)
+            q = View(rows, row, step, apart, head, head_step, shift)
+            k = View(keys, key, key_step, apart, kv_head, kv_step, key_shift)
+            mine = [made[h] for h, *_ in run]
+            if (bias := mine[0]) is not None:
+                same = all(other is bias or other.equal(bias) for other in mine)
+                by_head = bias.T[None].expand(len(mine), -1, -1) if same else torch.stack([m.T for m in mine])
+                bias = by_head.permute(2, 0, 1)  # (rows, heads, keys)
+            found.append(Call(q, k, nodes, len(run), first=not later, bias=bias))
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -223,18 +282,3 @@ def _bias(queries: range, keys: range, rungs: list[Rung], square: bool, dtype, m
         else:
             made[key] = times.log() if times.max() > 1 else None
     return made[key]
-
-
-def _calls(shape: tuple, members: list) -> Iterator[Call]:
-    chain, first, step, rows, key_step, keys, nodes, apart, _ = shape
-    biases = {head: bias for (head, *_), bias in members}
-    for run in progressions([member for member, _ in members]):
-        (head, head_step), (row, shift), (kv_head, kv_step), (key, key_shift) = first_and_step(run)
-        q = View(rows, row, step, apart, head, head_step, shift)
-        k = View(keys, key, key_step, apart, kv_head, kv_step, key_shift)
-        mine = [biases[h] for h, *_ in run]
-        if (bias := mine[0]) is not None:
-            same = all(other is bias or other.equal(bias) for other in mine)
-            by_head = bias.T[None].expand(len(mine), -1, -1) if same else torch.stack([m.T for m in mine])
-            bias = by_head.permute(2, 0, 1)  # (rows, heads, keys)
-        yield Call(q, k, nodes, len(run), first=first and chain == 0, bias=bias)

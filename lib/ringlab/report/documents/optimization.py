@@ -13,7 +13,7 @@ from ... import cost, hardware, kernels, patterns
 from ...advise import advise
 from ...engine import dilated, folding
 from ...estimate import longest
-from ...kernels.base import DeviceSpec, cost_of
+from ...kernels.base import DeviceSpec
 from .. import columns, figures, findings, rows
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, beyond, shown, table, times
 from ..evidence import evidence
@@ -368,8 +368,12 @@ def folded(study: Study) -> Table | None:
                      and r.point == p.but(options={})), None)  # fmt: skip
         if auto is not None:
             given = patterns.from_dict(p.pattern), p.seq_len, p.heads, p.kv_heads
-            plans = dilated.make_plan(*given), folding.fold(*given, p.causal, torch.float32)
-            lines.append({"eager": eager, "auto": auto, "plans": plans, "work": p.heads * p.seq_len})
+            kernel = kernels.choose("cpu", torch.float32, p.head_dim, causal=p.causal).kernel
+            apart, how = dilated.make_plan(*given), (*given, p.causal, torch.float32, kernel)
+            plans, chosen = (apart, folding.fold(*how) or apart), folding.faster(*how) is not None
+            gain = folding.cost(apart, p.causal, kernel) / folding.cost(plans[1], p.causal, kernel)
+            line = {"eager": eager, "auto": auto, "plans": plans, "work": p.heads * p.seq_len}
+            lines.append(line | {"gain": gain, "chosen": "folded" if chosen else "branch by branch"})
     if not lines:
         return None
 
@@ -379,12 +383,6 @@ def folded(study: Study) -> Table | None:
     def merges(plan, work: int) -> float:
         return sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / work
 
-    def predicted(x: dict) -> Cell:
-        kernel = kernels.choose("cpu", torch.float32, x["auto"].point.head_dim, causal=x["auto"].point.causal).kernel
-        apart, fold = (folding.cost(plan, x["auto"].point.causal, kernel) for plan in x["plans"])
-        chosen = "folded" if fold < cost_of(kernel).gain * apart else "branch by branch"
-        return Cell(f"{number(apart / fold)}×", f"chosen: {chosen}")
-
     def rate(row) -> Cell | None:
         return Cell(f"{number(row.share)}×") if columns.timed(row) and row.share else None
 
@@ -393,7 +391,8 @@ def folded(study: Study) -> Table | None:
         [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)), PASS.of("auto"),
          MASK.of("auto"), Column(">Calls", both(lambda plan, _: len(plan.calls))),
          Column(">Pairs a position", both(lambda plan, work: plan.pairs / work)),
-         Column(">Merges a row", both(merges)), Column(">Predicted gain", predicted),
+         Column(">Merges a row", both(merges)),
+         Column(">Predicted gain", lambda x: Cell(f"{number(x['gain'])}×", f"chosen: {x['chosen']}")),
          columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto"),
          Column(">Rate", lambda x: rate(x["auto"]))],
         lines, folded=True,
