@@ -450,7 +450,7 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
     points = [dense(window.but(seq_len=n)) for n in ns]
     for n in ns:
-        here = [LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL, landscape_ladder(n)]
+        here = [Dense(), LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL, landscape_ladder(n)]
         here += [ladder(n)] if n > PAPER else []
         points += [window.but(seq_len=n, pattern=pattern) for pattern in here]
     points.append(window.but(seq_len=ns[0], options=TWIN))

@@ -103,7 +103,7 @@ def fastest(study: Study) -> str:
     named = {entry.name: row for _, entry, row in found}
     advised, dense = named.get(field.ADVISED), named.get(field.DENSE.name)
     if ratio := study.ratio(dense, advised):
-        speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as dense attention"
+        speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as torch's dense attention"
         said += f" {field.ADVISED}, which the table below advises, takes {speed}."
     return f"{said} This ranks speed, not how well a model learns."
 
@@ -116,7 +116,9 @@ def _training(study: Study, entry) -> str:
         return ""
     n = row.point.seq_len
     ratio = study.ratio(next((r for r in field.DENSE.rows(study, **group) if r.point.seq_len == n), None), row)
-    less = f", {number(ratio.value, 2)} times as fast as dense attention" if ratio and entry is not field.DENSE else ""
+    less = ""
+    if ratio and entry is not field.DENSE:
+        less = f", {number(ratio.value, 2)} times as fast as torch's dense attention"
     return f" In training at {n:,} tokens {entry.name} takes {number(row.median * 1e3)} ms{less}."
 
 

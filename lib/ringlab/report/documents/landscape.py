@@ -71,6 +71,7 @@ def _always(pattern) -> Callable[[int], object]:
 ADVISED = "LongNet from 2,048"  # what `advise` proposes
 FIELD = (
     Entry("Dense SDPA", "every key", "dense_sdpa", _always(suite.Dense()), figures.GREY),
+    Entry("Dense, ours", "every key, by this library", "ringlab", _always(suite.Dense()), INK),
     Entry("Sliding window", "the blocks around a query", "ringlab", _always(suite.LANDSCAPE_WINDOW), figures.BLUE),
     Entry("BigBird", "neighbours, a global block and a random one", "ringlab", _always(suite.BIGBIRD), figures.ORANGE),
     Entry("Local and global", "neighbours and global blocks, as Longformer", "ringlab", _always(suite.LOCAL_GLOBAL),
@@ -288,7 +289,7 @@ def time_figure(study: Study) -> None:
     caption = "Time over length of the systems that passed their checks; both axes are logarithmic."
     if most:
         where = f"{line['entry'].name} at {line['row'].point.seq_len:,} tokens"
-        caption = f"Up to {number(most.value, 2)} times as fast as dense attention: {where}. Both axes are logarithmic."
+        caption = f"Up to {number(most.value, 2)} times as fast as torch's dense attention: {where}. Both axes are logarithmic."
     figures.show(fig, "landscape-time", caption, f"{caption} {ends}.", data, stamp=study.stamp)
 
 
