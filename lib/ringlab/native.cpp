@@ -5,11 +5,13 @@
 // Where the CPU multiplies bf16 itself (AVX512-BF16), the forward of bf16 does so, with sums in fp32.
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
 #include <algorithm>
 #include <memory>
+#include <new>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -261,10 +263,14 @@ INLINE void finish(const Call& call, const float* row, float top, float sum, T* 
   }
 }
 
-struct Scratch {  // memory for the arrays of one thread
+struct Memory {  // for the arrays of all threads, made before these start: there is no way out of them for an error
+  long floats;
   std::unique_ptr<float[]> memory;
+  Memory(long threads, long each) : floats(each + 512), memory(new float[threads * floats]) {}
+};
+struct Scratch {  // the part of one thread
   float* next;
-  explicit Scratch(long floats) : memory(new float[floats + 512]), next(memory.get()) {}
+  explicit Scratch(const Memory& all) : next(all.memory.get() + omp_get_thread_num() * all.floats) {}
   float* take(long floats) {
     float* found = (float*)(((uintptr_t)next + 63) & ~(uintptr_t)63);
     next = found + floats;
@@ -277,9 +283,10 @@ void run_forward(const Call& call, float scale) {
   typedef Reader<Kind, T> Read;
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, chunks = (call.queries + CHUNK - 1) / CHUNK;
   const long depth = (d + Read::item - 1) / Read::item;
+  const Memory memory(call.threads, 2 * CHUNK * D + QUERIES * KEYS + 2 * KEYS * D + 2 * CHUNK);
 #pragma omp parallel num_threads(call.threads)
   {
-    Scratch own(2 * CHUNK * D + QUERIES * KEYS + 2 * KEYS * D + 2 * CHUNK);
+    Scratch own(memory);
     float *sums = own.take(CHUNK * D), *q = own.take(CHUNK * D), *scores = own.take(QUERIES * KEYS);
     float *k = own.take(KEYS * D), *v = own.take(KEYS * D), *top = own.take(CHUNK), *sum = own.take(CHUNK);
 #pragma omp for schedule(dynamic)
@@ -339,10 +346,11 @@ template <class T>
 void run_backward(const Call& call, float scale) {
   typedef Reader<Single, T> Read;
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, ahead = call.keys - call.queries;
+  const long padded = (call.queries + QUERIES - 1) / QUERIES * QUERIES;
+  const Memory memory(call.threads, 5 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded);
 #pragma omp parallel num_threads(call.threads)
   {
-    const long padded = (call.queries + QUERIES - 1) / QUERIES * QUERIES;
-    Scratch own(5 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded);
+    Scratch own(memory);
     float *q = own.take(QUERIES * D), *q_t = own.take(QUERIES * D), *dout = own.take(QUERIES * D);
     float *dout_t = own.take(QUERIES * D), *dq = own.take(QUERIES * D), *k = own.take(PANEL * D), *v = own.take(PANEL * D);
     float *dk = own.take(PANEL * D), *dv = own.take(PANEL * D), *p = own.take(KEYS * QUERIES), *ds = own.take(KEYS * QUERIES);
@@ -423,9 +431,10 @@ void run_backward(const Call& call, float scale) {
 template <class Kind>
 double run_multiply(long threads, long rounds) {
   constexpr long columns = COLUMNS * WIDTH, depth = 64;
+  const Memory memory(threads, (ROWS + columns) * depth + ROWS * columns);
 #pragma omp parallel num_threads(threads)
   {
-    Scratch own((ROWS + columns) * depth + ROWS * columns);
+    Scratch own(memory);
     float *a = own.take(ROWS * depth), *b = own.take(columns * depth), *c = own.take(ROWS * columns);
     std::fill(a, c + ROWS * columns, 0.f);
     for (long i = 0; i < rounds; i++) {
@@ -445,7 +454,7 @@ extern "C" double multiply(int64_t threads, int64_t rounds, int64_t bf16) {
   return run_multiply<Single>(threads, rounds);
 }
 
-extern "C" void forward(const Call* call, double scale) {
+static void any_forward(const Call* call, double scale) {
   if (call->dtype == 0) run_forward<Single, float>(*call, scale);
   if (call->dtype == 1) run_forward<Single, _Float16>(*call, scale);
 #ifdef __AVX512BF16__
@@ -455,8 +464,20 @@ extern "C" void forward(const Call* call, double scale) {
 #endif
 }
 
-extern "C" void backward(const Call* call, double scale) {
+static void any_backward(const Call* call, double scale) {
   if (call->dtype == 0) run_backward<float>(*call, scale);
   if (call->dtype == 1) run_backward<_Float16>(*call, scale);
   if (call->dtype == 2) run_backward<Bfloat>(*call, scale);
 }
+
+// 1 where there is no memory, 0 else.
+static int run(void (*pass)(const Call*, double), const Call* call, double scale) {
+  try {
+    pass(call, scale);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
+extern "C" int forward(const Call* call, double scale) { return run(any_forward, call, scale); }
+extern "C" int backward(const Call* call, double scale) { return run(any_backward, call, scale); }

@@ -54,7 +54,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         return ctypes.CDLL(str(path)), None
     except subprocess.CalledProcessError as failure:
         said = [line for line in failure.stderr.splitlines() if "error" in line] or failure.stderr.splitlines() or [""]
-        return None, f"{compiler[0]} failed: {said[0][:200]}"
+        said = said[0].replace(f"{SOURCE.parent}{os.sep}", "")  # a refusal is part of reports, which hold no paths
+        return None, f"{Path(compiler[0]).name} failed: {said[:200]}"
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as failure:  # no home, room, permission, end
         return None, f"cannot be compiled: {str(failure).splitlines()[0][:200]}"
 

@@ -170,6 +170,7 @@ def test_ways_that_cannot_run_say_why(way, dtype, why):
 def test_flex_without_a_compiler_says_so(monkeypatch):
     wide = replace(PATTERNS[0], block_size=16)
     monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(NotImplementedError, match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is"):
         attention(*tensors(wide, 64), wide, execution=Execution(blocks="flex"))
     with pytest.raises(NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"):

@@ -148,7 +148,29 @@ def test_a_damaged_file_is_compiled_anew(monkeypatch, tmp_path):
         native.library.cache_clear()
 
 
-def test_threads_change_no_bit():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scattered_keys_are_read_as_their_copies_are(compiled, dtype):
+    """Any rows, in any order and twice, others for each head; the bits are those of a call on copies."""
+    q, k, v, _ = drawn(70, 333, 40, dtype)
+    index = torch.randint(0, 333, (2, 3, 205))
+    copies = [torch.gather(t, 1, index.transpose(1, 2)[..., None].expand(-1, -1, -1, 40)) for t in (k, v)]
+    bias = torch.randn(2, 1, 3, 205)
+    for more in (None, bias):
+        found, want = compiled.forward(q, k, v, False, 0.2, more, index), compiled.forward(q, *copies, False, 0.2, more)
+        assert all(map(torch.equal, found, want))
+    one = index[:, :1].expand(-1, 3, -1)  # the same for all heads
+    want = compiled.forward(q, *(t[torch.arange(2)[:, None], index[:, 0]] for t in (k, v)), False, 0.2)
+    assert all(map(torch.equal, compiled.forward(q, k, v, False, 0.2, None, one), want))
+
+
+def test_half_precision_results_are_not_merged(compiled):
+    q, k, v, _ = drawn(8, 8, 8, torch.bfloat16)
+    out, lse = torch.zeros_like(q), torch.zeros(2, 3, 8)
+    with pytest.raises(ValueError, match="merged in float32"):
+        compiled.forward_into(out, lse, q, k, v, False, 1.0, merge=True)
+
+
+def test_threads_change_no_bit(compiled):
     q, k, v, dout = drawn(700, 700, 24)
     found = []
     for threads in (1, 2, 5):
@@ -160,7 +182,7 @@ def test_threads_change_no_bit():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
 
 
-def test_what_records_operators_is_told_that_this_is_none():
+def test_what_records_operators_is_told_that_this_is_none(compiled):
     q, other = torch.randn(2, 1, 20, 2, 8)
 
     def call(backend):

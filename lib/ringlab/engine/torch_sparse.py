@@ -12,6 +12,7 @@ forward. On a CPU torch's kernel returns no log-sum-exp.
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -192,8 +193,9 @@ def refusal(
     if kind == "cpu":
         if block_size % CPU_TILE:
             return f"needs a block size that is a multiple of {CPU_TILE} on a CPU, got {block_size}"
-        if shutil.which("g++") is None:
-            return "needs a C++ compiler on a CPU, g++ is not there"
+        compiler = (os.environ.get("CXX") or "g++").split()[0]
+        if shutil.which(compiler) is None:
+            return f"needs a C++ compiler on a CPU, {compiler} is not there"
         return None if torch.cpu._is_avx2_supported() else "needs AVX2 on a CPU"
     if head_dim < 16:
         return f"needs a head_dim of 16 at least on a GPU, got {head_dim}"

@@ -100,6 +100,9 @@ def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: 
     keys = tensors["k"].shape[1] if tensors.get("index") is None else tensors["index"].shape[2]
     numbers = *q.shape[:1], q.shape[2], q.shape[1], keys, q.shape[3], DTYPES.index(q.dtype)
     narrow = "out" in tensors and tensors["out"].dtype != torch.float32
+    if narrow and merge:
+        raise ValueError("results are merged in float32")
     more = causal, merge, narrow, torch.get_num_threads(), 1 if bias is None else bias.stride(3)
     values = *pointers, *numbers, *more, *steps
-    getattr(native.library()[0], function)((ctypes.c_int64 * len(values))(*values), ctypes.c_double(scale))
+    if getattr(native.library()[0], function)((ctypes.c_int64 * len(values))(*values), ctypes.c_double(scale)):
+        raise MemoryError(f"no memory for the scratch of {torch.get_num_threads()} threads")

@@ -289,7 +289,8 @@ def time_figure(study: Study) -> None:
     caption = "Time over length of the systems that passed their checks; both axes are logarithmic."
     if most:
         where = f"{line['entry'].name} at {line['row'].point.seq_len:,} tokens"
-        caption = f"Up to {number(most.value, 2)} times as fast as torch's dense attention: {where}. Both axes are logarithmic."
+        caption = f"Up to {number(most.value, 2)} times as fast as torch's dense attention: {where}."
+        caption += " Both axes are logarithmic."
     figures.show(fig, "landscape-time", caption, f"{caption} {ends}.", data, stamp=study.stamp)
 
 
