@@ -1,15 +1,8 @@
 """What ranks run in the tests: importable by name, so that other processes find it."""
 
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 import warnings
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import ringlab
 import torch
@@ -199,59 +192,6 @@ def without_private_names(case):
     found = [case.run(*given)]
     del dist.distributed_c10d._resolve_process_group
     return found + [case.run(*given)]
-
-
-def fault(kind, case=None, path=None):
-    """Rank 1 misbehaves before, in or instead of the exchanges of two steps."""
-    rank = dist.get_rank()
-    if rank == 1:
-        if kind in ERRORS:
-            raise ERRORS[kind]
-        if kind == "kill":
-            print("first words\nlast words", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "leave":
-            os._exit(0)
-        if kind == "exit":
-            sys.exit(7)
-        if kind == "hang":
-            time.sleep(1000)
-        if kind == "child":
-            Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
-            raise OSError("on purpose")
-        if kind == "unsendable":
-            return threading.Lock()
-        if kind == "unreadable":
-            return TwoParts(1, 2)
-    if case is None:
-        return None
-    if rank == 1:
-        if kind == "other shapes":
-            case = replace(case, heads=4, kv_heads=4)
-        if kind == "other scheme":
-            case = replace(case, scheme="ring")
-        if kind == "corrupt":
-            right = Problem.needs
-            Problem.needs = lambda self, rank, source: right(self, rank, source)[:-1]
-    given = *case.shards(rank), dist.group.WORLD
-    case.run(*given)
-    if kind == "ahead" and rank != 1:
-        time.sleep(1000)
-    replace(case, causal=False).run(*given)
-
-
-ERRORS = {
-    "raise": ValueError("a bad day"),
-    "gloo": RuntimeError("connection of the nccl experiment timed out"),
-    "interrupt": KeyboardInterrupt(),
-}
-
-
-class TwoParts(Exception):
-    """Is pickled, but not read back: that calls it with its message alone."""
-
-    def __init__(self, one, other):
-        super().__init__(f"{one} and {other}")
 
 
 def late_rank(channel, rank, *rest):

@@ -8,27 +8,26 @@ import time
 import numpy as np
 import pytest
 import torch.distributed as dist
-from matrix import Case
-from ring_cases import fault, late_rank
-from ringlab.patterns import Dilated
-from ringlab.ring import contiguous, launch
+from fault_cases import case_of, inject
+from ring_cases import late_rank
+from ringlab.ring import launch
 from ringlab.ring.launch import RankFailed
 from started import gone
 
-CASE = Case(Dilated([8, 24], [1, 2]), 24, causal=True, heads=2, d=8, layout=contiguous(24, 3), scheme="plan")
 DIFFERS = "rank 1 differs: PlanMismatch: ranks disagree about"
 FAULTS = {
     "raise": "rank 1 raised ValueError: a bad day",
-    "gloo": "rank 1 raised RuntimeError: connection of the nccl experiment timed out",
+    "peer": "rank 1 raised RuntimeError: connection closed by peer: the nccl experiment timed out",
     "interrupt": "rank 1 raised KeyboardInterrupt: ",
     "exit": "rank 1 left with exit code 7 before it was done",
     "kill": "rank 1 was ended by SIGKILL before it was done",
     "leave": "rank 1 left with exit code 0 before it was done",
-    "hang": "rank 1 hangs: after 3 s it has begun 0 exchanges, others 1",
-    "ahead": "rank 1 hangs: after 3 s it has begun 5 exchanges, others 4",
-    "other shapes": f"{DIFFERS} what is computed: heads is 4 / 4 on rank 1, 2 / 2 on the others",
-    "other scheme": f"{DIFFERS} what is computed: scheme is ring on rank 1, plan on the others",
-    "corrupt": f"{DIFFERS} which rows move: rank 0 against rank 1, rank 1 against rank 2",
+    "hang": "rank 1 hangs: after 3 s it has begun 3 exchanges, others 3",
+    "stop": "rank 1 is stopped: after 3 s it has begun 3 exchanges, others 3",
+    "more": "rank 1 made other calls: after 3 s it has begun 9 exchanges, others 8",
+    "heads": f"{DIFFERS} what is computed: heads is 8 / 8 on rank 1, 4 / 4 on the others",
+    "scheme": f"{DIFFERS} what is computed: scheme is ring on rank 1, plan on the others",
+    "rows": f"{DIFFERS} which rows move: rank 0 against rank 1, rank 1 against rank 2",
 }
 
 
@@ -40,10 +39,10 @@ def server():
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
-    timeout_s = 3.0 if kind in ("hang", "ahead") else 60.0
+    timeout_s = 3.0 if "after 3 s" in FAULTS[kind] else 60.0
     start = time.monotonic()
     with pytest.raises(RankFailed) as failure:
-        launch.launch(fault, 3, kind, CASE, timeout_s=timeout_s)
+        launch.launch(inject, 3, kind, case_of(3, "plan"), 1, 2, timeout_s=timeout_s)
     assert time.monotonic() - start < timeout_s + 2
     assert str(failure.value) == FAULTS[kind] and failure.value.rank == 1
     shown = "".join(getattr(failure.value, "__notes__", [])) + capfd.readouterr().err
@@ -85,13 +84,13 @@ def test_a_script_needs_no_guard(tmp_path):
 
 @pytest.mark.parametrize("function, args, options, why", [
     (lambda: 0, (), {}, "put it into a module"),
-    (fault, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
+    (inject, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
     (np.ones((2, 2)), (), {}, r"array\(\[\[1., 1..* cannot be imported by other processes: put it into a module"),
-    (fault, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
-    (fault, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
-    *((fault, (), {"timeout_s": given}, "timeout_s must be a positive number of seconds up to 1,000,000, got ")
+    (inject, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
+    (inject, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
+    *((inject, (), {"timeout_s": given}, "timeout_s must be a positive number of seconds up to 1,000,000, got ")
       for given in (0, float("nan"), float("inf"), "9", np.ones((2, 2)))),
-    (fault, (), {"threads": True}, "threads must be a positive integer, got True"),
+    (inject, (), {"threads": True}, "threads must be a positive integer, got True"),
 ])  # fmt: skip
 def test_what_cannot_be_launched_is_one_line(function, args, options, why):
     options = {"ranks": 2} | options
@@ -107,11 +106,11 @@ UNREADABLE = "^rank 1 returned what cannot be read back: TypeError: TwoParts"
 @pytest.mark.parametrize("kind, why", [("unsendable", UNSENDABLE), ("unreadable", UNREADABLE)])
 def test_a_result_that_cannot_come_back_names_its_rank_and_why(kind, why):
     with pytest.raises(RankFailed, match=why) as failure:
-        launch.launch(fault, 2, kind)
+        launch.launch(inject, 2, kind, case_of(2, "plan"))
     assert failure.value.rank == 1 and "\n" not in str(failure.value)
 
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
     with pytest.raises(RankFailed, match="rank 1 raised"):
-        launch.launch(fault, 2, "child", None, str(tmp_path / "child"))
+        launch.launch(inject, 2, "raise", case_of(2, "plan"), 1, 0, str(tmp_path / "child"))
     assert gone([int((tmp_path / "child").read_text())], 60.0)

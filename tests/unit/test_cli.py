@@ -64,12 +64,22 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
     (["measure", "--group=--"], "argument --group: expected one argument"),
     (["check", "cpu", "--tolerance=--"], "argument --tolerance: expected one argument"),
     (["advise", "--seq-len", "1", "--memory", "9" * 5000], "invalid size_in_bytes value"),
+    (["pdf", "--profile=--"], "argument --profile: expected one argument"),
+    (["estimate", "--pattern=--"], "argument --pattern: expected one argument"),
 ])  # fmt: skip
 def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("name", ["seq-len", "batch", "heads", "kv-heads", "head-dim", "ranks"])
+@pytest.mark.parametrize("command", ["estimate", "advise"])
+def test_an_absurd_number_is_refused_in_one_line(capsys, command, name):
+    """Of hundreds of digits, which no float holds."""
+    code, out, err = said(capsys, command, "--profile", "gtx1080", "--seq-len", "4096", f"--{name}", "9" * 300)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("ringlab: ") and len(err) < 500
 
 
 @pytest.mark.parametrize("command", ["report", "measure", "compare", "check", "pdf", "estimate", "network", "tune"])

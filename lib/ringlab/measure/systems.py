@@ -169,8 +169,8 @@ def pattern_of(point: Point, computed: str, **fields):
 
 def count_step() -> None:
     """Count a step that all ranks take together; the counts show which rank is behind."""
-    if comm.on_post is not None:
-        comm.on_post()
+    if comm.beat is not None:
+        comm.beat.begins()
 
 
 class Sharded:

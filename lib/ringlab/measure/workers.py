@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from .. import hardware, reference
 from ..ring import launch
-from ..ring.launch import End, Ended, Process, last_line, signal_name
+from ..ring.launch import Ended, Process, end_of, last_line
+from ..ring.watch import End, culprit, signal_name
 from ..tracking import is_out_of_memory
 from .links import Link, NotAllowed, hosts
 from .points import Point
@@ -74,14 +75,19 @@ class Workers(ExitStack):
             process.send((command, arguments))
         several = len(self.processes) > 1
         ends = launch.collect(self.processes, timeout_s)
-        counts = launch.beats(self.folder, len(self.processes))
-        found = launch.culprit(ends, counts)
+        progress = launch.progress_of(self.folder, self.processes)
+        found = culprit(ends, progress)
         if found is None:
             return _merged([ends[rank].value for rank in range(len(ends))])
         rank, kind = found
-        if kind == "silent":
-            behind = f": rank {rank} is behind, {max(0, counts[rank])} steps begun, others {max(0, *counts)}"
-            said = f"took more than {self.settings['timeout_s']:g} s{behind if several else ''}"
+        if rank is None:  # ranks differ, and each that ended says in what
+            rank = next((rank for rank, end in ends.items() if end.kind != "ok"), None)
+        if rank not in ends:
+            said = f"took more than {self.settings['timeout_s']:g} s"
+            if several and rank is not None:
+                begun = [max(0, each.begun) for each in progress]
+                said += f": rank {rank} is {'stopped' if kind == 'stopped' else 'behind'}, "
+                said += f"{begun[rank]} steps begun, others {max(begun)}"
             return {"status": "timeout", "reason": said}
         reply = ends[rank].value if kind != "died" else died(ends[rank].value.code, last_line(self.stderrs[rank]))
         if several:
@@ -228,7 +234,7 @@ class Worker:
                 status = "unsupported"
             else:
                 reason = f"{type(error).__name__}: {reason}"
-            return {"status": status, "reason": reason, "end": End.of(error)}
+            return {"status": status, "reason": reason, "end": end_of(error)}
 
 
 def serve(channel: Connection, settings: dict) -> None:

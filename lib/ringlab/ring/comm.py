@@ -7,7 +7,7 @@ rank over a torch.distributed group, or those of all ranks in one process, in st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .watch import Beat
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Traffic:
                 self.messages += 1
 
 
-on_post: Callable[[], None] | None = None  # called at every request over a group: the launcher watches who falls behind
+beat: Beat | None = None  # tells those who watch this rank how far it is
 _counter: ContextVar[Traffic | None] = ContextVar("traffic", default=None)
 
 
@@ -127,14 +129,18 @@ def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> li
         if len(steps) < len(algorithms) or len({type(step) for step in steps}) > 1:
             raise RuntimeError("the ranks do not agree on what comes next")
         if isinstance(steps[0], Wait):
+            if group is not None and beat is not None:
+                beat.does("waits")
             for work in steps[0].ticket:
                 work.wait()
+            if group is not None and beat is not None:
+                beat.does("computes")
             ticket = work = None
             continue
         for i in range(len(steps) if traffic is not None else 0):
             traffic.add(first + i, steps[i])
-        if group is not None and on_post is not None:
-            on_post()
+        if group is not None and beat is not None:
+            beat.begins()
         ticket = [_Simulated([step.by_rank() for step in steps])] if group is None else _post(steps[0], group)
 
 

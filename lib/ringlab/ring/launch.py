@@ -25,11 +25,9 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from statistics import mode
 
 import torch
 import torch.distributed as dist
@@ -38,10 +36,11 @@ from ..checks import LARGEST, check_int, is_real, short_repr
 from ..hardware import Probe
 from ..hardware.detect import ram_bytes
 from . import comm
+from .group import PlanMismatch
+from .watch import GRACE_S, Beat, End, Progress, RankFailed, culprit, describe, how_ended
 
 STARTUP_S = 180.0  # for a first import of torch from a cold disk
 JOIN_S = 60.0  # for all ranks to join; the time of the call begins after that
-GRACE_S = 1.0  # for the others to report what they saw, once one rank has failed
 LONGEST_S = 1_000_000  # poll(2), with which processes are waited for, counts milliseconds in 32 bits
 RANK_BYTES, RANK_FILES = 8 << 20, 2  # what each rank needs at least: its memory, and open files of the caller
 COMPILER = "torch._dynamo"  # a custom operator imports it at its first call, which takes seconds
@@ -58,13 +57,8 @@ class Ended(RuntimeError):
     """
 
     def __init__(self, code: int, said: str = ""):
-        how = f"was ended by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
-        super().__init__(f"{how} before it was done" + (f": {said}" if said else ""))
+        super().__init__(how_ended(code) + (f": {said}" if said else ""))
         self.code, self.said = code, said
-
-
-def signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 class ForkServer:
@@ -216,68 +210,22 @@ def _end_with(channel: int) -> None:
     os._exit(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# which rank failed
+def end_of(error: BaseException) -> End:
+    """The end of a rank that an exception ended.
 
-
-class RankFailed(RuntimeError):
-    """A rank failed: ``rank`` is the culprit, not the one that noticed."""
-
-    def __init__(self, rank: int, what: str):
-        super().__init__(f"rank {rank} {what}")
-        self.rank = rank
-
-
-@dataclass
-class End:
-    """How a rank ended: "ok" with its value, "error" or "network" with a message, "died" with an ``Ended`` or a text.
-
-    "network": the error only shows that another rank has gone. ``culprit``: another rank that the error itself names.
+    gloo raises plain RuntimeErrors when a rank has gone: they come from ``torch.distributed`` or ``comm``, or name
+    gloo's source.
     """
-
-    kind: str
-    value: object = None
-    trace: str = ""
-    culprit: int | None = None
-
-    @classmethod
-    def of(cls, error: BaseException) -> End:
-        """The end of a rank that an exception ended.
-
-        gloo raises plain RuntimeErrors when a rank has gone: they come from ``torch.distributed`` or ``comm``, or name
-        gloo's source.
-        """
-        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        module = frames[-1].f_globals.get("__name__", "") if frames else ""
-        communicates = module.startswith(("torch.distributed", comm.__name__)) or "gloo/transport" in str(error)
-        if isinstance(error, dist.DistError) or type(error) is RuntimeError and communicates:
-            return cls("network", message)
-        return cls("error", message, "".join(traceback.format_exception(error)), getattr(error, "rank", None))
-
-
-def culprit(ends: dict[int, End], counts: list[int]) -> tuple[int, str] | None:
-    """(rank, "died", "error", "silent" or "network") of the rank to blame; None where all are well.
-
-    ``counts``: the exchanges that each rank has begun, as ``beats`` returns them.
-
-    >>> culprit({0: End("network"), 2: End("network")}, [4, 3, 4])
-    (1, 'silent')
-    >>> culprit({}, [4, 5, 4])
-    (1, 'silent')
-    """
-    first = {ends[rank].kind: rank for rank in sorted(ends, reverse=True)}
-    silent = [rank for rank in range(len(counts)) if rank not in ends]
-    if "died" in first:
-        return first["died"], "died"
-    if "error" in first:
-        named = ends[first["error"]].culprit
-        return first["error"] if named not in ends else named, "error"
-    if silent:
-        usual = mode(counts)  # one that is ahead of all others differs as much as one that is behind
-        odd = [rank for rank in silent if counts[rank] != usual] if 2 * counts.count(usual) > len(counts) else []
-        return min(odd or silent, key=lambda rank: counts[rank]), "silent"
-    return (first["network"], "network") if "network" in first else None
+    message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = frames[-1].f_globals.get("__name__", "") if frames else ""
+    communicates = module.startswith(("torch.distributed", comm.__name__)) or "gloo/transport" in str(error)
+    if isinstance(error, dist.DistError) or type(error) is RuntimeError and communicates:
+        return End("network", message)
+    named = None
+    if isinstance(error, PlanMismatch):
+        named = -1 if error.rank is None else error.rank
+    return End("error", message, "".join(traceback.format_exception(error)), named)
 
 
 def collect(processes: list[Process], timeout_s: float) -> dict[int, End]:
@@ -294,7 +242,7 @@ def collect(processes: list[Process], timeout_s: float) -> dict[int, End]:
             except Ended as ended:
                 ends[rank] = End("died", ended)
             except Exception as error:  # noqa: BLE001  reading it runs the result's own code
-                ends[rank] = End("died", f"returned what cannot be read back: {End.of(error).value}")
+                ends[rank] = End("died", f"returned what cannot be read back: {end_of(error).value}")
             if ends[rank].kind != "ok":
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return ends
@@ -324,27 +272,17 @@ def launch(function: Callable, ranks: int, *args, timeout_s: float = 60.0, threa
                 job = rank, ranks, folder, timeout_s, threads, function, args
                 processes.append(Process(_rank, *job, modules=(COMPILER, __name__)))
             ends = collect(processes, JOIN_S)  # a rank's first message: it has joined. Then the time begins.
-            if not culprit(ends, beats(folder, ranks)):
+            if not culprit(ends, progress_of(folder, processes)):
                 ends = collect(processes, timeout_s)
-            counts = beats(folder, ranks)
+            progress = progress_of(folder, processes)
         finally:
             for process in processes:
                 process.end()
-    if found := culprit(ends, counts):
-        raise _failure(*found, ends, counts, timeout_s)
+    if found := culprit(ends, progress):
+        if found[0] is not None and progress[found[0]].begun < 0 and found[0] not in ends:
+            raise RankFailed(found[0], f"rank {found[0]} has not joined within {JOIN_S:g} s")
+        raise describe(found, ends, progress, timeout_s)
     return [ends[rank].value for rank in range(ranks)]
-
-
-def _failure(rank: int, kind: str, ends: dict[int, End], counts: list[int], timeout_s: float) -> RankFailed:
-    if kind == "silent":
-        most = max(count for other, count in enumerate(counts) if other != rank)
-        hangs = f"hangs: after {timeout_s:g} s it has begun {counts[rank]} exchanges, others {most}"
-        return RankFailed(rank, hangs if counts[rank] >= 0 else f"has not joined within {JOIN_S:g} s")
-    how = {"died": "", "network": "lost its peers: ", "error": "raised " if ends[rank].culprit is None else "differs: "}
-    failure = RankFailed(rank, f"{how[kind]}{ends[rank].value}")
-    if ends[rank].trace:
-        failure.add_note(ends[rank].trace)
-    return failure
 
 
 def most_ranks() -> int:
@@ -378,6 +316,7 @@ def _rank(channel: Connection, rank, ranks, folder, timeout_s, threads, function
         join_group(folder, rank, ranks, timeout_s)
         channel.send_bytes(pickle.dumps(End("ok")))
         result = function(*args)
+        comm.beat.does("is done")
         dist.barrier()  # none leaves while another still talks to it
         try:
             message = pickle.dumps(End("ok", result))
@@ -385,7 +324,7 @@ def _rank(channel: Connection, rank, ranks, folder, timeout_s, threads, function
             what = f"its result, of type {type(result).__name__}, cannot be sent back"
             raise TypeError(f"{what}: {type(error).__name__}: {error}") from None
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  whatever a rank raises is reported to the caller
-        message = pickle.dumps(End.of(error))
+        message = pickle.dumps(end_of(error))
     channel.send_bytes(message)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -394,9 +333,9 @@ def _rank(channel: Connection, rank, ranks, folder, timeout_s, threads, function
 def join_group(folder: str, rank: int, ranks: int, timeout_s: float, backend: str = "gloo") -> None:
     """Join the default group when all ranks are there; ``timeout_s`` for each exchange from then on.
 
-    The ranks find each other in ``folder``, where each also counts its exchanges for ``beats``.
+    The ranks find each other in ``folder``, where each also writes its ``Progress``.
     """
-    beat = open(Path(folder, f"{rank}.beat"), "ab", buffering=0)
+    comm.beat = Beat(open(Path(folder, f"{rank}.beat"), "wb"))
     # The loopback interface, where none is asked for. gloo else looks up the host's name, which may lead nowhere.
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -404,20 +343,15 @@ def join_group(folder: str, rank: int, ranks: int, timeout_s: float, backend: st
 
     def wait_for_all(step: str) -> None:
         store.set(f"{step}/{rank}", "")
-        beat.write(b".")
         store.wait([f"{step}/{other}" for other in range(ranks)], timedelta(seconds=JOIN_S))
 
     wait_for_all("here")
     group, limit = dist.PrefixStore("group", store), timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=limit)
     wait_for_all("joined")  # none goes on, and may leave, while another still joins
-    comm.on_post = lambda: beat.write(b".")
+    comm.beat.begins()
 
 
-def beats(folder: str, ranks: int) -> list[int]:
-    """The exchanges that each rank has begun; -1 while it waits for others to join, -2 where it has not started.
-
-    A rank writes one byte when it is there, one when all have joined, and one for each exchange.
-    """
-    files = [Path(folder, f"{rank}.beat") for rank in range(ranks)]
-    return [(file.stat().st_size if file.exists() else 0) - 2 for file in files]
+def progress_of(folder: str, processes: list[Process]) -> list[Progress]:
+    """How far each rank is."""
+    return [Progress.read(Path(folder, f"{rank}.beat"), process.pid) for rank, process in enumerate(processes)]

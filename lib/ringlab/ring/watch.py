@@ -1,0 +1,316 @@
+"""Which rank failed: how ranks ended, how far they are, and the judgement of both.
+
+As a script this is the monitor of one rank: a small process, without torch, beside the rank. The monitors of a job
+tell rank 0's how their ranks are; that one judges, and each monitor ends its own rank if another has failed.
+``torchrun.joined`` starts them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+
+GRACE_S = 0.4  # for the others to report what they saw, once one rank has failed
+EXIT_CODE = 49  # its place in ``stat``
+PROGRESS = struct.Struct("=qq")  # exchanges begun, and an index of DOING
+DOING = ("computes", "waits", "is done", "is stopped")  # "waits": for an exchange; "is stopped": by a signal
+
+
+class RankFailed(RuntimeError):
+    """A rank failed: ``rank`` is the culprit, not the one that noticed; None where nobody can know."""
+
+    def __init__(self, rank: int | None, message: str):
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass
+class End:
+    """How a rank ended: "ok" with its value, "error", "network" or "died" with a text.
+
+    "network": the error only shows that another rank has gone. ``culprit``: another rank that the error itself names,
+    -1 if the error says that ranks differ, and not which.
+    """
+
+    kind: str
+    value: object = None
+    trace: str = ""
+    culprit: int | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The exchanges that a rank has begun (-1 while it joins, -2 before it started), and one of ``DOING``."""
+
+    begun: int
+    doing: str = "computes"
+
+    @classmethod
+    def read(cls, path: str | os.PathLike, pid: int | None) -> Progress:
+        """From the file that the rank with process id ``pid`` writes."""
+        data = b""
+        with suppress(OSError), open(path, "rb") as file:
+            data = file.read()
+        begun, doing = PROGRESS.unpack(data) if data else (-2, 0)
+        return cls(begun, "is stopped" if stat(pid)[:1] in (["T"], ["t"]) else DOING[doing])
+
+
+class Beat:
+    """Writes the progress of this rank to a file, a few microseconds at a time."""
+
+    def __init__(self, file):
+        self.file, self.now = file, [-1, 0]
+        self.does("computes")
+
+    def begins(self) -> None:
+        """An exchange, or a step that all ranks take together."""
+        self.now[0] += 1
+        os.pwrite(self.file.fileno(), PROGRESS.pack(*self.now), 0)
+
+    def does(self, doing: str) -> None:
+        self.now[1] = DOING.index(doing)
+        os.pwrite(self.file.fileno(), PROGRESS.pack(*self.now), 0)
+
+
+def stat(pid: int | None) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; [] where there is no such process, or no /proc."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+    return []
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def how_ended(code: int) -> str:
+    """What an exit code, or minus a signal, says of a process that ended without a message.
+
+    >>> how_ended(-9), how_ended(0)
+    ('was ended by SIGKILL before it was done', 'left with exit code 0 before it was done')
+    """
+    return (f"was ended by {signal_name(-code)}" if code < 0 else f"left with exit code {code}") + " before it was done"
+
+
+def culprit(ends: dict[int, End], progress: list[Progress]) -> tuple[int | None, str] | None:
+    """(rank, kind) of the rank to blame, None where all are well; the rank is None where nobody can know.
+
+    ``ends`` in the order in which they came. Kinds: those of ``End``, "stopped", "silent" (it neither ended nor goes
+    on), and "differ": ranks made different numbers of calls.
+
+    >>> waits, hangs = Progress(4, "waits"), Progress(4)
+    >>> culprit({0: End("network"), 2: End("network")}, [waits, hangs, waits])
+    (1, 'silent')
+    >>> culprit({}, [waits, Progress(5, "waits"), waits]), culprit({}, [waits, Progress(3, "is done")])
+    ((1, 'silent'), (None, 'differ'))
+    """
+    died = [rank for rank, end in ends.items() if end.kind == "died"]
+    if died:  # launchers end the other ranks by SIGTERM
+        return min(died, key=lambda rank: "SIGTERM" in str(ends[rank].value)), "died"
+    if errors := sorted(rank for rank, end in ends.items() if end.kind == "error"):
+        named = ends[errors[0]].culprit
+        return errors[0] if named is None else None if named < 0 else named, "error"
+    silent = [rank for rank in range(len(progress)) if rank not in ends]
+    if not silent and all(end.kind == "ok" for end in ends.values()):
+        return None
+    if stopped := [rank for rank in silent if progress[rank].doing == "is stopped"]:
+        return stopped[0], "stopped"
+    idle = [rank for rank in silent if progress[rank].doing == "computes"]
+    if len(idle) == 1:
+        return idle[0], "silent"
+    begun = [each.begun for each in progress]
+    (usual, times), *_ = Counter(begun).most_common()
+    odd = [rank for rank, count in enumerate(begun) if count != usual]
+    if 2 * times > len(begun) and len(odd) == 1:  # one that is ahead of all others differs as much as one behind
+        return odd[0], "silent"
+    if idle:
+        return min(idle, key=lambda rank: begun[rank]), "silent"
+    return None, "differ"
+
+
+def describe(found: tuple[int | None, str], ends: dict[int, End], progress: list[Progress], timeout_s: float, hosts=()
+             ) -> RankFailed:  # fmt: skip
+    """What ``culprit`` found, in a line; ``hosts``: the name of each rank's, if there are several."""
+    rank, kind = found
+    name = [f"rank {i} on {hosts[i]}" if hosts else f"rank {i}" for i in range(len(progress))]
+    told = [f"{name[i]} {each.doing} after {each.begun} exchanges" for i, each in enumerate(progress)]
+    if kind == "differ":
+        lost = next((f"; {end.value}" for end in ends.values() if end.kind == "network"), "")
+        return RankFailed(None, f"ranks differ, nobody knows which is right: {', '.join(told[:8])}{lost}")
+    if kind == "error":
+        end = next(end for end in (ends.get(rank), *ends.values()) if end and end.kind == "error")
+        who = "ranks differ, nobody knows which is right:" if rank is None else (
+            f"{name[rank]} {'raised' if end.culprit is None else 'differs:'}")  # fmt: skip
+        failure = RankFailed(rank, f"{who} {end.value}")
+        if end.trace:
+            failure.add_note(end.trace)
+        return failure
+    if kind == "died":
+        return RankFailed(rank, f"{name[rank]} {ends[rank].value}")
+    most = max(each.begun for i, each in enumerate(progress) if i != rank or len(progress) == 1)
+    how = {"computes": "hangs", "is stopped": "is stopped"}.get(progress[rank].doing, "made other calls")
+    what = f"{how}: after {timeout_s:g} s it has begun {progress[rank].begun} exchanges, others {most}"
+    return RankFailed(rank, f"{name[rank]} {what}")
+
+
+class Monitor:
+    """The monitor of one rank. Rank 0's judges: the others tell it how their ranks are, and it answers.
+
+    ``rank``, ``size``, ``host``, ``pid``: of the rank; ``token``: with which a line begins, so that nobody else is
+    heard; ``address``: of rank 0's monitor; ``channel``, ``progress``, ``listener``: descriptors of a socket to the
+    rank, of the file of its progress, and of the socket where rank 0's monitor is reached; ``show``: print what is
+    found; ``launcher``: the process id of torchrun, None without; ``last``: whether that starts no other ranks if these
+    fail.
+    """
+
+    def __init__(
+        self, rank, size, host, pid, timeout_s, token, address, channel, progress, listener, show, launcher, last
+    ):  # fmt: skip
+        self.rank, self.size, self.host, self.pid, self.timeout_s = rank, size, host, pid, timeout_s
+        self.token, self.progress, self.show, self.launcher, self.last = token, progress, show, launcher, last
+        self.found, self.failed_at = None, None
+        self.interval = min(max(timeout_s / 20, 0.05), 1.0)
+        self.channel = socket.socket(fileno=channel)
+        self.ends: dict[int, End] = {}
+        self.states = {other: ["a host", Progress(-2)] for other in range(size)}
+        self.listener = None if listener is None else socket.socket(fileno=listener)
+        self.heard = dict.fromkeys(range(1, size) if rank == 0 else [0], time.monotonic())
+        self.peers: dict[socket.socket, list] = {}  # connections: which rank, and the start of a line
+        if rank:
+            with suppress(OSError):
+                self.peers[socket.create_connection(address, timeout_s)] = [0, b""]
+
+    def run(self) -> None:
+        wanted = range(self.size) if self.rank == 0 else [self.rank]
+        while not self.found and [r for r in wanted if r not in self.ends or self.ends[r].kind != "ok"]:
+            self.step()
+            parents = stat(self.pid)[1:2]
+            if self.launcher and self.rank not in self.ends and parents not in ([], [str(self.launcher)]):
+                self.ends[self.rank] = End("died", "lost its launcher, which has ended")
+            self.states[self.rank] = [self.host, Progress.read(f"/proc/self/fd/{self.progress}", self.pid)]
+            self.judge()
+            self.tell()
+        if self.found:
+            self.end_rank()
+        if self.launcher and (self.last or not self.found):
+            self.end_launcher()
+
+    def step(self) -> None:
+        """Hear what there is to hear, or wait for it a while."""
+        sources = [*self.peers, *filter(None, [self.listener, self.channel])]
+        for source in select.select(sources, [], [], self.interval)[0]:
+            if source is self.channel:
+                self.hear_rank()
+            elif source is self.listener:
+                self.peers[source.accept()[0]] = [None, b""]
+            else:
+                self.hear(source)
+
+    def hear_rank(self) -> None:
+        """The rank says how it ended, or its channel closes as it ends."""
+        data, how = self.channel.recv(1 << 20), "has gone before it was done"
+        if not data:
+            fields, self.channel = stat(self.pid), None
+            if len(fields) > EXIT_CODE:
+                how = how_ended(os.waitstatus_to_exitcode(int(fields[EXIT_CODE])))
+        self.ends.setdefault(self.rank, End(**json.loads(data)) if data else End("died", how))
+
+    def hear(self, source: socket.socket) -> None:
+        """What another monitor says; it has gone if that is nothing."""
+        data = b""
+        with suppress(OSError):
+            data = source.recv(1 << 20)
+        rank, start = self.peers[source]
+        *lines, self.peers[source][1] = (start + data).split(b"\n")
+        for line in lines:
+            token, rank, host, progress, end, found = json.loads(line)
+            if token == self.token:
+                self.peers[source][0], self.heard[rank] = rank, time.monotonic()
+                self.states[rank] = [host, Progress(*progress)]
+                self.found = self.found or found
+                if end and rank not in self.ends:
+                    self.ends[rank] = End(**end)
+        if not data:
+            del self.peers[source]
+            if rank is not None:
+                self.heard[rank] = -math.inf
+
+    def silent(self, limit_s: float) -> list[int]:
+        """The ranks that were not heard for so long."""
+        return [rank for rank, at in self.heard.items() if time.monotonic() - at > limit_s]
+
+    def judge(self) -> None:
+        """Find which rank failed, or which host is silent, if that is known by now."""
+        now = time.monotonic()
+        if self.failed_at is None and any(end.kind != "ok" for end in self.ends.values()):
+            self.failed_at = now
+        late = self.failed_at is not None and now - self.failed_at > GRACE_S
+        silent = [rank for rank in self.silent(self.timeout_s / (2 if late else 1)) if rank not in self.ends]
+        hosts, progress = zip(*(self.states[rank] for rank in range(self.size)))
+        if silent and not self.found:
+            away = {hosts[rank] for rank in silent}
+            ranks = ", ".join(f"rank {rank}" for rank in range(self.size) if hosts[rank] in away)
+            what = f"{' and '.join(sorted(away))} ({ranks}) does not answer {self.host}"
+            self.found = [None, f"{what}: a host or the link between has failed", ""]
+        elif late and self.rank == 0 and not self.found:
+            failure = describe(culprit(self.ends, progress), self.ends, progress, self.timeout_s, hosts)
+            self.found = [failure.rank, str(failure), "".join(getattr(failure, "__notes__", []))]
+
+    def tell(self) -> None:
+        """Tell the other monitors about this rank, and what was found."""
+        end, progress = self.ends.get(self.rank), self.states[self.rank][1]
+        about = [self.token, self.rank, self.host, [progress.begun, progress.doing], end and vars(end), self.found]
+        for peer in self.peers:
+            with suppress(OSError):  # it has gone, or takes nothing: its silence is judged
+                peer.setblocking(False)
+                peer.send(json.dumps(about).encode() + b"\n")
+
+    def end_rank(self) -> None:
+        """Tell the rank what was found if it asks within a grace, else end it."""
+        if self.show:
+            print(f"ringlab: {self.found[1]}", file=sys.stderr, flush=True)
+        numbers = [0, signal.SIGTERM, signal.SIGKILL]
+        if self.found[0] == self.rank:  # it will not ask; a process that is stopped takes SIGKILL alone
+            del numbers[: 2 if self.states[self.rank][1].doing == "is stopped" else 1]
+        for number in numbers:
+            if self.channel is None:
+                return
+            if self.rank in self.ends and self.ends[self.rank].kind != "died":
+                with suppress(OSError):
+                    self.channel.sendall(json.dumps(self.found).encode())
+                return
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            if select.select([self.channel], [], [], GRACE_S)[0]:
+                self.ends.pop(self.rank, None)
+                self.hear_rank()
+
+    def end_launcher(self) -> None:
+        """End torchrun where it has no ranks any more, and waits for that of another host, which has gone.
+
+        It would wait 300 s. Where all is well, it ends by itself.
+        """
+        since, wait_s = None, 1.0 if self.found else min(self.timeout_s / 2, 5.0)
+        while stat(self.launcher)[:1] not in ([], ["Z"]):
+            self.step()
+            self.tell()
+            lost = self.found or self.silent(self.timeout_s)
+            with open(f"/proc/{self.launcher}/task/{self.launcher}/children") as file:
+                since = (since or time.monotonic()) if lost and not file.read().strip() else None
+            if since and (late := time.monotonic() - since - wait_s) > 0:
+                os.kill(self.launcher, signal.SIGTERM if late < 1 else signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    with suppress(ProcessLookupError, FileNotFoundError):  # the launcher has ended
+        Monitor(**json.loads(sys.argv[1])).run()
