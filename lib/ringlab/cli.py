@@ -113,6 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--strict", **strict)
     add("--force", action="store_true", help="measure again what is there already (default: no)")
 
+    about = "train small models that differ in their attention alone, for the page `quality` (torch alone)"
+    add = command("quality", _quality, about, (ValueError,))
+    add("--minutes", type=float, metavar="N", help="stop after so long; a rerun goes on (default: none, all runs)")
+    add("--data", type=folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
+
     add = command("pdf", _pdf, "print the reports that are there to PDF, by a headless Chromium")
     add("--reports", type=folder, metavar="DIR", help="where reports are (default: reports/ of the checkout)")
 
@@ -289,6 +294,25 @@ def _profiles(given) -> None:
         told = f"{'yes' if runnable else 'no'}: {why}"
         rows.append((marked, here.title, hardware.sm(here.capability), memory, dtype, told))
     print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
+
+
+def _quality(given) -> int | None:
+    from ringlab import measure
+    from ringlab.measure import quality
+    from ringlab.report.places import plan
+
+    if given.minutes is not None and not given.minutes > 0:
+        raise UsageError(f"--minutes must be positive, got {given.minutes:g}")
+    reports = reports_folder()
+    asked = plan(given.profile, hardware.detect(), reports, strict=True, recorded=False)
+    data = given.data or reports / asked.folder / "data"
+    try:
+        rows = quality.run(data, device=asked.device, minutes=given.minutes, progress=True)
+    except measure.Busy as error:
+        return _refuse(str(error), FAILED)
+    there = sum(row["kind"] == "trained" for row in rows)
+    print(f"{there} of {len(quality.runs(quality.SIZES[asked.device]))} runs are there", file=sys.stderr)
+    _show([data / quality.NAME])
 
 
 def _measure(given) -> int | None:

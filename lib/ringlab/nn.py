@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from . import checks, ring
+from .adaptive import Adaptive, adaptive_attention
 from .advise import Advice, Auto
 from .attention import DEFAULT, REFUSED, attention
 from .block_patterns import PerHead
@@ -24,6 +25,7 @@ from .patterns import Pattern
 from .ring.group import Group
 from .ring.layout import layout_named
 
+KINDS = Pattern | PerHead | Adaptive
 PREFILL = 8192  # tokens of a prompt that are computed together
 
 
@@ -34,6 +36,7 @@ class _NotTorchs(Tensor):
 class MultiheadAttention(nn.Module):
     """Self-attention over a pattern with q, k, v and output projections: (b, n, embed_dim) to (b, n, embed_dim).
 
+    With an ``Adaptive`` pattern the means of q and k choose the blocks; it takes no documents, cache or ``config``.
     ``num_kv_heads`` (default: ``num_heads``) must divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``.
     ``group``, ``scheme``, ``layout``, ``backend`` and ``execution`` are those of ``ringlab.attention``: over a
     ProcessGroup or 1-D mesh, x is this rank's shard of the sequence. The weights are replicated then, and their
@@ -59,7 +62,7 @@ class MultiheadAttention(nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        pattern: Pattern,
+        pattern: Pattern | PerHead | Adaptive,
         *,
         num_kv_heads: int | None = None,
         bias: bool = True,
@@ -81,8 +84,11 @@ class MultiheadAttention(nn.Module):
         check_unknown("MultiheadAttention", refused, REFUSED)
         embed_dim, num_heads = check_int("embed_dim", embed_dim, most=LARGEST), check_int("num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
-        if not isinstance(pattern, Pattern | PerHead):
+        if not isinstance(pattern, KINDS):
             raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
+        chosen = scheme, layout, execution, config
+        if isinstance(pattern, Adaptive) and chosen != ("auto", "contiguous", DEFAULT, None):
+            raise ValueError("an Adaptive pattern takes no scheme, layout, execution or config: it has one of each")
         if embed_dim % num_heads or num_heads % num_kv_heads:
             wanted = "num_heads must divide embed_dim and num_kv_heads num_heads"
             raise ValueError(f"{wanted}, got {embed_dim}, {num_heads}, {num_kv_heads}")
@@ -206,6 +212,9 @@ class MultiheadAttention(nn.Module):
         projected = ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
         q, k, v = (proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected)  # (b, n, h, d), (b, n, h_kv, d)
         options = self.options | asked
+        adaptive = isinstance(self.pattern, Adaptive)
+        if adaptive and any(x is not None for x in (cache, asked["cu_seqlens"], asked["lengths"])):
+            raise NotImplementedError("an Adaptive pattern takes no cache, cu_seqlens or lengths")
         if cache is not None:  # it knows its group, and x is whole on every rank
             options |= {"group": None, "scheme": "auto", "layout": "contiguous"}
         if self.rotary_base is not None:
@@ -214,6 +223,9 @@ class MultiheadAttention(nn.Module):
             else:
                 where = (torch.tensor(cache.lengths)[:, None] + torch.arange(x.shape[1])).to(x.device)  # (b, n)
             q, k = (rotary(t, where, self.rotary_base) for t in (q, k))
+        if adaptive:
+            how = {name: options[name] for name in ("causal", "backend", "group")}
+            return self.out_proj(adaptive_attention(q, k, v, self.pattern, **how).flatten(2))
         options = options if self.auto is None else self.auto.fill(options, self.pattern, q, k)
         return self.out_proj(attention(q, k, v, self.pattern, cache=cache, **options).flatten(2))
 
@@ -320,7 +332,15 @@ class DecoderBlock(nn.Module):
     those of ``MultiheadAttention``. Called with x (b, n, embed_dim) and ``cu_seqlens``, ``lengths`` or ``cache``.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, pattern: Pattern, *, hidden_dim: int | None = None, **options):
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: Pattern | PerHead | Adaptive,
+        *,
+        hidden_dim: int | None = None,
+        **options,
+    ):
         super().__init__()
         made = {"device": options.get("device"), "dtype": options.get("dtype")}
         hidden_dim = embed_dim * 8 // 3 if hidden_dim is None else check_int("hidden_dim", hidden_dim)
@@ -355,7 +375,7 @@ class LanguageModel(nn.Module):
     ):  # fmt: skip
         super().__init__()
         vocabulary, num_layers = check_int("vocabulary", vocabulary), check_int("num_layers", num_layers)
-        patterns = [pattern] * num_layers if isinstance(pattern, Pattern | PerHead) else list(pattern)
+        patterns = [pattern] * num_layers if isinstance(pattern, KINDS) else list(pattern)
         if len(patterns) != num_layers:
             raise ValueError(f"pattern must be one, or {num_layers} for the layers, got {len(patterns)}")
         made = {"device": options.get("device"), "dtype": options.get("dtype")}

@@ -36,10 +36,10 @@ class Busy(RuntimeError):
 
 
 class Store:
-    """Appends rows to ``folder``/samples.jsonl, one writer at a time; creates the folder, or raises OSError."""
+    """Appends rows to a file of ``folder``, one writer at a time; creates the folder, or raises OSError."""
 
-    def __init__(self, folder: Path | str):
-        self.path = Path(folder) / NAME
+    def __init__(self, folder: Path | str, name: str = NAME):
+        self.path = Path(folder) / name
 
     def __enter__(self) -> Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
