@@ -12,6 +12,8 @@ PYTHON      ?= python3
 NOENV       ?=
 TORCH_INDEX ?=
 PEERS       ?=
+QUALITY     ?=
+MINUTES     ?=
 
 WITH_PEERS := $(if $(filter-out 0,$(PEERS)),peers)
 
@@ -64,12 +66,13 @@ endif
 .PHONY: help report compare check pdf test lab profiles env lint clean
 
 help:  ## list the targets
-	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [PEERS=1] [ARGS=...]"
+	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [PEERS=1] [QUALITY=1] [ARGS=...]"
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 
 # Reports are no make targets: an unfinished one must neither be deleted nor look up to date, so the driver decides.
-report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: no rehearsal; PEERS=1: other packages too)
+report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: no rehearsal; PEERS=1: other packages too; QUALITY=1: train small models first, MINUTES=45 at most)
 	$(call needs,[report$(WITH_PEERS:%=$(COMMA)%)],torch $(if $(WITH_PEERS),local_attention ring_attention_pytorch))
+	@$(if $(filter-out 0,$(QUALITY)),$(PY) -m ringlab quality $(PROFILE_ARG) $(if $(MINUTES),--minutes "$(MINUTES)"))
 	@$(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
 
 pdf: $(READY)  ## print the reports that are there to PDF, beside the HTML (needs Chromium; CHROMIUM=/path/to/chrome)

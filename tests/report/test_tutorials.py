@@ -70,6 +70,13 @@ def test_measure_it_yourself(run):
     assert len(told["results"]) == 6 and "dense, twice the length" in told["lines"]
 
 
+def test_which_attention_learns(run):
+    told = run("06-which-attention-learns", scale=0.02)
+    assert told["reach"][128] == 1 and told["reach"][508] == 0, "four layers of three blocks of 16"
+    assert [*told["recall"].index] == [*told["reach"]] == [*told["counts"].index]
+    assert told["trained"]["losses"][-1] < told["trained"]["losses"][0] and len(plt.get_fignums()) == 1
+
+
 def test_ranks(run):
     told = run("03-ranks", seq_len=1024)
     assert max(told["differences"].values()) < 1e-5

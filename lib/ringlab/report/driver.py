@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__, hardware, measure
-from ..measure import provenance
+from ..measure import provenance, quality
 from . import index, render
 from .first_screen import first_screen
 from .places import Plan, ReportError, home, locked, note, plan
@@ -25,6 +25,7 @@ from .study import Study, read_study
 # last.
 REPORTS = {d.report: d.suite for d in DOCUMENTS.values()} | {
     "landscape": "landscape",
+    "quality": "",
     "claims": "",
 }
 # Suites whose rows a report shows in an appendix.
@@ -52,8 +53,10 @@ def run(
     complete run, or with ``force``. Raises UsageError and ReportError with messages of one line.
     """
     reports = home() / "reports" if reports is None else Path(reports)
-    sources = [home() / "notebooks" / f"{n}.ipynb" for n in REPORTS] if notebooks is None else notebooks
     asked = plan(name, machine or hardware.detect(), reports, strict=strict)
+    trained = (reports / asked.folder / "data" / quality.NAME).is_file()  # this command trains nothing
+    names = [n for n in REPORTS if n != "quality" or trained]
+    sources = [home() / "notebooks" / f"{n}.ipynb" for n in names] if notebooks is None else notebooks
     pages = Pages(asked, reports / asked.folder, sources, notebooks is None, cell_timeout_s)
     if asked.why:
         kind = "rehearsal on this CPU" if asked.rehearsal else "showing the rows recorded elsewhere"
@@ -177,7 +180,8 @@ class Pages:
         code = provenance.code_hash(package.rglob("*.py"), package)
         said = json.dumps([study.origin, torch.__version__, sys.version, *versions, code, self.given])
         other = (p for p in package.rglob("*") if p.suffix in {".toml", ".j2", ".css", ".json"})
-        return _digest(said, [self.data / "samples.jsonl", *self.notebooks, *sorted(other)])
+        rows = [p for p in (self.data / "samples.jsonl", self.data / quality.NAME) if p.is_file()]
+        return _digest(said, [*rows, *self.notebooks, *sorted(other)])
 
     def _made(self) -> str:
         """Digest of the pages that are there, so that one edited or removed by hand is written again."""

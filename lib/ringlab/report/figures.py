@@ -144,20 +144,25 @@ def lines(
         return fig
 
 
-def panels(each: dict[str, dict], *, xlabel: str, colors: Mapping[str, str], dashed: Sequence[str] = ()):
-    """Panels one above the other over the same x, by their ylabel, each of ``lines``.
+def panels(
+    each: dict[str, dict], *, xlabel: str, colors: Mapping[str, str], dashed: Sequence[str] = (), linear: bool = False
+):
+    """Panels one above the other over the same x, by their ylabel, each of ``lines``; ``linear``: in y.
 
     As in matplotlib's legends, a name that begins with "_" is not shown.
     """
     with drawing(**{"axes.grid": True}):
-        fig, axes = plt.subplots(len(each), 1, figsize=(WIDTH, 2.5 * len(each)))
+        fig, axes = plt.subplots(len(each), 1, figsize=(WIDTH, 2.5 * len(each)), squeeze=False)
+        axes = axes[:, 0]
         for ax, (ylabel, series) in zip(axes, each.items()):
-            _draw(ax, ylabel, series, colors, dashed)
+            _draw(ax, ylabel, series, colors, dashed, linear)
         axes[-1].set_xlabel(xlabel)
         return fig
 
 
-def _draw(ax, ylabel: str, series: dict, colors: Mapping[str, str], dashed: Sequence[str] = ()) -> None:
+def _draw(
+    ax, ylabel: str, series: dict, colors: Mapping[str, str], dashed: Sequence[str] = (), linear: bool = False
+) -> None:
     ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
     ends = []
     for (name, points), marker in zip(series.items(), cycle(MARKERS)):
@@ -171,11 +176,12 @@ def _draw(ax, ylabel: str, series: dict, colors: Mapping[str, str], dashed: Sequ
         if not name.startswith("_"):
             ends.append((x[-1], y[-1], name, color))
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    ax.set_yscale("linear" if linear else "log")
     ticks = _apart(sorted({p[0] for points in series.values() for p in points}))
     ax.set_xticks(ticks, [tokens(t) for t in ticks])
-    low, high = ax.get_ylim()
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
+    if not linear:
+        low, high = ax.get_ylim()
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
     ax.autoscale_view()  # or positions were of the axes before

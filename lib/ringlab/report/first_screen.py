@@ -13,12 +13,14 @@ from statistics import quantiles
 from ..advise import Advice, advise, ladder
 from ..estimate import longest
 from ..hardware import Profile
+from ..measure import quality as trainings
 from ..measure import suites
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
 from . import figures
 from .documents import landscape as field
+from .documents import quality
 from .documents.session import percent
 from .figures import Figure
 from .findings import trust_line
@@ -65,7 +67,8 @@ def first_screen(study: Study) -> FirstScreen:
     measured = not study.rehearsal and bool(field.ranked(study))
     bounded = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)
                and a.fits is not False and a.proposals[0].bound_s}  # fmt: skip
-    lines = [fastest(study) if measured else _roofline(bounded), _memory(study, most), _call(known), _trust(study)]
+    lines = [fastest(study) if measured else _roofline(bounded), _memory(study, most), *_learned(study), _call(known),
+             _trust(study)]  # fmt: skip
     found = [_measured_figure(study)] if measured else []
     if bounded:
         there = replace(study.profile, memory_bytes=study.memory_bytes)
@@ -77,6 +80,12 @@ def first_screen(study: Study) -> FirstScreen:
         found,
         [_overview(study, n, advised) for n in OVERVIEW if n in LENGTHS],
     )
+
+
+def _learned(study: Study) -> list[str]:
+    """What was found of recall and text, where small models were trained."""
+    rows = quality.Quality(study.profile.name, trainings.read(study.folder))
+    return quality.lines(rows)[:1] if rows.rows else []
 
 
 def _device(study: Study) -> str:

@@ -1,0 +1,430 @@
+"""Which attention learns: small models that differ in their attention alone, scored on held-out sequences."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+
+from ... import hardware
+from ...adaptive import Adaptive
+from ...block_patterns import PerHead
+from ...kv_cache import cache_bytes
+from ...measure import learning
+from ...measure import quality as suite
+from ...measure.tasks import TASKS, distances
+from .. import figures
+from ..columns import Column, table
+from ..places import data_folder
+from ..tables import DASH, Cell, Table, Text, number, size, some
+from ..theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
+
+__all__ = ["answer", "frontier", "failures", "learning_figure", "limits", "open_quality", "provenance", "reach_table",
+           "recall_figure"]  # fmt: skip
+COLORS = {
+    "Dense": GREY, "Window": BLUE, "LongNet": PURPLE, "Local and global": GREEN, "BigBird": ORANGE,
+    "Hierarchical": RED, "Adaptive": INK, "Window, first layer dense": SKY, "Window, last layer dense": BLUE,
+    "LongNet and window": PURPLE,
+}  # fmt: skip
+MIXED = ("Window, first layer dense", "Window, last layer dense", "LongNet and window")
+STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 95 %, by the number of seeds
+RECALLED = 0.5  # accuracy from which a distance counts as recalled
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over seeds with its 95 % interval by Student's t; without one for a single seed."""
+
+    value: float
+    half: float | None
+
+    @classmethod
+    def of(cls, values: list[float]) -> Mean:
+        few = len(values)
+        half = STUDENT.get(few, 2.0) * statistics.stdev(values) / math.sqrt(few) if few > 1 else None
+        return cls(statistics.fmean(values), half)
+
+    def cell(self, scale: float = 1.0) -> Cell:
+        low = "" if self.half is None else f"± {number(self.half * scale, 2)}"
+        return Cell(number(self.value * scale), low)
+
+
+@dataclass
+class Quality:
+    """The rows of a profile: trainings and timed steps."""
+
+    profile: str
+    rows: list[dict]
+
+    def trained(self, task: str, pattern: str) -> list[dict]:
+        found = [r for r in self.rows if r["kind"] == "trained" and r["status"] == "ok"]
+        mine = [r for r in found if (r["definition"]["task"], r["definition"]["pattern"]) == (task, pattern)]
+        return sorted(mine, key=lambda r: r["definition"]["seed"])
+
+    def score(self, task: str, pattern: str, of: Callable[[dict], float | None], seq: int | None = None) -> Mean | None:
+        """The mean over seeds of a number of the last held-out scores at ``seq`` tokens (default: the longest)."""
+        found = []
+        for row in self.trained(task, pattern):
+            ended = [s for s in row["scores"] if s["ended"] and seq in (None, s["seq"])]
+            if ended and (x := of(ended[-1])) is not None:
+                found.append(x)
+        return Mean.of(found) if found else None
+
+    def over_dense(self, task: str, pattern: str, name: str, seq: int | None = None) -> Mean | None:
+        """The mean over seeds of a score minus that of dense attention with the same seed."""
+
+        def by_seed(one: str) -> dict[int, float]:
+            ended = {r["definition"]["seed"]: [s for s in r["scores"] if s["ended"] and seq in (None, s["seq"])]
+                     for r in self.trained(task, one)}  # fmt: skip
+            return {seed: some[-1][name] for seed, some in ended.items() if some}
+
+        mine, dense = by_seed(pattern), by_seed("Dense")
+        both = [mine[seed] - dense[seed] for seed in mine.keys() & dense.keys()]
+        return Mean.of(both) if both else None
+
+    def step(self, task: str, pattern: str, seq: int) -> float | None:
+        """Seconds of training for a token."""
+        for r in self.rows:
+            if r["kind"] == "timed" and (r["task"], r["pattern"], r["seq"]) == (task, pattern, seq):
+                return statistics.median(r["seconds"]) / (r["seq"] * r["batch"])
+        return None
+
+    @property
+    def patterns(self) -> list[str]:
+        there = {r["definition"]["pattern"] for r in self.rows if r["kind"] == "trained"}
+        return [name for name in COLORS if name in there]
+
+    @property
+    def tasks(self) -> list[str]:
+        there = {r["definition"]["task"] for r in self.rows if r["kind"] == "trained"}
+        return [name for name in TASKS if name in there]
+
+    @property
+    def kind(self) -> str:
+        return self.rows[0]["origin"]["device"]
+
+    @property
+    def sizes(self) -> learning.Sizes:
+        return learning.SIZES[self.kind]
+
+    def farthest(self, task: str, pattern: str) -> int | None:
+        """The longest distance up to which more than half of the answers are right."""
+        found = None
+        for end in self.ends(task):
+            right = self.score(task, pattern, lambda s, end=end: s["by_distance"][str(end)][1])
+            if right is None or right.value < RECALLED:
+                return found
+            found = end
+        return found
+
+    def ends(self, task: str) -> list[int]:
+        """The ends of the ranges of distances of the longest sequences."""
+        rows = next((rows for p in self.patterns if (rows := self.trained(task, p))), None)
+        return sorted(int(end) for end in rows[0]["scores"][-1]["by_distance"]) if rows else []
+
+    def learned(self, pattern: str) -> list[tuple[float, float | None, float]]:
+        """(tokens, seconds, bits a byte) of text at each score, means over seeds; None where no step was timed."""
+        rows, found = self.trained("text", pattern), []
+        for scores in zip(*(r["scores"] for r in rows)):
+            tokens = scores[0]["tokens"]
+            found.append((tokens, self._seconds(pattern, tokens), statistics.fmean(s["bits"] for s in scores)))
+        return found
+
+    def _seconds(self, pattern: str, tokens: int) -> float | None:
+        total = 0.0
+        for seq, batch, steps in self.sizes.phases["text"]:
+            some = min(tokens, seq * batch * steps)
+            each = self.step("text", pattern, seq)
+            if each is None:
+                return None
+            total, tokens = total + some * each, tokens - some
+            if not tokens:
+                return total
+        return total
+
+
+def open_quality(profile: str = "auto", data: str = "") -> Quality:
+    """The rows of a profile, or of a folder; FileNotFoundError as ``open_study``."""
+    name = hardware.match(hardware.detect()) if profile == "auto" else profile
+    return Quality(name, suite.read(Path(data) if data else data_folder(name)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the finding
+
+
+def answer(q: Quality) -> Text:
+    """What recalls how far, what reads text best, what to use, how sure that is."""
+    return Text([line for line in (*lines(q), _trust(q)) if line], kind="answer")
+
+
+def lines(q: Quality) -> list[str]:
+    """The findings, for the page and for the index."""
+    return [line for line in (_recall_line(q), _text_line(q)) if line]
+
+
+def _recall_line(q: Quality) -> str:
+    if not (ends := q.ends("recall")):
+        return ""
+    by_reach: dict[int, list[str]] = {}
+    for pattern in q.patterns:
+        if q.trained("recall", pattern):
+            by_reach.setdefault(q.farthest("recall", pattern) or 0, []).append(pattern)
+    said = [f"{', '.join(names)} {f'up to {end:,} tokens' if end else 'at no distance'}"
+            for end, names in sorted(by_reach.items(), reverse=True)]  # fmt: skip
+    steps = {p: t for p in by_reach.get(ends[-1], ()) if (t := q.step("text", p, _longest(q)))}
+    use = ""
+    if steps:
+        quick = min(steps, key=steps.get)
+        use = f" **Use {quick} where an answer may lie anywhere**: of those that reach all, its training step takes "
+        use += f"least at {_longest(q):,} tokens."
+    return f"**Recall**: more than half of what was written is recalled by {'; '.join(said)}.{use}"
+
+
+def _longest(q: Quality) -> int:
+    return max(seq for seq, *_ in q.sizes.phases["text"])
+
+
+def _text_line(q: Quality, seq: int = 4096) -> str:
+    dense = q.score("text", "Dense", lambda s: s["bits"], seq)
+    if dense is None:
+        return ""
+    worse, better, alike = [], [], []
+    for pattern in q.patterns:
+        off = q.over_dense("text", pattern, "bits", seq)
+        if pattern != "Dense" and off is not None:
+            apart = off.half is not None and abs(off.value) > off.half
+            (alike if not apart else worse if off.value > 0 else better).append((pattern, off.value))
+    said = f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens"
+    said += f"; within noise of it: {', '.join(p for p, _ in alike)}" if alike else ""
+    said += "".join(f"; {word}: {', '.join(f'{p} ({off:+.3f})' for p, off in found)}"
+                    for word, found in (("worse", worse), ("better", better)) if found)  # fmt: skip
+    return f"{said}."
+
+
+def _trust(q: Quality) -> str:
+    trained = [r for r in q.rows if r["kind"] == "trained"]
+    seeds = {r["definition"]["seed"] for r in trained}
+    wanted = len(suite.runs(q.sizes))
+    count = f"{len(trained)} of {wanted} trainings, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    return (
+        f"**Trust**: {count}; models of one seed begin with the same weights, read the same tokens and differ in "
+        "attention alone. ± is a 95 % interval over seeds. Models are tiny: "
+        f"{q.sizes.layers} layers of {q.sizes.dim}, trained for seconds; large ones may rank otherwise."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# recall over distance
+
+
+def recall_figure(q: Quality) -> Text | None:
+    """Accuracy over the distance at which the answer lies, for recall and copying."""
+    each, told = {}, []
+    for task in ("recall", "copy"):
+        if not (ends := q.ends(task)):
+            continue
+        series = {}
+        for pattern in q.patterns:
+            points = []
+            for end in ends:
+                right = q.score(task, pattern, lambda s, end=end: s["by_distance"][str(end)][1])
+                if right is not None:
+                    half = right.half
+                    low, high = (None, None) if half is None else (right.value - half, right.value + half)
+                    points.append((end, 100 * right.value, low and 100 * max(0, low), high and 100 * min(1, high)))
+            if points:
+                series[pattern] = points
+                told.append(f"{TASKS[task].title}, {pattern}: {number(points[-1][1], 2)} % at {ends[-1]:,}")
+        each[f"{TASKS[task].title}: right answers (%)"] = series
+    if not each:
+        return Text(["No model was trained on recall or copying."])
+    fig = figures.panels(each, xlabel="Distance of the answer (tokens)", colors=COLORS, dashed=MIXED, linear=True)
+    caption = "A window loses what lies beyond its reach, whatever was trained; patterns with far keys do not have to."
+    figures.show(fig, "quality-recall", caption, f"{caption} {'; '.join(told)}.", scores(q))
+    return None
+
+
+def scores(q: Quality) -> Table:
+    """Accuracy by pattern and range of distances."""
+    ends = q.ends("recall")
+    columns = [Column("Pattern", lambda p: p)]
+    for end in ends:
+
+        def show(p, end=end):
+            right = q.score("recall", p, lambda s: s["by_distance"][str(end)][1])
+            return right and right.cell(100)
+
+        columns.append(Column(f">Up to {end:,} (%)", show))
+    return table("Data: associative recall by distance", columns, [p for p in q.patterns if q.trained("recall", p)])
+
+
+@cache
+def connected(device: str, task: str, pattern: str) -> dict[int, float] | None:
+    """Of each range of distances, the part of (query, key) pairs that the layers together connect; None by content.
+
+    A key counts as seen if it or its successor is, of which the embedding shows the token before.
+    """
+    sizes = learning.SIZES[device]
+    run = learning.Run(task, pattern, 0, sizes)
+    n = run.phases[-1][0]
+    reached, at = torch.eye(n, dtype=torch.bool), torch.arange(n)
+    causal = at[:, None] >= at
+    for layer in run.layers(n):
+        if isinstance(layer, Adaptive):
+            return None
+        seen = torch.zeros(n, n, dtype=torch.bool)
+        for head in range(sizes.heads):
+            seen |= layer.multiplicity(at, at, n=n, head=head, heads=sizes.heads) > 0
+        step = (seen & causal | torch.eye(n, dtype=torch.bool)).float()
+        reached = (step @ reached.float()) > 0
+    reached[:, :-1] |= reached[:, 1:]
+    apart, found, before = at[:, None] - at, {}, 0
+    for end in distances(n, {"recall": 8, "copy": 16}[task]):
+        mine = (apart > before) & (apart <= end)
+        found[end] = float(reached[mine].float().mean())
+        before = end
+    return found
+
+
+def reach_table(q: Quality) -> Table:
+    """Which part of the pairs the layers connect, predicted from the pattern, beside what was recalled."""
+    ends = q.ends("recall")
+
+    def reach(p: str) -> Cell:
+        found = connected(q.kind, "recall", p)
+        if found is None:
+            return Cell("chosen by content")
+        whole, part = (max(takewhile(lambda end, least=least: found[end] > least, found), default=0)
+                       for least in (0.95, 0.01))  # fmt: skip
+        return Cell(f"{whole:,}", f"in part {part:,}" if part > whole else "")
+
+    return table(
+        "How far information can travel through all layers, and how far models recalled",
+        [Column("Pattern", lambda p: p), Column("Each layer", lambda p: _layers(q, p)),
+         Column(">Predicted (tokens)", reach),
+         Column(">Recalled (tokens)", lambda p: f"{x:,}" if (x := q.farthest("recall", p)) else DASH)],
+        [p for p in q.patterns if q.trained("recall", p)],
+        note=f"Sequences of {q.sizes.phases['recall'][-1][0]:,} tokens. Predicted: the longest distance up to which at "
+        "least 95 % of the pairs are connected, through any layers; in part: some of them. Recalled: the longest at "
+        f"which more than half of the answers are right. The longest range ends at {ends[-1] if ends else 0:,}.",
+    )  # fmt: skip
+
+
+def _layers(q: Quality, pattern: str) -> str:
+    run = learning.Run("recall", pattern, 0, q.sizes)
+    names = list(dict.fromkeys(map(str, run.layers(run.phases[-1][0]))))
+    return " and ".join(names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# quality beside time
+
+
+def learning_figure(q: Quality) -> Text | None:
+    """Bits a byte of held-out text over the tokens and over the seconds of training."""
+    found = {p: q.learned(p) for p in q.patterns if q.trained("text", p)}
+    if not found:
+        return Text(["No model was trained on text."])
+    each = {"Held-out bits a byte over tokens": {p: [(t, b, None, None) for t, _, b in x] for p, x in found.items()}}
+    fig = figures.panels(each, xlabel="Tokens of training", colors=COLORS, dashed=MIXED, linear=True)
+    last = {p: x[-1][2] for p, x in found.items()}
+    low, high = min(last, key=last.get), max(last, key=last.get)
+    caption = f"Text: the models end between {last[low]:.2f} ({low}) and {last[high]:.2f} ({high}) bits a byte."
+    lines_ = [(p, t, s, b) for p, x in found.items() for t, s, b in x]
+    data = table(
+        "Data: held-out bits a byte over tokens and seconds",
+        [Column("Pattern", lambda x: x[0]), Column(">Tokens", lambda x: x[1]),
+         Column(">Seconds", lambda x: x[2] and number(x[2])), Column(">Bits a byte", lambda x: number(x[3]))],
+        lines_, note="Seconds: tokens times the time of a step of training for each of them, measured apart.",
+    )  # fmt: skip
+    figures.show(fig, "quality-text", caption, caption, data)
+    return None
+
+
+def at_time(q: Quality, pattern: str, seconds: float) -> float | None:
+    """Bits a byte of text after ``seconds`` of training, between two scores by a straight line."""
+    points = [(s, b) for _, s, b in q.learned(pattern) if s is not None]
+    for (s0, b0), (s1, b1) in zip(points, points[1:]):
+        if s0 <= seconds <= s1:
+            return b0 + (b1 - b0) * (seconds - s0) / (s1 - s0)
+    return None
+
+
+def frontier(q: Quality) -> Table:
+    """What each pattern reaches, what it costs, and what it reaches in the time of the fastest."""
+    longest = _longest(q)
+    ends = {p: t for p in q.patterns if (x := q.learned(p)) and (t := x[-1][1]) is not None}
+    budget = min(ends.values(), default=None)
+
+    def right(task: str) -> Callable:
+        return lambda p: (m := q.score(task, p, lambda s: s["accuracy"])) and m.cell(100)
+
+    def bits(seq: int) -> Callable:
+        return lambda p: (m := q.score("text", p, lambda s: s["bits"], seq)) and m.cell()
+
+    def cached(p: str) -> str | None:
+        made, total = learning.Run("text", p, 0, q.sizes).layers(longest), 0
+        for layer in made:
+            if isinstance(layer, Adaptive | PerHead):
+                return None
+            how = {"batch": 1, "heads": q.sizes.heads, "head_dim": q.sizes.dim // q.sizes.heads}
+            total += cache_bytes(layer, max_seq_len=longest, dtype=torch.float32, **how)
+        return size(total)
+
+    timed = [(s, f">Step, {s:,} (µs a token)") for s in (4096, longest)]
+    return table(
+        "Quality and cost",
+        [Column("Pattern", lambda p: p), Column(">Recall (%)", right("recall")), Column(">Copying (%)", right("copy")),
+         Column(">Lists (%)", right("lists")), Column(">Bits a byte, 4,096", bits(4096)),
+         Column(f">Bits a byte, {longest:,}", bits(longest)),
+         *(Column(name, lambda p, s=s: (t := q.step("text", p, s)) and number(t * 1e6)) for s, name in timed),
+         Column(">Cache", cached),
+         Column(">Bits a byte at equal time", lambda p: budget and (b := at_time(q, p, budget)) and number(b))],
+        q.patterns,
+        note="All models have the same parameters, tokens and steps. Recall, copying, lists: right answers over all "
+        f"distances. Cache: K/V of all layers at {longest:,} tokens, where one is there for the pattern. Equal time: "
+        f"after {number(budget) if budget else DASH} s of training on text, when the fastest is done.",
+    )  # fmt: skip
+
+
+def limits(q: Quality) -> Text:
+    """What such small models cannot tell."""
+    return Text([
+        f"How models of a real size rank: these have {q.sizes.layers} layers of {q.sizes.dim} and saw few tokens.",
+        "What an attention could learn if trained longer: a task that is not learned here may be learned later. "
+        "What cannot be connected (the table of reach) is never learned.",
+        f"Text at {_longest(q):,} tokens: a few steps alone were trained at that length.",
+        "Other sizes of windows and blocks: every sparse pattern shows about 2.5 blocks of keys.",
+    ], bullets=True)  # fmt: skip
+
+
+def failures(q: Quality) -> Table | None:
+    """Trainings that did not end."""
+    failed = [r for r in q.rows if r["kind"] == "trained" and r["status"] != "ok"]
+    if not failed:
+        return None
+    named = [[r["definition"][x] for x in ("task", "pattern", "seed")] for r in failed]
+    lines_ = [[*map(str, name), Cell(r["status"], kind="bad"), r["reason"]] for name, r in zip(named, failed)]
+    return Table(f"{len(failed)} trainings have no result", ["Task", "Pattern", "Seed", "Status", "Reason"], lines_,
+                 folded=True)  # fmt: skip
+
+
+def provenance(q: Quality) -> Table:
+    """Where the rows come from."""
+    origins = [r["origin"] for r in q.rows]
+    names = {"commit": "Commit", "code": "Training (hash of its code)", "engine": "Engine (hash of its code)",
+             "device_name": "Device", "threads": "Threads", "torch": "torch", "python": "Python",
+             "machine": "Machine (salted id)"}  # fmt: skip
+    found = [[title, ", ".join(sorted({str(o.get(key)) for o in origins}))] for key, title in names.items()]
+    times = sorted(o["utc"] for o in origins)
+    texts = {f"{kind} {digest}" for o in origins for kind, digest in o["text"].items()}
+    found += [["Rows written (UTC)", f"{times[0]} to {times[-1]}"], ["Text (digests)", some(sorted(texts))],
+              ["CPU time of all trainings", f"{sum(r.get('cpu_s', 0) for r in q.rows) / 60:.0f} min"]]  # fmt: skip
+    return Table("Where these rows come from", ["What", "Value"], found, folded=True)
