@@ -25,8 +25,8 @@ SAID = {
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
     "overview_note": "Use LongNet's pattern with segments from 2,048 tokens on: the rule of its paper. It is chosen by "
-    "speed; what models recall with which pattern stands below, where measured. Shown: its forward time (≥ is "
-    "a computed lower bound; real calls take longer, see Trust), and whether it fits in memory, forward and in training.",
+    "speed; what models recall with which pattern stands below, where measured. Shown: its forward time (≥ is a "
+    "computed lower bound; real calls take longer, see Trust), and whether it fits in memory, forward and in training.",
     "columns": ("Report", "Answer", "Files"),
 }
 
