@@ -28,7 +28,7 @@ from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
 from .ring.comm import Steps, Traffic, Wait
-from .ring.exchange import rows_needed
+from .ring.exchange import on_hosts, rows_moved
 from .ring.group import check_merge, check_one_device
 from .ring.layout import layout_named
 from .ring.rank import rank_of
@@ -213,10 +213,10 @@ def _largest(problem: Problem) -> set[int]:
 
     One of these holds most, to within the few rows by which shards and messages differ.
     """
-    sizes, needed = problem.layout.sizes, rows_needed(problem)
+    sizes, moved = problem.layout.sizes, rows_moved(problem)
     if len(sizes) <= FEW_RANKS or max(sizes) - min(sizes) > 1:
         return set(range(len(sizes)))
-    received, sent = list(map(sum, needed)), list(map(sum, zip(*needed)))
+    received, sent = list(map(sum, moved)), list(map(sum, zip(*moved)))
     both = list(map(sum, zip(received, sent)))
     # The last but one of a causal ring holds messages to pass on, the last one none.
     return {0, len(sizes) - 2, len(sizes) - 1, *(each.index(max(each)) for each in (sizes, received, sent, both))}
@@ -231,7 +231,8 @@ MOST_RANKS = 128  # of dense attention a run has a few calls for each pair of ra
 class MetaCall:
     """All of a call of attention but its length, checked; ``at`` runs it without data.
 
-    ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU.
+    ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU. ``hosts``: a
+    number for the machine of each rank; () for one machine.
     """
 
     pattern: Pattern
@@ -248,6 +249,7 @@ class MetaCall:
     backend: str | tuple[str, ...] = "auto"
     execution: Execution = DEFAULT
     profile: hardware.Profile | str | None = None
+    hosts: tuple[int, ...] = ()
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in ("batch", "heads", "kv_heads", "head_dim", "ranks")}
@@ -267,6 +269,8 @@ class MetaCall:
             raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(self.execution)}")
         if not isinstance(self.profile, hardware.Profile | None):
             raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(self.profile)}")
+        if len(self.hosts) not in (0, self.ranks):
+            raise ValueError(f"hosts must be a number for each of {self.ranks} ranks, got {short_repr(self.hosts)}")
         check_choice("passes", self.passes, cost.PASSES)
         check_bool("causal", self.causal)
         if self.ranks == 1:
@@ -369,7 +373,7 @@ class MetaCall:
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
-        return problem, scheme
+        return on_hosts(problem, scheme, tuple(self.hosts)), scheme
 
     def on_rank(self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None) -> MetaRun:
         """One rank of several, alone."""
