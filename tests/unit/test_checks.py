@@ -42,7 +42,9 @@ def test_integers_of_every_kind_are_taken_as_pythons(kind):
     assert checks.is_int(kind(1)) and not checks.is_int(kind(0)) and checks.is_real(-1.5) and not checks.is_real(True)
     pattern = ringlab.BlockSparse([blocks.Window(kind(1)), blocks.Random(kind(2), kind(0))], kind(8))
     assert json.loads(json.dumps(pattern.to_dict()))["block_size"] == 8 and pattern.density(kind(64)) <= 1
-    assert str(Simulated(kind(4))) == "Simulated(ranks=4)" and Dilated([kind(4)], [kind(2)]) == Dilated([4], [2])
+    assert str(Simulated(kind(4), kind(2))) == "Simulated(ranks=4, machines=2)" and Dilated(
+        [kind(4)], [kind(2)]
+    ) == Dilated([4], [2])
     assert ringlab.Ladder((kind(8), kind(4))).tiles == (8, 4)
     assert str(ring.hilbert(kind(4), kind(8), kind(2)).grid) == "(4, 8)"
     assert repr(ring.uneven([kind(3), kind(4)])) == repr(ring.uneven([3, 4]))

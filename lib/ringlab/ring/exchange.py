@@ -393,7 +393,7 @@ def rows_moved(problem: Problem) -> list[list[int]]:
     """
     ranks, needed = range(problem.layout.ranks), rows_needed(problem)
     found = [list(row) for row in needed]
-    for mates, source in product({problem.mates(rank) for rank in ranks} if problem.hosts else (), ranks):
+    for mates, source in product({problem.mates(rank) for rank in ranks}, ranks):
         asking = tuple(to for to in mates if source not in mates and needed[to][source])
         if len(asking) > 1:
             for to in asking:
@@ -469,16 +469,16 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     >>> plan_rank(Problem(Dilated([4, 16], [1, 4]), contiguous(16, 4), False, 4, 4), 0).received
     [0, 4, 4, 4]
     """
-    ranks, mates = range(problem.layout.ranks), problem.mates(rank)
-    routes, mates_of = cache(problem.routes), cache(problem.mates)
+    ranks, routes = range(problem.layout.ranks), cache(problem.routes)
 
     def rows(by: int, to: int, owner: int) -> tuple[StridedRows, ...]:
-        theirs = mates_of(to)
-        return problem.listed(routes((to,) if owner in theirs else theirs, owner).get((by, to), ()), owner)
+        """Of what ``to`` needs from ``owner``, the rows that ``by`` sends it."""
+        mates = problem.mates(to)
+        return problem.listed(routes((to,) if owner in mates else mates, owner).get((by, to), ()), owner)
 
     def passed(by: int, to: int) -> tuple[tuple[StridedRows, ...], ...]:
-        """By owner; nothing where the two are not mates."""
-        return tuple(rows(by, to, owner) if owner != by and by in mates and to in mates else () for owner in ranks)
+        mates = problem.hosts[by] == problem.hosts[to]
+        return tuple(rows(by, to, owner) if mates and owner != by else () for owner in ranks)
 
     receive, send = zip(*((rows(other, rank, other), rows(rank, other, rank)) for other in ranks))
     if not problem.hosts:
