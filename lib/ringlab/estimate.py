@@ -80,7 +80,7 @@ def estimate(pattern: Pattern, *, seq_len: int, network: Network | None = None, 
 
     Keywords: ``heads=8``, ``head_dim=64``, ``batch=1``, ``kv_heads`` (as many as heads), ``dtype=torch.float32``,
     ``passes="fwd"`` or "fwd+bwd", ``ranks=1``, ``hosts``, ``profile``; and ``causal``, ``scheme``, ``layout``,
-    ``backend`` and ``execution`` of ``ringlab.attention``.
+    ``exchange_dtype``, ``backend`` and ``execution`` of ``ringlab.attention``.
 
     ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
     here: ``MetaCall.kernel``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the

@@ -21,7 +21,7 @@ from . import cache as caches
 from . import cost, hardware, kernels, memory
 from .attention import DEFAULT
 from .block_patterns import BlockSparse
-from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, short_repr
+from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, is_int, short_repr
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
@@ -29,7 +29,7 @@ from .patterns import Pattern
 from .ring import Problem, choose
 from .ring.comm import Steps, Traffic, Wait
 from .ring.exchange import on_hosts, rows_moved
-from .ring.group import check_merge, check_one_device
+from .ring.group import check_exchange_dtype, check_merge, check_one_device
 from .ring.layout import layout_named
 from .ring.rank import rank_of
 from .ring.schemes import SCHEMES
@@ -232,7 +232,7 @@ class MetaCall:
     """All of a call of attention but its length, checked; ``at`` runs it without data.
 
     ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU. ``hosts``: a
-    number for the machine of each rank; () for one machine.
+    number for the machine of each rank; () for one machine. ``exchange_dtype``: as of ``ringlab.attention``.
     """
 
     pattern: Pattern
@@ -250,6 +250,7 @@ class MetaCall:
     execution: Execution = DEFAULT
     profile: hardware.Profile | str | None = None
     hosts: tuple[int, ...] = ()
+    exchange_dtype: torch.dtype | None = None
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in ("batch", "heads", "kv_heads", "head_dim", "ranks")}
@@ -269,12 +270,16 @@ class MetaCall:
             raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(self.execution)}")
         if not isinstance(self.profile, hardware.Profile | None):
             raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(self.profile)}")
-        if len(self.hosts) not in (0, self.ranks):
-            raise ValueError(f"hosts must be a number for each of {self.ranks} ranks, got {short_repr(self.hosts)}")
+        hosts = self.hosts
+        if not isinstance(hosts, tuple) or len(hosts) not in (0, self.ranks) or not all(is_int(i, 0) for i in hosts):
+            raise ValueError(
+                f"hosts must be a tuple of {self.ranks} numbers or of none, got {short_repr(hosts)}"
+            )
         check_choice("passes", self.passes, cost.PASSES)
         check_bool("causal", self.causal)
         if self.ranks == 1:
-            check_one_device(self.scheme, self.layout)
+            check_one_device(self.scheme, self.layout, self.exchange_dtype)
+        check_exchange_dtype(self.exchange_dtype, self.dtype)
 
     @property
     def device_type(self) -> str:
@@ -369,11 +374,12 @@ class MetaCall:
         """The problem of several ranks and its scheme, checked."""
         check_merge(self.execution, self.ranks)
         layout = layout_named(self.layout, n, self.ranks)
-        problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
+        shape = self.heads, self.kv_heads
+        problem = Problem(self.pattern, layout, self.causal, *shape, exchange_dtype=self.exchange_dtype)
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
-        return on_hosts(problem, scheme, tuple(self.hosts)), scheme
+        return on_hosts(problem, scheme, self.hosts), scheme
 
     def on_rank(self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None) -> MetaRun:
         """One rank of several, alone."""

@@ -130,7 +130,7 @@ def test_machines_that_change_nothing_are_no_part_of_a_problem():
     for machines, said in ((3, "4 ranks do not share 3 machines evenly"), (0, "machines must be a positive integer")):
         with pytest.raises(ValueError, match=said):
             Simulated(4, machines)
-    with pytest.raises(ValueError, match="hosts must be a number for each of 4 ranks"):
+    with pytest.raises(ValueError, match="hosts must be a tuple of 4 numbers or of none"):
         MetaCall(Dense(), ranks=4, hosts=(0, 1))
 
 

@@ -81,6 +81,7 @@ class Problem:
     """What is computed and which rank owns what: all that an exchange plan depends on.
 
     ``hosts``: a number for the machine of each rank; () where machines change nothing (see ``on_hosts``).
+    ``exchange_dtype``: of the rows of k and v on their way, None for theirs.
     """
 
     pattern: Pattern
@@ -89,16 +90,20 @@ class Problem:
     heads: int
     kv_heads: int
     hosts: tuple[int, ...] = ()
+    exchange_dtype: torch.dtype | None = None
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:  # a problem is part of the key of every plan that a call looks up
-        return hash((self.pattern, self.layout, self.causal, self.heads, self.kv_heads, self.hosts))
+        shape = self.heads, self.kv_heads, self.hosts, self.exchange_dtype
+        return hash((self.pattern, self.layout, self.causal, *shape))
 
     def check(self, scheme: str) -> None:
         """Raise ValueError if a scheme does not support the problem."""
+        if self.exchange_dtype is not None and scheme != "plan":
+            raise ValueError(f"exchange_dtype is for scheme 'plan' alone, got {scheme!r}")
         if isinstance(self.pattern, BlockSparse):
             self.pattern.count(self.layout.n)  # raises where the pattern does not fit
             if scheme in ("ring", "all_gather"):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import kernels
-from ..checks import check_choice, check_int, short_repr
+from ..checks import check_choice, check_float_dtype, check_int, short_repr
 from ..engine import Execution
 from ..engine.autograd import IN_GRAPHS, in_transform, is_followed, local_attention, positive_scale, without_autocast
 from ..engine.documents import Documents
@@ -201,6 +201,7 @@ def _fields(passes: str, problem: Problem, options: tuple) -> tuple[dict[str, st
     found = {
         "pass": passes, "pattern": str(problem.pattern), "layout": str(problem.layout), "causal": str(problem.causal),
         "heads": f"{problem.heads} / {problem.kv_heads}", "hosts": str(problem.hosts),
+        "exchange_dtype": str(problem.exchange_dtype),
     }  # fmt: skip
     found |= {name: str(value) for name, value in options}
     return found, digest(found)
@@ -258,19 +259,24 @@ _compiled: set[_Call] = set()  # the calls of compiled graphs
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # by name
 
 
-def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale: float, backend, execution: Execution):
+def attend(
+    q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale: float, backend, execution: Execution,
+    exchange_dtype: torch.dtype | None = None,
+):  # fmt: skip
     """out and lse for checked tensors: local shards over a group or 1-D mesh, whole ones over Simulated ranks."""
     compiling, simulated = torch.compiler.is_compiling(), isinstance(group, Simulated)
     options = {"causal": causal, "scale": scale, "backend": backend, "execution": execution}
     if compiling and (simulated or not IN_GRAPHS):
-        return torch.compiler.disable(attend)(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+        across = {"group": group, "scheme": scheme, "layout": layout, "exchange_dtype": exchange_dtype}
+        return torch.compiler.disable(attend)(q, k, v, pattern, **across, **options)
     if not compiling and (
         in_transform and in_transform() or getattr(forward_ad, "_current_level", -1) >= 0
     ):  # operators know neither
         raise NotImplementedError("attention over a group does not support torch.func or forward-mode derivatives")
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
     machines, group = group.machines if simulated else 1, Group.of(group)
-    shape, where = (*q.shape[1:3], k.shape[2]), (group.size, machines, group.process_group)
+    check_exchange_dtype(exchange_dtype, q.dtype)
+    shape, where = (*q.shape[1:3], k.shape[2]), (exchange_dtype, group.size, machines, group.process_group)
     about = shape, pattern, layout, scheme, causal, backend, execution, *where
     if compiling:
         name = _name_in_graph(*about)
@@ -288,7 +294,9 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     return layout.unshard([out]), layout.unshard([lse], 2)
 
 
-def attend_documents(q, k, v, pattern, documents: Documents, *, group, scheme: str, layout, **options):
+def attend_documents(
+    q, k, v, pattern, documents: Documents, *, group, scheme: str, layout, exchange_dtype=None, **options
+):
     """As ``attend`` for packed or padded documents, whose positions are global.
 
     Documents inside a shard are attended there, and nothing moves. One that borders of shards cut is a call of all
@@ -317,7 +325,8 @@ def attend_documents(q, k, v, pattern, documents: Documents, *, group, scheme: s
     results = []
     for (shards, *size), *some in zip(cut, *parts):
         some = (t.unflatten(0, size) for t in some)
-        results.append(attend(*some, pattern, group=group, scheme=scheme, layout=shards, **options))
+        across = {"group": group, "scheme": scheme, "layout": shards, "exchange_dtype": exchange_dtype}
+        results.append(attend(*some, pattern, **across, **options))
     outs, lses = zip(*((o.flatten(0, 1), l.transpose(1, 2).flatten(0, 1)) for o, l in results))
     shape, lse = out.shape, lse.transpose(1, 2)  # (b, n, h)
     out = out.flatten(0, 1).index_copy(0, index, torch.cat(outs)).view(shape)
@@ -361,9 +370,19 @@ def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:
     return torch.cat(each) if each else torch.arange(0)
 
 
-def check_one_device(scheme, layout) -> None:
-    """Raise ValueError for an unknown scheme, and for a layout other than the default, without a group."""
+def check_exchange_dtype(value, dtype: torch.dtype) -> None:
+    """Raise ValueError unless rows of a dtype can travel as ``value``: None, that dtype or a narrower one."""
+    if value is not None and value is not dtype:
+        check_float_dtype(value)
+        if value.itemsize >= dtype.itemsize:
+            raise ValueError(f"exchange_dtype must be narrower than {dtype}, got {value}")
+
+
+def check_one_device(scheme, layout, exchange_dtype=None) -> None:
+    """Raise ValueError for an unknown scheme, and for what is for several ranks, without a group."""
     check_choice("scheme", scheme, ("auto", *SCHEMES))
+    if exchange_dtype is not None:
+        raise ValueError("an exchange_dtype is for several ranks: give a group, or ringlab.Simulated(p)")
     if not isinstance(layout, str) or layout != "contiguous":
         raise ValueError("a layout is for several ranks: give a group, or ringlab.Simulated(p)")
 
@@ -376,7 +395,7 @@ def length_of(t: Tensor, group, layout) -> int:
 
 
 def _call(
-    shape, pattern, layout, scheme, causal, backend, execution, ranks: int, machines: int, process_group
+    shape, pattern, layout, scheme, causal, backend, execution, exchange_dtype, ranks: int, machines: int, process_group
 ) -> _Call:
     """The call, checked; ``shape``: rows, heads, K/V heads."""
     check_choice("scheme", scheme, ("auto", *SCHEMES))
@@ -385,7 +404,7 @@ def _call(
     rank = None
     if process_group is not None:
         rank, _groups[process_group.group_name] = dist.get_rank(process_group), process_group
-    problem, scheme, text = _problem(pattern, layout, scheme, causal, shape, ranks, machines, rank)
+    problem, scheme, text = _problem(pattern, layout, scheme, causal, exchange_dtype, shape, ranks, machines, rank)
     check_merge(execution, ranks)
     name = f"{text} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
     return _calls.setdefault(name, _Call(name, problem, scheme, backend, execution))
@@ -393,7 +412,15 @@ def _call(
 
 @lru_cache(maxsize=64)
 def _problem(
-    pattern, layout, scheme: str, causal: bool, shape: tuple[int, int, int], ranks: int, machines: int, rank: int | None
+    pattern,
+    layout,
+    scheme: str,
+    causal: bool,
+    exchange_dtype: torch.dtype | None,
+    shape: tuple[int, int, int],
+    ranks: int,
+    machines: int,
+    rank: int | None,
 ) -> tuple[Problem, str, str]:
     """Problem, scheme, and a text for both, checked. ``shape``: rows, heads, K/V heads; ``rank`` None: of all rows."""
     rows, heads, kv_heads = shape
@@ -401,7 +428,7 @@ def _problem(
     layout = layout_named(layout, n, ranks)
     if rank is not None and layout.size(rank) != rows:
         raise ValueError(f"the layout has {layout.size(rank)} positions here, q has {rows}")
-    problem = Problem(pattern, layout, causal, heads, kv_heads)
+    problem = Problem(pattern, layout, causal, heads, kv_heads, exchange_dtype=exchange_dtype)
     scheme = choose(problem).scheme if scheme == "auto" else scheme
     problem.check(scheme)
     problem = on_hosts(problem, scheme, tuple(i * machines // ranks for i in range(ranks)))

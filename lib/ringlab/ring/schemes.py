@@ -34,7 +34,7 @@ from .rank import Rank
 
 def plan_forward(rank: Rank, q, k, v) -> Steps:
     plan = rank.plan
-    rows = k.new_empty(plan.rows, 2, q.shape[0], q.shape[3])
+    rows = k.new_empty(plan.rows, 2, q.shape[0], q.shape[3], dtype=plan.problem.exchange_dtype)
     direct, passed = rows.tensor_split([sum(plan.received)])
     ticket = yield AllToAll(_packed(plan, k, v), plan.sent, direct, plan.received)
     out, lse = rank.local_forward(q, k, v)
@@ -43,14 +43,16 @@ def plan_forward(rank: Rank, q, k, v) -> Steps:
     if plan.problem.hosts:
         coming, going = plan.passing
         yield Wait((yield AllToAll(direct.index_select(0, rank.goes_on(rows.device)), going, passed, coming)))
+    rows = rows.to(k.dtype)
+    del direct, passed
     if len(rows):
         rank.add_forward(None, q, rank.keys(rows), out, lse)
     return out, lse, rows
 
 
 def _packed(plan: RankPlan, k: Tensor, v: Tensor) -> Tensor:
-    """The rows to send (R, 2, b, d), by destination."""
-    rows = k.new_empty(sum(plan.sent), 2, k.shape[0], k.shape[3])
+    """The rows to send (R, 2, b, d), by destination, in the dtype of the exchange."""
+    rows = k.new_empty(sum(plan.sent), 2, k.shape[0], k.shape[3], dtype=plan.problem.exchange_dtype)
     for part, own in plan.pairs(rows, k, v):
         part.copy_(own)
     return rows
@@ -333,6 +335,8 @@ def choose(problem: Problem) -> Choice:
     'plan'
     """
     p, heads, kv_heads = problem.layout.ranks, problem.heads, problem.kv_heads
+    if problem.exchange_dtype is not None:
+        return Choice("plan", "no other scheme rounds rows for their way")
     kind = "block-sparse" if isinstance(problem.pattern, patterns.BlockSparse) else "dilated"
     if p == 1:
         return Choice("plan" if kind == "block-sparse" else "ring", "one rank has all rows, and nothing moves")

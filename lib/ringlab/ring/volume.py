@@ -55,6 +55,7 @@ def sent_to(
     # rows of K and of V forward, and rows of gradients back
     rows, gradients = Counter(), Counter()
     if scheme == "plan":
+        narrow = (problem.exchange_dtype or dtype).itemsize
         moved = rows_moved(problem)
         rows.update({to: moved[to][rank] for to in others})
         gradients.update({to: moved[rank][to] for to in others})
