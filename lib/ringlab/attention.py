@@ -78,6 +78,7 @@ def attention(
     ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
     "zigzag", "striped", or a ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
     "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device answer; positions are global.
+    Under "plan" a row that several ranks of one host need comes to it once; hosts are told apart by their names.
     Along a Hilbert layout the pattern runs along the curve: that is the answer for the sequence in the curve's order.
     ``exchange_dtype``, a narrower one, under "plan" alone: rows of k and v are rounded to it before they go to another
     rank, and what that one computes is then of the rounded rows: an element changes by at most 2^-8 of itself in

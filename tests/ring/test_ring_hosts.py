@@ -206,3 +206,14 @@ def on_other_machines(hosts):
 def test_ranks_whose_machines_differ_are_told():
     said = "ranks disagree about what is computed: hosts is (0, 1, 0) on rank 2, (0, 0, 2) on the others"
     assert launch(on_other_machines, 3, [(0, 0, 2), (0, 0, 2), (0, 1, 0)]) == [said] * 3
+
+
+def first_calls():
+    """What this rank is told, whose first call is of documents on one rank and of a whole sequence on the others."""
+    q, how = torch.zeros(1, 8, 2, 8), {"cu_seqlens": [0, 5, 24]} if dist.get_rank() == 0 else {}
+    return told(attention, q, q, q, Dense(), group=dist.group.WORLD, scheme="plan", **how)
+
+
+def test_ranks_whose_first_calls_differ_are_told():
+    said = "ranks disagree about what is computed: pass is documents on rank 0, forward on the others"
+    assert launch(first_calls, 3, timeout_s=30.0) == [said] * 3
