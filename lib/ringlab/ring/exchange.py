@@ -394,7 +394,7 @@ def rows_moved(problem: Problem) -> list[list[int]]:
 
     >>> from ringlab.ring.layout import contiguous
     >>> rows_moved(on_hosts(Problem(Dense(), contiguous(8, 4), False, 1, 1), "plan", (0, 0, 1, 1)))
-    [[0, 2, 2, 2], [2, 0, 2, 2], [2, 2, 0, 2], [2, 2, 2, 0]]
+    [[0, 4, 2, 0], [4, 0, 0, 2], [2, 0, 0, 4], [0, 2, 4, 0]]
     """
     ranks, needed = range(problem.layout.ranks), rows_needed(problem)
     found = [list(row) for row in needed]
