@@ -137,7 +137,7 @@ class Problem:
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """The ranks of the machine of ``rank``, itself among them; it alone where machines change nothing."""
-        return tuple(i for i, host in enumerate(self.hosts) if host == self.hosts[rank]) or (rank,)
+        return tuple(i for i, host in enumerate(self.hosts) if host == self.hosts[rank]) or (int(rank),)
 
     def routes(self, mates: tuple[int, ...], source: int) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
         """By (from, to) how what some ranks of a machine need from ``source`` comes to them, as ``needed``.
