@@ -272,9 +272,7 @@ class MetaCall:
             raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(self.profile)}")
         hosts = self.hosts
         if not isinstance(hosts, tuple) or len(hosts) not in (0, self.ranks) or not all(is_int(i, 0) for i in hosts):
-            raise ValueError(
-                f"hosts must be a tuple of {self.ranks} numbers or of none, got {short_repr(hosts)}"
-            )
+            raise ValueError(f"hosts must be a tuple of {self.ranks} numbers or of none, got {short_repr(hosts)}")
         check_choice("passes", self.passes, cost.PASSES)
         check_bool("causal", self.causal)
         if self.ranks == 1:

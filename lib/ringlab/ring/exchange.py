@@ -16,12 +16,12 @@ these ranks gets it from its owner, and passes it on to the others. Gradients go
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import chain, product
 from math import lcm
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class Problem:
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """The ranks of the machine of ``rank``, itself among them; it alone where machines change nothing."""
-        return tuple(i for i, host in enumerate(self.hosts) if host == self.hosts[rank]) or (int(rank),)
+        return tuple(i for i, host in enumerate(self.hosts) if host == self.hosts[rank]) or (rank,)
 
     def routes(self, mates: tuple[int, ...], source: int) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
         """By (from, to) how what some ranks of a machine need from ``source`` comes to them, as ``needed``.
@@ -270,7 +270,9 @@ def _positions(interval: ResidueInterval, residue: int) -> range:
 def _strided_rows(interval: ResidueInterval) -> Iterator[StridedRows]:
     """The rows of an interval: together those of heads with equal counts, evenly spaced indices and first positions."""
     found = ((head, _positions(interval, residue)) for head, residue in sorted(interval.pairs))
-    for (count,), run in sorted(runs_alike(((len(x),), (head, x.start)) for head, x in found), key=itemgetter(0)):
+    for (count,), run in sorted(
+        runs_alike(((len(x),), (head, x.start)) for head, x in found), key=operator.itemgetter(0)
+    ):
         yield StridedRows(interval.rate, count, len(run), *first_and_step(run))
 
 
@@ -474,7 +476,7 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     >>> plan_rank(Problem(Dilated([4, 16], [1, 4]), contiguous(16, 4), False, 4, 4), 0).received
     [0, 4, 4, 4]
     """
-    ranks, routes = range(problem.layout.ranks), cache(problem.routes)
+    rank, ranks, routes = operator.index(rank), range(problem.layout.ranks), cache(problem.routes)
 
     def rows(by: int, to: int, owner: int) -> tuple[StridedRows, ...]:
         """Of what ``to`` needs from ``owner``, the rows that ``by`` sends it."""
