@@ -25,9 +25,9 @@ from .engine import Execution
 from .engine.chunked import Ladder
 from .estimate import Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
-from .network import Network, predict
+from .network import Network, on_network, predict
 from .patterns import Dense, Dilated, Pattern
-from .ring import SCHEMES, Layout, Problem, group_size, length_of
+from .ring import SCHEMES, Layout, group_size, length_of
 from .ring.layout import layout_named
 from .ring.volume import sent_bytes, unevenness
 
@@ -567,18 +567,19 @@ class _Advisor:
         c, n = replace(self.call, pattern=pattern, execution=execution.value), self.seq_len
         if c.ranks == 1:
             return _Placed(c, n, execution)
+        c = c if self.network is None else on_network(c, self.network)
         for name in ("contiguous", "zigzag") if self.layout is None else (self.layout,):
-            problem = Problem(pattern, layout_named(name, n, c.ranks), c.causal, c.heads, c.kv_heads)
             found, total, refused = {}, {}, []
             for scheme in SCHEMES:
+                call = replace(c, scheme=scheme, layout=name)
                 try:
-                    problem.check(scheme)
+                    problem, _ = call.problem(n)
                 except ValueError as error:
                     refused.append(str(error))
                     continue
                 how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": c.dtype, "passes": c.passes}
                 sent = tuple(sent_bytes(problem, rank, scheme, **how) for rank in range(c.ranks))
-                found[scheme] = _Placed(replace(c, scheme=scheme, layout=name), n, execution, sent=sent)
+                found[scheme] = _Placed(call, n, execution, sent=sent)
                 total[scheme] = sum(sent)
             order = sorted(total, key=lambda scheme: (total[scheme], scheme != ("ring" if total[scheme] else "plan")))
             if self.network is not None:

@@ -41,6 +41,7 @@ def attention(
     group=None,
     scheme: str = "auto",
     layout: str | ring.Layout = "contiguous",
+    exchange_dtype: torch.dtype | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     lengths: Tensor | Sequence[int] | None = None,
     cache: KVCache | None = None,
@@ -77,7 +78,12 @@ def attention(
     ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
     "zigzag", "striped", or a ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
     "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device answer; positions are global.
+    Under "plan" a row that several ranks of one host need comes to it once; hosts are told apart by their names.
     Along a Hilbert layout the pattern runs along the curve: that is the answer for the sequence in the curve's order.
+    ``exchange_dtype``, a narrower one, under "plan" alone: rows of k and v are rounded to it before they go to another
+    rank, and what that one computes is then of the rounded rows: an element changes by at most 2^-8 of itself in
+    bfloat16, 2^-11 in float16, which overflows beyond 65504. Gradients are those of the rounded rows, and travel in
+    fp32 (fp64 for fp64).
 
     Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
     NotImplementedError, with the reason, for a backend that cannot serve the device or dtype. Differentiable once, by
@@ -134,11 +140,11 @@ def attention(
         n = ring.length_of(q, group, layout)
         options["documents"] = documents_of(q, cu_seqlens, lengths, n)
     if group is None:
-        ring.check_one_device(scheme, layout)
+        ring.check_one_device(scheme, layout, exchange_dtype)
         attend = local_attention if cache is None else outside_graphs(cache.attend)
     else:
         attend = outside_graphs(ring.attend_documents) if "documents" in options else ring.attend
-        options |= {"group": group, "scheme": scheme, "layout": layout}
+        options |= {"group": group, "scheme": scheme, "layout": layout, "exchange_dtype": exchange_dtype}
     if isinstance(pattern, PerHead):
         out, lse = _by_head(attend, q, k, v, pattern, options)
     else:

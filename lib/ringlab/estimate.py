@@ -18,7 +18,7 @@ from .checks import LARGEST, check_int
 from .hardware import Rates
 from .kv_cache import cache_bytes
 from .meta_run import MetaCall
-from .network import Network, Prediction, predict
+from .network import Network, Prediction, on_network, predict
 from .patterns import Pattern
 
 ROWS = 128  # the longest sequence is a multiple of so many positions a rank
@@ -79,13 +79,14 @@ def estimate(pattern: Pattern, *, seq_len: int, network: Network | None = None, 
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim) tensors, sharded where ``ranks`` > 1.
 
     Keywords: ``heads=8``, ``head_dim=64``, ``batch=1``, ``kv_heads`` (as many as heads), ``dtype=torch.float32``,
-    ``passes="fwd"`` or "fwd+bwd", ``ranks=1``, ``profile``; and ``causal``, ``scheme``, ``layout``, ``backend`` and
-    ``execution`` of ``ringlab.attention``.
+    ``passes="fwd"`` or "fwd+bwd", ``ranks=1``, ``hosts``, ``profile``; and ``causal``, ``scheme``, ``layout``,
+    ``exchange_dtype``, ``backend`` and ``execution`` of ``ringlab.attention``.
 
     ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
     here: ``MetaCall.kernel``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
     profile "cpu" this CPU's rates are measured, which takes about a second a dtype, once per process. ``network``: what
-    ``python -m ringlab network`` measured between as many CPUs, for the time of the call.
+    ``python -m ringlab network`` measured between as many CPUs, for the time of the call. ``hosts``: a number for the
+    machine of each rank, e.g. (0, 0, 1, 1); by default those of the network, else one machine.
     ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and ``at_least`` says so.
 
     Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for what attention would refuse,
@@ -97,8 +98,9 @@ def estimate(pattern: Pattern, *, seq_len: int, network: Network | None = None, 
     ('plan', 547, {}, 'compute')
     """
     seq_len, call = check_int("seq_len", seq_len, most=LARGEST), MetaCall(pattern, **call)
-    found = estimate_of(call, seq_len)
-    return found if network is None else replace(found, predicted=predict(call, seq_len, network))
+    if network is None:
+        return estimate_of(call, seq_len)
+    return replace(estimate_of(on_network(call, network), seq_len), predicted=predict(call, seq_len, network))
 
 
 def estimate_of(call: MetaCall, seq_len: int) -> Estimate:

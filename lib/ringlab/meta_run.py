@@ -21,15 +21,15 @@ from . import cache as caches
 from . import cost, hardware, kernels, memory
 from .attention import DEFAULT
 from .block_patterns import BlockSparse
-from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, short_repr
+from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, is_int, short_repr
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
 from .ring.comm import Steps, Traffic, Wait
-from .ring.exchange import rows_needed
-from .ring.group import check_merge, check_one_device
+from .ring.exchange import on_hosts, rows_moved
+from .ring.group import check_exchange_dtype, check_merge, check_one_device
 from .ring.layout import layout_named
 from .ring.rank import rank_of
 from .ring.schemes import SCHEMES
@@ -213,10 +213,10 @@ def _largest(problem: Problem) -> set[int]:
 
     One of these holds most, to within the few rows by which shards and messages differ.
     """
-    sizes, needed = problem.layout.sizes, rows_needed(problem)
+    sizes, moved = problem.layout.sizes, rows_moved(problem)
     if len(sizes) <= FEW_RANKS or max(sizes) - min(sizes) > 1:
         return set(range(len(sizes)))
-    received, sent = list(map(sum, needed)), list(map(sum, zip(*needed)))
+    received, sent = list(map(sum, moved)), list(map(sum, zip(*moved)))
     both = list(map(sum, zip(received, sent)))
     # The last but one of a causal ring holds messages to pass on, the last one none.
     return {0, len(sizes) - 2, len(sizes) - 1, *(each.index(max(each)) for each in (sizes, received, sent, both))}
@@ -231,7 +231,8 @@ MOST_RANKS = 128  # of dense attention a run has a few calls for each pair of ra
 class MetaCall:
     """All of a call of attention but its length, checked; ``at`` runs it without data.
 
-    ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU.
+    ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU. ``hosts``: a
+    number for the machine of each rank; () for one machine. ``exchange_dtype``: as of ``ringlab.attention``.
     """
 
     pattern: Pattern
@@ -248,6 +249,8 @@ class MetaCall:
     backend: str | tuple[str, ...] = "auto"
     execution: Execution = DEFAULT
     profile: hardware.Profile | str | None = None
+    hosts: tuple[int, ...] = ()
+    exchange_dtype: torch.dtype | None = None
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in ("batch", "heads", "kv_heads", "head_dim", "ranks")}
@@ -267,10 +270,14 @@ class MetaCall:
             raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(self.execution)}")
         if not isinstance(self.profile, hardware.Profile | None):
             raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(self.profile)}")
+        hosts = self.hosts
+        if not isinstance(hosts, tuple) or len(hosts) not in (0, self.ranks) or not all(is_int(i, 0) for i in hosts):
+            raise ValueError(f"hosts must be a tuple of {self.ranks} numbers or of none, got {short_repr(hosts)}")
         check_choice("passes", self.passes, cost.PASSES)
         check_bool("causal", self.causal)
         if self.ranks == 1:
-            check_one_device(self.scheme, self.layout)
+            check_one_device(self.scheme, self.layout, self.exchange_dtype)
+        check_exchange_dtype(self.exchange_dtype, self.dtype)
 
     @property
     def device_type(self) -> str:
@@ -365,11 +372,12 @@ class MetaCall:
         """The problem of several ranks and its scheme, checked."""
         check_merge(self.execution, self.ranks)
         layout = layout_named(self.layout, n, self.ranks)
-        problem = Problem(self.pattern, layout, self.causal, self.heads, self.kv_heads)
+        shape = self.heads, self.kv_heads
+        problem = Problem(self.pattern, layout, self.causal, *shape, exchange_dtype=self.exchange_dtype)
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
-        return problem, scheme
+        return on_hosts(problem, scheme, self.hosts), scheme
 
     def on_rank(self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None) -> MetaRun:
         """One rank of several, alone."""

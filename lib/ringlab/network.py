@@ -244,8 +244,8 @@ class _Timeline(MetaRun):
             answer = yield step
 
 
-def predict(call: MetaCall, seq_len: int, network: Network) -> Prediction:
-    """The Prediction of a call on the ranks of a measured network.
+def on_network(call: MetaCall, network: Network) -> MetaCall:
+    """The call on the machines of a measured network.
 
     Raises ValueError for another number of ranks or dtype than it has, and for a GPU.
     """
@@ -253,11 +253,17 @@ def predict(call: MetaCall, seq_len: int, network: Network) -> Prediction:
         raise ValueError(f"the network was measured with {len(network.hosts)} ranks, the call has {call.ranks}")
     if call.device_type != "cpu":
         raise ValueError(f"networks are measured between CPUs, and {call.profile.name} is a GPU")
-    problem, scheme = call.problem(seq_len)
     if (dtype := str(call.dtype).removeprefix("torch.")) not in network.work:
         raise ValueError(f"the network was measured in {', '.join(network.work)}, not in {dtype}")
+    return replace(call, hosts=network.hosts)
+
+
+def predict(call: MetaCall, seq_len: int, network: Network) -> Prediction:
+    """The Prediction of a call on the ranks of a measured network. Raises as ``on_network`` does."""
+    problem, scheme = (call := on_network(call, network)).problem(seq_len)
     runs = [call.on_rank(problem, scheme, rank, _Timeline()).steps for rank in range(call.ranks)]
-    work, at_once = network.work[dtype], replace(network, lines=dict.fromkeys(network.lines, NOTHING))
+    work = network.work[str(call.dtype).removeprefix("torch.")]
+    at_once = replace(network, lines=dict.fromkeys(network.lines, NOTHING))
     times = _seconds(runs, network, work), _seconds(runs, at_once, work), _seconds(runs, network, (NOTHING, NOTHING))
     return Prediction(scheme, *times)
 

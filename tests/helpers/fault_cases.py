@@ -97,8 +97,8 @@ def inject(kind: str, case: Case, culprit: int = 1, at: int = 0, path: str = "",
     elif kind in COUNT:
         calls = calls[: STEPS - 1] if ours == (kind == "fewer") else calls
     if ours and kind == "rows":
-        right = Problem.needs
-        Problem.needs = lambda self, rank, source: right(self, rank, source)[:-1]
+        right = Problem.listed
+        Problem.listed = lambda self, needed, source: right(self, needed, source)[:-1]
     results = None
     for i, each in enumerate(calls):
         if ours and kind == "more" and i == STEPS - 1:

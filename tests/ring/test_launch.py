@@ -24,7 +24,7 @@ FAULTS = {
     "leave": "rank 1 left with exit code 0 before it was done",
     "hang": "rank 1 hangs: after 3 s it has begun 3 exchanges, others 3",
     "stop": "rank 1 is stopped: after 3 s it has begun 3 exchanges, others 3",
-    "more": "rank 1 made other calls: after 3 s it has begun 9 exchanges, others 8",
+    "more": "rank 1 made other calls: after 3 s it has begun 10 exchanges, others 9",
     "heads": f"{DIFFERS} what is computed: heads is 8 / 8 on rank 1, 4 / 4 on the others",
     "scheme": f"{DIFFERS} what is computed: scheme is ring on rank 1, plan on the others",
     "rows": f"{DIFFERS} which rows move: rank 0 against rank 1, rank 1 against rank 2",

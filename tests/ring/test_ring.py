@@ -124,7 +124,8 @@ def test_gloo_ranks_are_the_simulated_ones():
     for (found, *_), (want, *_) in zip(sum(copied, []), sum(everyone, []), strict=True):
         assert all(torch.equal(found[name], want[name]) for name in NAMES)
     again, header = launch(parity, ranks, cases[:1] * 2), 24 * (ranks - 1)  # to each other rank, in each pass
-    assert [[control for *_, control in each] for each in again] == [[2 * header] * 2] * ranks
+    names = 8 * (ranks - 1)  # of machines, told once
+    assert [[control for *_, control in each] for each in again] == [[2 * header + names, 2 * header]] * ranks
 
 
 ONE, OTHER = Dilated([12, 48], [1, 2]), Dilated([12, 48], [1, 2], offsets="block")

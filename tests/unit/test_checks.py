@@ -42,7 +42,9 @@ def test_integers_of_every_kind_are_taken_as_pythons(kind):
     assert checks.is_int(kind(1)) and not checks.is_int(kind(0)) and checks.is_real(-1.5) and not checks.is_real(True)
     pattern = ringlab.BlockSparse([blocks.Window(kind(1)), blocks.Random(kind(2), kind(0))], kind(8))
     assert json.loads(json.dumps(pattern.to_dict()))["block_size"] == 8 and pattern.density(kind(64)) <= 1
-    assert str(Simulated(kind(4))) == "Simulated(ranks=4)" and Dilated([kind(4)], [kind(2)]) == Dilated([4], [2])
+    assert str(Simulated(kind(4), kind(2))) == "Simulated(ranks=4, machines=2)" and Dilated(
+        [kind(4)], [kind(2)]
+    ) == Dilated([4], [2])
     assert ringlab.Ladder((kind(8), kind(4))).tiles == (8, 4)
     assert str(ring.hilbert(kind(4), kind(8), kind(2)).grid) == "(4, 8)"
     assert repr(ring.uneven([kind(3), kind(4)])) == repr(ring.uneven([3, 4]))
@@ -99,13 +101,14 @@ FITTING = [
     (lambda **fields: patterns.from_dict(fields), BLOCKS.to_dict()),
     (patterns.show, {"pattern": PATTERN, "n": 32, "width": 8, "causal": False, "head": 0, "heads": 1}),
     (ringlab.Execution, dict(vars(ringlab.Execution()))), (ringlab.Ladder, {"tiles": (8, 4)}),
-    (Simulated, {"ranks": 2}),
+    (Simulated, {"ranks": 2, "machines": 1}),
     (ringlab.attention, TENSORS | {"pattern": PATTERN, "causal": False, "scale": None, "group": None,
                                    "cu_seqlens": None, "lengths": None, "return_lse": False} | ENGINE),
-    (ringlab.attention, TENSORS | {"pattern": BLOCKS, "group": Simulated(2)} | ENGINE),
+    (ringlab.attention, TENSORS | {"pattern": BLOCKS, "group": Simulated(2), "exchange_dtype": None} | ENGINE),
     (estimate, {"pattern": PATTERN, "dtype": torch.float32, "causal": False, "passes": "fwd", "ranks": 1,
                 "profile": None} | SHAPE | ENGINE),
-    (estimate, {"pattern": BLOCKS, "ranks": 2, "profile": "gtx1080"} | SHAPE | ENGINE),
+    (estimate, {"pattern": BLOCKS, "ranks": 2, "hosts": (), "exchange_dtype": torch.bfloat16, "profile": "gtx1080"}
+     | SHAPE | ENGINE),
     (ringlab.KVCache, {"pattern": PATTERN, "max_crop": 0, "dtype": torch.float32, "device": "cpu"} | CACHE),
     (ringlab.cache_bytes, {"pattern": BLOCKS, "max_crop": 1, "dtype": torch.bfloat16} | CACHE),
     (ringlab.attention, TENSORS | {"pattern": PATTERN, "causal": True, "cache": None, "lengths": None}),

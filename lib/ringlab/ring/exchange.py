@@ -8,17 +8,20 @@ nothing.
 
 Block-sparse patterns: chunks are cut where blocks end. Two of these parts are equal or disjoint, so a part of the
 queries sees a part of the keys whole or not at all. Only a part with itself needs the causal mask.
+
+Machines: where several ranks of one need the same row of another machine, it crosses the link between them once. One of
+these ranks gets it from its owner, and passes it on to the others. Gradients go the same way back.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from itertools import chain, product
 from math import lcm
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -75,23 +78,32 @@ class ResidueInterval:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed and which rank owns what: all that an exchange plan depends on."""
+    """What is computed and which rank owns what: all that an exchange plan depends on.
+
+    ``hosts``: a number for the machine of each rank; () where machines change nothing (see ``on_hosts``).
+    ``exchange_dtype``: of the rows of k and v on their way, None for theirs.
+    """
 
     pattern: Pattern
     layout: Layout
     causal: bool
     heads: int
     kv_heads: int
+    hosts: tuple[int, ...] = ()
+    exchange_dtype: torch.dtype | None = None
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:  # a problem is part of the key of every plan that a call looks up
-        return hash((self.pattern, self.layout, self.causal, self.heads, self.kv_heads))
+        shape = self.heads, self.kv_heads, self.hosts, self.exchange_dtype
+        return hash((self.pattern, self.layout, self.causal, *shape))
 
     def check(self, scheme: str) -> None:
         """Raise ValueError if a scheme does not support the problem."""
+        if self.exchange_dtype is not None and scheme != "plan":
+            raise ValueError(f"exchange_dtype is for scheme 'plan' alone, got {scheme!r}")
         if isinstance(self.pattern, BlockSparse):
             self.pattern.count(self.layout.n)  # raises where the pattern does not fit
             if scheme in ("ring", "all_gather"):
@@ -121,39 +133,65 @@ class Problem:
 
     def needs(self, rank: int, source: int) -> tuple[StridedRows, ...]:
         """The rows that ``rank`` needs from ``source``, each once, in the order in which they are sent."""
+        return self.listed(self.needed(rank, source), source)
+
+    def mates(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the machine of ``rank``, itself among them; it alone where machines change nothing."""
+        return tuple(i for i, host in enumerate(self.hosts) if host == self.hosts[rank]) or (rank,)
+
+    def routes(self, mates: tuple[int, ...], source: int) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
+        """By (from, to) how what some ranks of a machine need from ``source`` comes to them, as ``needed``.
+
+        Each row comes from the source once: to the mate that needs most rows, which passes it on; then to the one that
+        needs most of the others. Mates that need equally many take turns by source.
+        """
+        needed, size = {to: self.needed(to, source) for to in mates}, len(self.mates(mates[0]))
+        found, before = {}, []
+        for to in sorted(mates, key=lambda to: (-self.count(needed[to], source), (to - source) % size)):
+            left = needed[to]
+            for mate in before:
+                rest = _difference(left, needed[mate])
+                found[mate, to], left = _difference(left, rest), rest
+            found[source, to] = left
+            before.append(to)
+        return found
+
+    def needed(self, rank: int, source: int) -> Tensor | list[ResidueInterval]:
+        """The rows of ``needs``: numbers of parts of blocks (c,), ascending, or disjoint intervals."""
+        layout, found = self.layout, []
         if rank == source:
-            return ()
-        layout = self.layout
+            return found
         if isinstance(self.pattern, BlockSparse):
-            return tuple(self._all_heads(keys) for keys in self._seen_blocks(rank, source))
-        if layout.kind == "striped":
-            keys = range(source, layout.n, layout.ranks)
-            if self.causal:  # those before the last query
-                keys = range(source, max((r[-1] for r in layout.ranges(rank)), default=0), layout.ranks)
-            return (self._all_heads(keys),) if keys else ()
-        found = []
+            mine, theirs = (BlockParts.of(layout.ranges(i), self.pattern.block_size) for i in (rank, source))
+            return self._seen_parts(mine, theirs)
+        if layout.kind == "striped":  # of a causal sequence those before the last query
+            stop = max((r[-1] for r in layout.ranges(rank)), default=0) if self.causal else layout.n
+            pairs = frozenset((head, source) for head in range(self.kv_heads))
+            return [ResidueInterval(layout.ranks, source, stop, pairs)] if source < stop else found
         for keys in layout.ranges(source):
-            intervals: list[ResidueInterval] = []  # disjoint
+            intervals: list[ResidueInterval] = []
             for branch, queries in product(self.branches, layout.ranges(rank)):
-                new = self._intervals(branch, queries, keys)
-                for old in intervals:
-                    new = [part for each in new for part in _without(each, old)]
-                intervals += new
-            found += chain.from_iterable(map(_strided_rows, intervals))
-        return tuple(found)
+                intervals += _difference(self._intervals(branch, queries, keys), intervals)
+            found += intervals
+        return found
 
-    def _all_heads(self, keys: range) -> StridedRows:
-        return StridedRows(keys.step, len(keys), self.kv_heads, (0, 1), (keys.start, 0))
-
-    def _seen_blocks(self, rank: int, source: int) -> list[range]:
-        """The positions of ``source`` that some query of ``rank`` sees, as few ranges, in the order of the shard."""
-        mine, theirs = (BlockParts.of(self.layout.ranges(i), self.pattern.block_size) for i in (rank, source))
-        wanted, found = theirs[self._seen_parts(mine, theirs)], []
+    def listed(self, needed: Tensor | list[ResidueInterval], source: int) -> tuple[StridedRows, ...]:
+        """What ``needed`` found as rows to send: of blocks as few ranges of all heads, in the order of the shard."""
+        if not isinstance(needed, Tensor):
+            return tuple(chain.from_iterable(map(_strided_rows, needed)))
+        wanted, found = BlockParts.of(self.layout.ranges(source), self.pattern.block_size)[needed], []
         for start, stop in zip(wanted.starts.tolist(), wanted.stops.tolist()):
             if found and found[-1].stop == start:
                 start = found.pop().start
             found.append(range(start, stop))
-        return found
+        return tuple(StridedRows(1, len(keys), self.kv_heads, (0, 1), (keys.start, 0)) for keys in found)
+
+    def count(self, needed: Tensor | list[ResidueInterval], source: int) -> int:
+        """The number of rows of what ``needed`` found."""
+        if not isinstance(needed, Tensor):
+            return sum(len(_positions(each, residue)) for each in needed for _, residue in each.pairs)
+        wanted = BlockParts.of(self.layout.ranges(source), self.pattern.block_size)[needed]
+        return self.kv_heads * int((wanted.stops - wanted.starts).sum())
 
     def _seen_parts(self, mine: BlockParts, theirs: BlockParts) -> Tensor:
         """The numbers of the parts of keys (c,) that some part of the queries sees, ascending."""
@@ -216,6 +254,15 @@ def _without(new: ResidueInterval, old: ResidueInterval) -> Iterator[ResidueInte
         yield ResidueInterval(rate, stop, new.stop, held)
 
 
+def _difference(new: Tensor | list[ResidueInterval], old: Tensor | list[ResidueInterval]):
+    """What is in ``new`` and not in ``old``."""
+    if isinstance(new, Tensor):
+        return new[~torch.isin(new, old)]
+    for each in old:
+        new = [part for some in new for part in _without(some, each)]
+    return new
+
+
 def _positions(interval: ResidueInterval, residue: int) -> range:
     return range(interval.start + (residue - interval.start) % interval.rate, interval.stop, interval.rate)
 
@@ -223,28 +270,79 @@ def _positions(interval: ResidueInterval, residue: int) -> range:
 def _strided_rows(interval: ResidueInterval) -> Iterator[StridedRows]:
     """The rows of an interval: together those of heads with equal counts, evenly spaced indices and first positions."""
     found = ((head, _positions(interval, residue)) for head, residue in sorted(interval.pairs))
-    for (count,), run in sorted(runs_alike(((len(x),), (head, x.start)) for head, x in found), key=itemgetter(0)):
+    for (count,), run in sorted(
+        runs_alike(((len(x),), (head, x.start)) for head, x in found), key=operator.itemgetter(0)
+    ):
         yield StridedRows(interval.rate, count, len(run), *first_and_step(run))
+
+
+def _rows_of(some: Iterable[StridedRows]) -> int:
+    return sum(each.rows for each in some)
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The rows that one rank receives from each other rank, and sends to it."""
+    """The rows that one rank receives from each other rank, and sends to it.
+
+    ``passed`` and ``onward``, [mate][owner], are those of other machines that ranks of one machine pass on, to this
+    rank and from it; () where machines change nothing.
+    """
 
     problem: Problem
     rank: int
     receive: tuple[tuple[StridedRows, ...], ...]
     send: tuple[tuple[StridedRows, ...], ...]
+    passed: tuple[tuple[tuple[StridedRows, ...], ...], ...] = ()
+    onward: tuple[tuple[tuple[StridedRows, ...], ...], ...] = ()
 
     @cached_property
     def received(self) -> list[int]:
-        """The number of rows by source."""
-        return [sum(each.rows for each in some) for some in self.receive]
+        """The number of rows by source, without those passed on."""
+        return list(map(_rows_of, self.receive))
 
     @cached_property
     def sent(self) -> list[int]:
-        """The number of rows by destination."""
-        return [sum(each.rows for each in some) for some in self.send]
+        """The number of rows by destination, without those passed on."""
+        return list(map(_rows_of, self.send))
+
+    @cached_property
+    def passing(self) -> tuple[list[int], list[int]]:
+        """The numbers of rows that each mate passes on to this rank, and gets from it."""
+        return tuple([_rows_of(chain(*each)) for each in some] for some in (self.passed, self.onward))
+
+    @cached_property
+    def rows(self) -> int:
+        """The number of rows that come in all."""
+        return sum(self.received) + sum(self.passing[0])
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, StridedRows]]:
+        """(owner, rows) of all that comes, in the order in which they lie in the message: first what owners send."""
+        each = chain.from_iterable(map(enumerate, (self.receive, *self.passed)))
+        return [(owner, rows) for owner, some in each for rows in some]
+
+    def places(self) -> dict[int, Tensor]:
+        """By K/V head, (2, rows): the positions that come, ascending, and where each lies in the message."""
+        found: dict[int, list[Tensor]] = {}
+        row = 0
+        for _, block in self.blocks:
+            for i, (head, where) in enumerate(block.members()):
+                positions, count = torch.arange(where.start, where.stop, where.step), torch.arange(block.count)
+                found.setdefault(head, []).append(torch.stack([positions, row + i + block.heads * count]))
+            row += block.rows
+        whole = {head: torch.cat(parts, 1) for head, parts in found.items()}
+        return {head: both[:, both[0].argsort()] for head, both in whole.items()}
+
+    def goes_on(self) -> Tensor:
+        """Where the rows that are passed on lie in the message, by mate (rows,)."""
+        places, found = self.places(), [torch.arange(0)]
+        for block in chain.from_iterable(chain(*self.onward)):
+            each = []
+            for head, where in block.members():
+                positions, rows = places[head]
+                each.append(rows[torch.searchsorted(positions, torch.arange(where.start, where.stop, where.step))])
+            found.append(torch.stack(each, 1).flatten())  # position by position
+        return torch.cat(found)
 
     @cached_property
     def _moves(self) -> list[tuple[int, View, View]]:
@@ -288,6 +386,39 @@ def rows_needed(problem: Problem) -> list[list[int]]:
                 counted[name] = sum(rows.rows for rows in problem.needs(rank, source))
             row[source] = counted[name] if rank != source else 0
     return found
+
+
+@lru_cache(maxsize=32)
+def rows_moved(problem: Problem) -> list[list[int]]:
+    """The number of rows that each rank gets from each other, [rank][from]: from their owners, or passed on.
+
+    Between machines these are the distinct rows that a machine needs.
+
+    >>> from ringlab.ring.layout import contiguous
+    >>> rows_moved(on_hosts(Problem(Dense(), contiguous(8, 4), False, 1, 1), "plan", (0, 0, 1, 1)))
+    [[0, 4, 2, 0], [4, 0, 0, 2], [2, 0, 0, 4], [0, 2, 4, 0]]
+    """
+    ranks, needed = range(problem.layout.ranks), rows_needed(problem)
+    found = [list(row) for row in needed]
+    for mates, source in product({problem.mates(rank) for rank in ranks}, ranks):
+        asking = tuple(to for to in mates if source not in mates and needed[to][source])
+        if len(asking) > 1:
+            for to in asking:
+                found[to][source] = 0
+            for (by, to), some in problem.routes(asking, source).items():
+                found[to][by] += problem.count(some, source)
+    return found
+
+
+@lru_cache(maxsize=64)
+def on_hosts(problem: Problem, scheme: str, hosts: tuple[int, ...]) -> Problem:
+    """The problem with the machine of each rank, where that changes what a scheme moves.
+
+    It does under "plan" alone, and not where all ranks are on one machine or each is on its own.
+    """
+    if scheme != "plan" or len(set(hosts)) in (0, 1, len(hosts)):
+        return problem
+    return replace(problem, hosts=tuple(map(hosts.index, hosts)))
 
 
 def _placed(problem: Problem) -> Tensor:
@@ -345,9 +476,21 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     >>> plan_rank(Problem(Dilated([4, 16], [1, 4]), contiguous(16, 4), False, 4, 4), 0).received
     [0, 4, 4, 4]
     """
-    ranks = range(problem.layout.ranks)
-    receive = tuple(problem.needs(rank, source) for source in ranks)
-    return RankPlan(problem, rank, receive, tuple(problem.needs(to, rank) for to in ranks))
+    rank, ranks, routes = operator.index(rank), range(problem.layout.ranks), cache(problem.routes)
+
+    def rows(by: int, to: int, owner: int) -> tuple[StridedRows, ...]:
+        """Of what ``to`` needs from ``owner``, the rows that ``by`` sends it."""
+        mates = problem.mates(to)
+        return problem.listed(routes((to,) if owner in mates else mates, owner).get((by, to), ()), owner)
+
+    def passed(by: int, to: int) -> tuple[tuple[StridedRows, ...], ...]:
+        mates = problem.hosts[by] == problem.hosts[to]
+        return tuple(rows(by, to, owner) if mates and owner != by else () for owner in ranks)
+
+    receive, send = zip(*((rows(other, rank, other), rows(rank, other, rank)) for other in ranks))
+    if not problem.hosts:
+        return RankPlan(problem, rank, receive, send)
+    return RankPlan(problem, rank, receive, send, *zip(*((passed(by, rank), passed(rank, by)) for by in ranks)))
 
 
 def digest(value: object) -> int:

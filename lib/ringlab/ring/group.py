@@ -7,13 +7,14 @@ computed.
 
 from __future__ import annotations
 
+import socket
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, count, product
+from itertools import chain, count, product, zip_longest
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -22,14 +23,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import kernels
-from ..checks import check_choice, check_int, short_repr
+from ..checks import check_choice, check_float_dtype, check_int, short_repr
 from ..engine import Execution
 from ..engine.autograd import IN_GRAPHS, in_transform, is_followed, local_attention, positive_scale, without_autocast
 from ..engine.documents import Documents
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
 from .comm import all_to_all, drive
-from .exchange import Problem, RankPlan, digest, plan_rank
+from .exchange import Problem, RankPlan, digest, on_hosts, plan_rank
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
 from .schemes import SCHEMES, choose, shares
@@ -40,12 +41,27 @@ from .schemes import SCHEMES, choose, shares
 
 @dataclass(frozen=True)
 class Simulated:
-    """``ranks`` simulated in this process: q, k, v are whole, sharded inside, and the result is whole."""
+    """``ranks`` simulated in this process: q, k, v are whole, sharded inside, and the result is whole.
+
+    ``machines``: the ranks are on so many, equally many on each, one machine after the other. Values do not depend on
+    it; what scheme "plan" moves between which ranks does.
+
+    >>> from ringlab import Dense, attention, ring
+    >>> q = torch.ones(1, 8, 1, 4)
+    >>> with ring.counting() as traffic:
+    ...     out = attention(q, q, q, Dense(), group=Simulated(4, machines=2), scheme="plan")
+    >>> sum(size for (a, b), size in traffic.sent.items() if a // 2 != b // 2), traffic.total
+    (256, 768)
+    """
 
     ranks: int
+    machines: int = 1
 
     def __post_init__(self):
-        object.__setattr__(self, "ranks", check_int("ranks", self.ranks))
+        for name in ("ranks", "machines"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+        if self.ranks % self.machines:
+            raise ValueError(f"{short_repr(self.ranks)} ranks do not share {short_repr(self.machines)} machines evenly")
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,24 @@ class Group:
             return parts[0].contiguous()
         return torch.cat(parts, dim) if layout is None else layout.unshard(parts, dim)
 
+    def hosts(self, device: torch.device) -> tuple[int, ...]:
+        """A number for the machine of each rank, by host name; () where machines change nothing.
+
+        The ranks of a process group tell each other once, before anything else, by an all-to-all of 8 bytes.
+        """
+        if self.process_group is None or self.size < 3:
+            return ()
+        if self.process_group not in _hosts:
+            names, ones = torch.full((self.size, 1), digest(socket.gethostname())), [1] * self.size
+            names = names.to("cpu" if self._on_cpu else device)
+            theirs = drive([all_to_all(names, ones, ones, control=True)], self.process_group)[0].flatten().tolist()
+            _hosts[self.process_group] = tuple(map(theirs.index, theirs))
+        return _hosts[self.process_group]
+
+    @property
+    def _on_cpu(self) -> bool:
+        return "cpu:" in dist.get_backend_config(self.process_group)
+
     def agree(self, passes: str, problem: Problem, t: Tensor, number: int = 0, plan=None, **options) -> int:
         """Compare with the other ranks what a call computes, before it moves data; returns the call's number.
 
@@ -110,11 +144,12 @@ class Group:
         """
         if self.process_group is None:  # simulated ranks cannot differ
             return 0
+        self.hosts(t.device)  # the first exchange of every kind of call
         agreed, calls = _history.setdefault(self.process_group, (set(), count(1)))
         number = number or next(calls)
         shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
         stated, mine = _fields(passes, problem, (*shape, *options.items()))
-        on_cpu, new = "cpu:" in dist.get_backend_config(self.process_group), mine not in agreed
+        on_cpu, new = self._on_cpu, mine not in agreed
         if on_cpu or new:
             header, ones = [mine, number, new and plan is not None], [1] * self.size
             headers = torch.tensor([header] * self.size, device="cpu" if on_cpu else t.device)
@@ -130,7 +165,8 @@ class Group:
 
     def _compare_rows(self, plan: RankPlan) -> None:
         """Compare, for every pair of ranks, the rows that one sends with those that the other expects."""
-        sent, expected = zip(*self._gather([[digest(rows) for rows in each] for each in (plan.send, plan.receive)]))
+        each = zip_longest(plan.send, plan.onward), zip_longest(plan.receive, plan.passed)
+        sent, expected = zip(*self._gather([list(map(digest, some)) for some in each]))
         pairs = product(range(self.size), repeat=2)
         bad = [(sender, rank) for rank, sender in pairs if sent[sender][rank] != expected[rank][sender]]
         if bad:
@@ -148,6 +184,7 @@ class Group:
 MOST_AGREED = 4096  # digests that are kept
 # By process group: the digests that its ranks agreed on, and the numbers of its next forward calls.
 _history: WeakKeyDictionary[dist.ProcessGroup, tuple[set[int], Iterator[int]]] = WeakKeyDictionary()
+_hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()  # the machine of each rank
 
 
 class PlanMismatch(RuntimeError):
@@ -163,7 +200,8 @@ def _fields(passes: str, problem: Problem, options: tuple) -> tuple[dict[str, st
     """What all ranks must have equal, by name, and its digest."""
     found = {
         "pass": passes, "pattern": str(problem.pattern), "layout": str(problem.layout), "causal": str(problem.causal),
-        "heads": f"{problem.heads} / {problem.kv_heads}",
+        "heads": f"{problem.heads} / {problem.kv_heads}", "hosts": str(problem.hosts),
+        "exchange_dtype": str(problem.exchange_dtype),
     }  # fmt: skip
     found |= {name: str(value) for name, value in options}
     return found, digest(found)
@@ -206,8 +244,10 @@ class _Call:
         """The work of the ranks here, for a positive scale, and what makes q, and dq of its, one for that scale."""
         needs = {"causal": self.problem.causal, "backward": backward, "backend": self.backend}
         kernel = kernels.choose(q.device, q.dtype, q.shape[3], **needs).kernel
-        flip, scale = positive_scale(scale)
-        return [rank_of(self.problem, rank, kernel, scale, self.execution) for rank in group.here], flip
+        (flip, scale), problem = positive_scale(scale), self.problem
+        if group.process_group is not None:
+            problem = on_hosts(problem, self.scheme, group.hosts(q.device))
+        return [rank_of(problem, rank, kernel, scale, self.execution) for rank in group.here], flip
 
     def options(self, scale: float) -> dict:
         """What all ranks must have equal beside the problem."""
@@ -219,19 +259,24 @@ _compiled: set[_Call] = set()  # the calls of compiled graphs
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # by name
 
 
-def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale: float, backend, execution: Execution):
+def attend(
+    q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale: float, backend, execution: Execution,
+    exchange_dtype: torch.dtype | None = None,
+):  # fmt: skip
     """out and lse for checked tensors: local shards over a group or 1-D mesh, whole ones over Simulated ranks."""
     compiling, simulated = torch.compiler.is_compiling(), isinstance(group, Simulated)
     options = {"causal": causal, "scale": scale, "backend": backend, "execution": execution}
     if compiling and (simulated or not IN_GRAPHS):
-        return torch.compiler.disable(attend)(q, k, v, pattern, group=group, scheme=scheme, layout=layout, **options)
+        across = {"group": group, "scheme": scheme, "layout": layout, "exchange_dtype": exchange_dtype}
+        return torch.compiler.disable(attend)(q, k, v, pattern, **across, **options)
     if not compiling and (
         in_transform and in_transform() or getattr(forward_ad, "_current_level", -1) >= 0
     ):  # operators know neither
         raise NotImplementedError("attention over a group does not support torch.func or forward-mode derivatives")
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
-    group = Group.of(group)
-    shape, where = (*q.shape[1:3], k.shape[2]), (group.size, group.process_group)
+    machines, group = group.machines if simulated else 1, Group.of(group)
+    check_exchange_dtype(exchange_dtype, q.dtype)
+    shape, where = (*q.shape[1:3], k.shape[2]), (exchange_dtype, group.size, machines, group.process_group)
     about = shape, pattern, layout, scheme, causal, backend, execution, *where
     if compiling:
         name = _name_in_graph(*about)
@@ -249,7 +294,9 @@ def attend(q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale:
     return layout.unshard([out]), layout.unshard([lse], 2)
 
 
-def attend_documents(q, k, v, pattern, documents: Documents, *, group, scheme: str, layout, **options):
+def attend_documents(
+    q, k, v, pattern, documents: Documents, *, group, scheme: str, layout, exchange_dtype=None, **options
+):
     """As ``attend`` for packed or padded documents, whose positions are global.
 
     Documents inside a shard are attended there, and nothing moves. One that borders of shards cut is a call of all
@@ -278,7 +325,8 @@ def attend_documents(q, k, v, pattern, documents: Documents, *, group, scheme: s
     results = []
     for (shards, *size), *some in zip(cut, *parts):
         some = (t.unflatten(0, size) for t in some)
-        results.append(attend(*some, pattern, group=group, scheme=scheme, layout=shards, **options))
+        across = {"group": group, "scheme": scheme, "layout": shards, "exchange_dtype": exchange_dtype}
+        results.append(attend(*some, pattern, **across, **options))
     outs, lses = zip(*((o.flatten(0, 1), l.transpose(1, 2).flatten(0, 1)) for o, l in results))
     shape, lse = out.shape, lse.transpose(1, 2)  # (b, n, h)
     out = out.flatten(0, 1).index_copy(0, index, torch.cat(outs)).view(shape)
@@ -322,9 +370,19 @@ def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:
     return torch.cat(each) if each else torch.arange(0)
 
 
-def check_one_device(scheme, layout) -> None:
-    """Raise ValueError for an unknown scheme, and for a layout other than the default, without a group."""
+def check_exchange_dtype(value, dtype: torch.dtype) -> None:
+    """Raise ValueError unless rows of a dtype can travel as ``value``: None, that dtype or a narrower one."""
+    if value is not None and value is not dtype:
+        check_float_dtype(value)
+        if value.itemsize >= dtype.itemsize:
+            raise ValueError(f"exchange_dtype must be narrower than {dtype}, got {value}")
+
+
+def check_one_device(scheme, layout, exchange_dtype=None) -> None:
+    """Raise ValueError for an unknown scheme, and for what is for several ranks, without a group."""
     check_choice("scheme", scheme, ("auto", *SCHEMES))
+    if exchange_dtype is not None:
+        raise ValueError("an exchange_dtype is for several ranks: give a group, or ringlab.Simulated(p)")
     if not isinstance(layout, str) or layout != "contiguous":
         raise ValueError("a layout is for several ranks: give a group, or ringlab.Simulated(p)")
 
@@ -336,7 +394,9 @@ def length_of(t: Tensor, group, layout) -> int:
     return t.shape[1] * (1 if group is None or isinstance(group, Simulated) else Group.of(group).size)
 
 
-def _call(shape, pattern, layout, scheme, causal, backend, execution, ranks: int, process_group) -> _Call:
+def _call(
+    shape, pattern, layout, scheme, causal, backend, execution, exchange_dtype, ranks: int, machines: int, process_group
+) -> _Call:
     """The call, checked; ``shape``: rows, heads, K/V heads."""
     check_choice("scheme", scheme, ("auto", *SCHEMES))
     if not isinstance(layout, str | Layout):
@@ -344,7 +404,7 @@ def _call(shape, pattern, layout, scheme, causal, backend, execution, ranks: int
     rank = None
     if process_group is not None:
         rank, _groups[process_group.group_name] = dist.get_rank(process_group), process_group
-    problem, scheme, text = _problem(pattern, layout, scheme, causal, shape, ranks, rank)
+    problem, scheme, text = _problem(pattern, layout, scheme, causal, exchange_dtype, shape, ranks, machines, rank)
     check_merge(execution, ranks)
     name = f"{text} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
     return _calls.setdefault(name, _Call(name, problem, scheme, backend, execution))
@@ -352,7 +412,15 @@ def _call(shape, pattern, layout, scheme, causal, backend, execution, ranks: int
 
 @lru_cache(maxsize=64)
 def _problem(
-    pattern, layout, scheme: str, causal: bool, shape: tuple[int, int, int], ranks: int, rank: int | None
+    pattern,
+    layout,
+    scheme: str,
+    causal: bool,
+    exchange_dtype: torch.dtype | None,
+    shape: tuple[int, int, int],
+    ranks: int,
+    machines: int,
+    rank: int | None,
 ) -> tuple[Problem, str, str]:
     """Problem, scheme, and a text for both, checked. ``shape``: rows, heads, K/V heads; ``rank`` None: of all rows."""
     rows, heads, kv_heads = shape
@@ -360,9 +428,10 @@ def _problem(
     layout = layout_named(layout, n, ranks)
     if rank is not None and layout.size(rank) != rows:
         raise ValueError(f"the layout has {layout.size(rank)} positions here, q has {rows}")
-    problem = Problem(pattern, layout, causal, heads, kv_heads)
+    problem = Problem(pattern, layout, causal, heads, kv_heads, exchange_dtype=exchange_dtype)
     scheme = choose(problem).scheme if scheme == "auto" else scheme
     problem.check(scheme)
+    problem = on_hosts(problem, scheme, tuple(i * machines // ranks for i in range(ranks)))
     return problem, scheme, f"{digest(problem):x} {scheme}"
 
 
@@ -408,7 +477,7 @@ def forward(
     ranks, flip = call.ranks(group, q, scale, operator)  # probes the kernel, which is no part of the call
     layout = call.problem.layout
     with seen_inside() if operator else nullcontext(), without_autocast(q):
-        number = group.agree("forward", call.problem, q, plan=lambda: ranks[0].plan, **call.options(scale))
+        number = group.agree("forward", ranks[0].problem, q, plan=lambda: ranks[0].plan, **call.options(scale))
         shards = zip(*(group.split(t, 1, layout) for t in (flip(q), k, v)))
         steps = [SCHEMES[call.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)]
         found = drive(steps, group.process_group)
@@ -428,7 +497,7 @@ def _(q, k, v, scale, group, name):
     layout, broad = call.problem.layout, accumulation_dtype(q.dtype)
     for rank in group.here:
         if call.scheme == "plan":
-            saved.append(k.new_empty(sum(plan_rank(call.problem, rank).received), 2, b, d))
+            saved.append(k.new_empty(plan_rank(call.problem, rank).rows, 2, b, d))
         elif call.scheme == "ulysses":
             queries, keys = (len(heads[rank]) for heads in shares(h, k.shape[2], layout.ranks))
             saved += [q.new_empty(b, layout.n, heads, d) for heads in (queries, keys, keys, queries)]
@@ -447,7 +516,7 @@ def ranks_backward(
     with seen_inside(), without_autocast(q):
         ranks, flip = call.ranks(group, q, scale, True)
         options = call.options(scale) | {"gradient of lse": dlse is not None}
-        group.agree("backward", call.problem, q, int(number), **options)
+        group.agree("backward", ranks[0].problem, q, int(number), **options)
         layout, whole = call.problem.layout, ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
         shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
         count = len(saved) // len(ranks)

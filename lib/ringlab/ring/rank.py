@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ def received_calls(plan: RankPlan) -> list[Call]:
     problem = plan.problem
     if isinstance(problem.pattern, Dense):
         return _on_chunks(plan)
-    received, group, found = _received(plan), problem.heads // problem.kv_heads, []
+    received, group, found = plan.places(), problem.heads // problem.kv_heads, []
     for row, queries in problem.layout.chunks(plan.rank):
         for branch in problem.branches:
             length = branch.length
@@ -93,32 +92,17 @@ def received_calls(plan: RankPlan) -> list[Call]:
 
 def _on_chunks(plan: RankPlan) -> list[Call]:
     """Dense attention: what comes of a chunk is read where it lies, without an index."""
-    found, row = [], 0
-    for source, blocks in enumerate(plan.receive):
-        calls = cross_rank_calls(plan.problem, plan.rank, source) if blocks else []
-        for block in blocks:
-            begin, h = block.view(plan.problem.layout, source).first, block.heads
-            for call in calls:
-                k = call.k
-                if begin <= k.first < begin + block.count:
-                    first = row + (k.first - begin) * h + k.head
-                    keys = View(k.rows, first, k.step * h, head_step=0, shift=k.shift * h + k.head_step)
-                    found.append(replace(call, k=keys))
-            row += block.rows
-    return found
-
-
-def _received(plan: RankPlan) -> dict[int, Tensor]:
-    """By K/V head, (2, rows): the positions that a rank receives, ascending, and where each lies in the message."""
-    found: dict[int, list[Tensor]] = {}
-    row = 0
-    for block in chain(*plan.receive):
-        for i, (head, where) in enumerate(block.members()):
-            positions, count = torch.arange(where.start, where.stop, where.step), torch.arange(block.count)
-            found.setdefault(head, []).append(torch.stack([positions, row + i + block.heads * count]))
+    found, row, calls_on = [], 0, cache(partial(cross_rank_calls, plan.problem, plan.rank))
+    for source, block in plan.blocks:
+        begin, h = block.view(plan.problem.layout, source).first, block.heads
+        for call in calls_on(source):
+            k = call.k
+            if begin <= k.first < begin + block.count:
+                first = row + (k.first - begin) * h + k.head
+                keys = View(k.rows, first, k.step * h, head_step=0, shift=k.shift * h + k.head_step)
+                found.append(replace(call, k=keys))
         row += block.rows
-    whole = {head: torch.cat(parts, 1) for head, parts in found.items()}
-    return {head: both[:, both[0].argsort()] for head, both in whole.items()}
+    return found
 
 
 @dataclass
@@ -136,6 +120,11 @@ class Rank:
         """Which rows the rank receives and sends."""
         key = ("exchange", self.problem, self.rank)
         return self.execution.cached(key, lambda: plan_rank(self.problem, self.rank))
+
+    def goes_on(self, device: torch.device) -> Tensor:
+        """Where the rows that the rank passes on lie in its message."""
+        key, plan = ("goes on", self.problem, self.rank, device), self.plan
+        return self.execution.cached(key, lambda: plan.goes_on().to(device))
 
     def calls(self, source: int | None, step: int | None = None) -> Plan:
         """The calls on the shard of a rank, or on the message received (None); ``step``: for so many heads at a time.
@@ -228,7 +217,7 @@ class BlockRank(Rank):
         problem, layout = self.problem, self.problem.layout
         mine = theirs = BlockParts.of(layout.ranges(self.rank), problem.pattern.block_size)
         if source is None:  # every block that moves is a range of positions of all K/V heads
-            ranges = [next(block.members())[1] for block in chain(*self.plan.receive)]
+            ranges = [next(block.members())[1] for _, block in self.plan.blocks]
             theirs = BlockParts.of(ranges, problem.pattern.block_size)
         given = problem.pattern, layout.n, mine, theirs, problem.heads, problem.kv_heads
         return plan_between(*given, causal=problem.causal, itself=source is not None, kernel=self.kernel)

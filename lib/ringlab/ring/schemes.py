@@ -28,24 +28,31 @@ from .exchange import Problem, RankPlan
 from .rank import Rank
 
 # ---------------------------------------------------------------------------------------------------------------------
-# plan: the rows that are seen, each once, by one all-to-all
+# plan: the rows that are seen, each once, by one all-to-all; by a second one inside each machine those that come to one
+# rank of it for several
 
 
 def plan_forward(rank: Rank, q, k, v) -> Steps:
     plan = rank.plan
-    rows = k.new_empty(sum(plan.received), 2, q.shape[0], q.shape[3])
-    ticket = yield AllToAll(_packed(plan, k, v), plan.sent, rows, plan.received)
+    rows = k.new_empty(plan.rows, 2, q.shape[0], q.shape[3], dtype=plan.problem.exchange_dtype)
+    direct, passed = rows.tensor_split([sum(plan.received)])
+    ticket = yield AllToAll(_packed(plan, k, v), plan.sent, direct, plan.received)
     out, lse = rank.local_forward(q, k, v)
     yield Wait(ticket)
     del ticket  # it holds the rows sent
+    if plan.problem.hosts:
+        coming, going = plan.passing
+        yield Wait((yield AllToAll(direct.index_select(0, rank.goes_on(rows.device)), going, passed, coming)))
+    rows = rows.to(k.dtype)
+    del direct, passed
     if len(rows):
         rank.add_forward(None, q, rank.keys(rows), out, lse)
     return out, lse, rows
 
 
 def _packed(plan: RankPlan, k: Tensor, v: Tensor) -> Tensor:
-    """The rows to send (R, 2, b, d), by destination."""
-    rows = k.new_empty(sum(plan.sent), 2, k.shape[0], k.shape[3])
+    """The rows to send (R, 2, b, d), by destination, in the dtype of the exchange."""
+    rows = k.new_empty(sum(plan.sent), 2, k.shape[0], k.shape[3], dtype=plan.problem.exchange_dtype)
     for part, own in plan.pairs(rows, k, v):
         part.copy_(own)
     return rows
@@ -60,8 +67,14 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     d_rows = torch.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
     if len(rows):
         rank.add_backward(None, (dout, q, out, lse), rank.keys(rows), dq, rank.keys(d_rows))
+    direct, passed = d_rows.tensor_split([sum(plan.received)])
+    if plan.problem.hosts:
+        coming, going = plan.passing
+        back = yield from all_to_all(passed, coming, going)
+        for where, part in zip(rank.goes_on(rows.device).split(going), back.split(going)):
+            direct.index_add_(0, where, part)  # each row once, so that the order of sums is fixed
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
-    ticket = yield AllToAll(d_rows, plan.received, home, plan.sent)
+    ticket = yield AllToAll(direct, plan.received, home, plan.sent)
     local = rank.local_backward(dout, q, k, v, out, lse)
     dq += local[0]
     yield Wait(ticket)
@@ -322,6 +335,8 @@ def choose(problem: Problem) -> Choice:
     'plan'
     """
     p, heads, kv_heads = problem.layout.ranks, problem.heads, problem.kv_heads
+    if problem.exchange_dtype is not None:
+        return Choice("plan", "no other scheme rounds rows for their way")
     kind = "block-sparse" if isinstance(problem.pattern, patterns.BlockSparse) else "dilated"
     if p == 1:
         return Choice("plan" if kind == "block-sparse" else "ring", "one rank has all rows, and nothing moves")

@@ -13,7 +13,7 @@ import torch
 from ..block_patterns import BlockSparse
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch
-from .exchange import Problem, rows_needed
+from .exchange import Problem, rows_moved
 from .schemes import shares
 
 
@@ -55,9 +55,10 @@ def sent_to(
     # rows of K and of V forward, and rows of gradients back
     rows, gradients = Counter(), Counter()
     if scheme == "plan":
-        needed = rows_needed(problem)
-        rows.update({to: needed[to][rank] for to in others})
-        gradients.update({to: needed[rank][to] for to in others})
+        narrow = (problem.exchange_dtype or dtype).itemsize
+        moved = rows_moved(problem)
+        rows.update({to: moved[to][rank] for to in others})
+        gradients.update({to: moved[rank][to] for to in others})
     elif scheme == "all_gather":
         rows.update({to: kv_heads * sizes[rank] for to in others})
         gradients.update({to: kv_heads * sizes[to] for to in others})
