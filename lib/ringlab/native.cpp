@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <utility>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -27,6 +28,7 @@ constexpr int WIDTH = 8, COLUMNS = 2;
 constexpr int ROWS = 6;                  // of a register tile
 constexpr int QUERIES = 64, KEYS = 96;   // of a block of scores
 constexpr int CHUNK = 512, PANEL = 192;  // queries that share a copy of the keys in a forward; keys in a backward
+constexpr int FEW = 8, SPAN = 128;       // so few queries read each key where it lies, in blocks of so many
 constexpr float LOG2E = 1.44269504088896341f, INF = INFINITY;
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -278,8 +280,124 @@ struct Scratch {  // the part of one thread
   }
 };
 
+// Lanes of x with this bit unset and of y with it set, each with its partner, whose bit is the other one.
+template <int BIT, int... I>
+INLINE vec add_halves(vec x, vec y, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(x, y, (I & BIT ? WIDTH + I : I)...) +
+         __builtin_shufflevector(x, y, ((I & BIT ? WIDTH : 0) + (I ^ BIT))...);
+}
+// Lane i of the result is the sum of all lanes of x[i].
+template <int BIT = WIDTH / 2>
+INLINE vec sums_of(vec* x) {
+  for (int i = 0; i < BIT; i++) x[i] = add_halves<BIT>(x[i], x[i + BIT], std::make_integer_sequence<int, WIDTH>{});
+  if constexpr (BIT > 1) return sums_of<BIT / 2>(x);
+  return x[0];
+}
+
+// Add the products of weights p (count,) and rows of so many vectors to out, which is scaled before.
+template <int N = COLUMNS>
+INLINE void add_rows(float* out, int vectors, float keep, const float* p, const float* rows, long step, long count) {
+  if constexpr (N > 1)
+    if (vectors < N) return add_rows<N - 1>(out, vectors, keep, p, rows, step, count);
+  vec sum[N];
+  for (int c = 0; c < N; c++) sum[c] = load(out + c * WIDTH) * all(keep);
+  for (long j = 0; j < count; j++)
+    for (int c = 0; c < N; c++) sum[c] += all(p[j]) * load(rows + j * step + c * WIDTH);
+  for (int c = 0; c < N; c++) store(out + c * WIDTH, sum[c]);
+}
+
+// Few queries, each of which sees all keys: a matrix product is not worth its copies, and reading k and v takes the
+// time. Keys are shared out among threads, and their results merged at the end.
+template <class T>
+void run_few(const Call& call, float scale) {
+  const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, few = call.queries, all_heads = call.batch * call.heads;
+  const long most = std::max(1L, 256 / all_heads);  // parts of the keys of a head, however many threads there are
+  const long part = std::max(8L * SPAN, (call.keys + most - 1) / most), parts = (call.keys + part - 1) / part;
+  const long row = D + WIDTH;  // a result, its largest score and its sum
+  const Memory results(1, all_heads * parts * few * row), memory(call.threads, few * (D + SPAN) + SPAN * D);
+  float* found = (float*)(((uintptr_t)results.memory.get() + 63) & ~(uintptr_t)63);
+  constexpr bool in_place = sizeof(T) == 4;
+#pragma omp parallel num_threads(call.threads)
+  {
+    Scratch own(memory);
+    float *q = own.take(few * D), *scores = own.take(few * SPAN), *copy = own.take(SPAN * D);
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < all_heads * parts; item++) {
+      const long b = item / parts / call.heads, h = item / parts % call.heads, start = item % parts * part;
+      const long end = std::min<long>(call.keys, start + part);
+      const T *k_in = call.place((const T*)call.k, call.of_k, b, h), *v_in = call.place((const T*)call.v, call.of_v, b, h);
+      float* mine = found + item * few * row;
+      std::fill(mine, mine + few * row, 0.f);
+      for (long i = 0; i < few; i++) {
+        Reader<Single, T>::rows(q + i * D, call.place((const T*)call.q, call.of_q, b, h, i), 0, 1, d, D);
+        mine[i * row + D] = -INF;
+      }
+      for (long key = start; key < end; key += SPAN) {
+        const long count = std::min<long>(SPAN, end - key);
+        const float* rows = (const float*)(k_in + key * call.of_k.row);
+        long step = call.of_k.row;
+        const bool there = in_place && d == D;
+        if (!there) Reader<Single, T>::rows(copy, k_in + key * step, step, count, d, D), rows = copy, step = D;
+        for (long j = 0; j < count; j += WIDTH)
+          for (long i = 0; i < few; i++) {
+            vec sum[WIDTH] = {};
+            for (long x = 0; x < D; x += WIDTH) {
+              const vec a = load(q + i * D + x);
+              for (int c = 0; c < WIDTH; c++) sum[c] += a * load(rows + std::min(j + c, count - 1) * step + x);
+            }
+            store(scores + i * SPAN + j, sums_of(sum));
+          }
+        rows = (const float*)(v_in + key * call.of_v.row), step = call.of_v.row;
+        if (!there) Reader<Single, T>::rows(copy, v_in + key * step, step, count, d, D), rows = copy, step = D;
+        for (long i = 0; i < few; i++) {
+          float *p = scores + i * SPAN, *out = mine + i * row, *top = out + D;
+          const float* bias = call.bias ? call.place(call.bias, call.of_bias, b, h, i) + key * call.bias_key : nullptr;
+          vec most = all(*top);
+          for (long j = count; j % WIDTH; j++) p[j] = -INF;
+          if (bias)
+            for (long j = 0; j < count; j++)
+              p[j] = bias[j * call.bias_key] == -INF ? -INF : p[j] + bias[j * call.bias_key] / scale;
+          for (long j = 0; j < count; j += WIDTH) most = larger(most, load(p + j));
+          float highest = *top, total = 0;
+          for (int c = 0; c < WIDTH; c++) highest = most[c] > highest ? most[c] : highest;
+          const vec shift = all(highest == -INF ? 0 : highest), by = all(scale * LOG2E);
+          vec sum{};
+          for (long j = 0; j < count; j += WIDTH) {
+            const vec found = exp2_of((load(p + j) - shift) * by);
+            store(p + j, found);
+            sum += found;
+          }
+          for (int c = 0; c < WIDTH; c++) total += sum[c];
+          const float less = *top == -INF ? 1 : exp2_of((all(*top) - shift) * by)[0];
+          *top = highest, top[1] = top[1] * less + total;
+          for (long x = 0; x < D; x += COLUMNS * WIDTH)
+            add_rows(out + x, std::min<long>(COLUMNS, (D - x) / WIDTH), less, p, rows + x, step, count);
+        }
+      }
+    }
+#pragma omp for
+    for (long item = 0; item < all_heads * few; item++) {
+      const long b = item / few / call.heads, h = item / few % call.heads, i = item % few;
+      float *first = found + (item / few * parts * few + i) * row, *top = first + D;
+      for (long n = 1; n < parts; n++) {
+        const float *next = first + n * few * row, *other = next + D, highest = std::max(*top, *other);
+        if (*other == -INF) continue;
+        const float keep = expf((*top - highest) * scale), add = expf((*other - highest) * scale);
+        add_scaled(first, next, d, keep, add);
+        top[1] = top[1] * keep + other[1] * add, *top = highest;
+      }
+      float* lse = call.place(call.lse, call.of_lse, b, h, i);
+      if (call.narrow)
+        finish(call, first, *top * scale, top[1], call.place((T*)call.out, call.of_out, b, h, i), lse);
+      else
+        finish(call, first, *top * scale, top[1], call.place((float*)call.out, call.of_out, b, h, i), lse);
+    }
+  }
+}
+
 template <class Kind, class T>
 void run_forward(const Call& call, float scale) {
+  if (!call.index && (call.queries == 1 || (call.queries <= FEW && !call.causal))) return run_few<T>(call, scale);
   typedef Reader<Kind, T> Read;
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, chunks = (call.queries + CHUNK - 1) / CHUNK;
   const long depth = (d + Read::item - 1) / Read::item;

@@ -41,7 +41,10 @@ def off(found, want) -> float:
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 2e-6), (torch.float16, 2e-6), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("m, m_k, d", [(5, 7, 8), (64, 96, 64), (65, 97, 33), (600, 250, 48), (70, 300, 128)])
+@pytest.mark.parametrize(
+    "m, m_k, d",
+    [(5, 7, 8), (3, 3000, 33), (8, 2500, 128), (64, 96, 64), (65, 97, 33), (600, 250, 48), (70, 300, 128)],
+)
 def test_a_bias_is_added_however_it_lies(compiled, m, m_k, d, dtype, most):
     """The same for all queries, for each query, rows or keys side by side; hidden keys have -inf."""
     q, k, v, dout = drawn(m, m_k, d, dtype)
@@ -60,12 +63,13 @@ def test_a_bias_is_added_however_it_lies(compiled, m, m_k, d, dtype, most):
             assert float((found.double() - grad).norm()) <= 5e-6 * max(float(grad.norm()), floor)
 
 
-def test_results_are_merged_in_place_into_strided_rows(compiled):
+@pytest.mark.parametrize("m", [130, 4])
+def test_results_are_merged_in_place_into_strided_rows(compiled, m):
     """As ``merge`` does it; what sees no key changes nothing, and is replaced where it came first."""
-    q, k, v, _ = drawn(130, 200, 40)
+    q, k, v, _ = drawn(m, 200, 40)
     parts = [compiled.forward(q, k[:, a:b], v[:, a:b], False, 0.2) for a, b in ((0, 70), (70, 200))]
     want, want_lse = merge(*zip(*parts))
-    out, lse = torch.full((2, 260, 3, 64), 7.0)[:, ::2, :, 8:48], torch.empty(2, 130, 3).transpose(1, 2)
+    out, lse = torch.full((2, 2 * m, 3, 64), 7.0)[:, ::2, :, 8:48], torch.empty(2, m, 3).transpose(1, 2)
     compiled.forward_into(out, lse, q, k[:, :70], v[:, :70], False, 0.2, merge=False)
     compiled.forward_into(out, lse, q, k[:, 70:], v[:, 70:], False, 0.2, merge=True)
     assert off(out, want.double()) <= 1e-6 and off(lse, want_lse.double()) <= 1e-6
@@ -171,13 +175,14 @@ def test_half_precision_results_are_not_merged(compiled):
 
 
 def test_threads_change_no_bit(compiled):
-    q, k, v, dout = drawn(700, 700, 24)
+    q, k, v, dout = drawn(700, 3000, 24)
     found = []
     for threads in (1, 2, 5):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         out, lse = KERNEL.forward(q, k, v, True, 0.2)
-        found.append([out, lse, *KERNEL.backward(dout, q, k, v, out, lse, True, 0.2)])
+        grads = KERNEL.backward(dout, q, k, v, out, lse, True, 0.2)
+        found.append([out, lse, *grads, *KERNEL.forward(q[:, :3], k, v, False, 0.2)])  # few queries: by parts of keys
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
 

@@ -1,8 +1,8 @@
 """The K/V rows that later queries of a sequence still see: which they are, where they lie, and attention to them.
 
 The rows of a K/V head lie one behind the other, by position. Rows that no later query sees are dropped when a segment,
-or a block, ends. One new position is two matrix products on the rows that are seen; more of them are a plan of dense
-calls, as elsewhere, on themselves and on the rows that are kept.
+or a block, ends. One new position is one call on the rows that are seen; more of them are a plan of dense calls, as
+elsewhere, on themselves and on the rows that are kept.
 
 One of several ranks keeps its part of the positions, and computes its part of a result: over these, and for some heads
 over the new positions themselves.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
-from ..kernels.base import HALF, Kernel, accumulation_dtype
+from ..kernels.base import HALF, Kernel, accumulation_dtype, gathers
 from ..patterns import Branch, Pattern
 from . import blocks, dilated, execute
 from .dilated import calls_on_rows, even_runs, fold_heads
@@ -116,7 +116,7 @@ class LiveRows:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, c, h)
         if single := [entry for entry, count in enumerate(lengths) if count == 1]:
-            self._step(single, q, k, v, out, lse, scale)
+            self._step(single, q, k, v, out, lse, scale, kernel)
         for entries in self._alike([count if count > 1 else 0 for count in lengths]):
             count = lengths[entries[0]]
             for i in _slices(entries):
@@ -234,7 +234,7 @@ class LiveRows:
             leaves = rules.last(positions).masked_fill_(~there, rules.n).amin((1, 2))
             self.until[entries] = torch.minimum(self.until[entries], leaves + 1 + rules.max_crop)
 
-    def _step(self, entries: list[int], q, k, v, out, lse, scale: float) -> None:
+    def _step(self, entries: list[int], q, k, v, out, lse, scale: float, kernel: Kernel) -> None:
         """Write out (b, c, h, d) and lse (b, c, h) of one new position of each of ``entries``, and take their rows."""
         rules, g, every = self.rules, self.rules.heads // self.rules.kv_heads, len(entries) == len(self.k)
         each = slice(None) if every else torch.tensor(entries)
@@ -268,7 +268,7 @@ class LiveRows:
                     seen = self.shown[i, tables, :, start:stop] & asked[j, tables, :, None].to(self.shown)
                     bias = log_counts(seen, rules.bits, lse.dtype)  # (entries, tables, seers, m)
                 rows = self.k[i, heads, start:stop], self.v[i, heads, start:stop]
-                o, l = one_query(q[i, 0].unflatten(1, (-1, g))[:, heads], *rows, bias, scale)
+                o, l = one_query(q[i, 0].unflatten(1, (-1, g))[:, heads], *rows, bias, scale, kernel)
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
         kept = last + rules.max_crop > t[:, None]  # (entries, tables)
@@ -341,17 +341,25 @@ def _neighbours(positions: Tensor) -> Iterator[range]:
         yield range(int(some[0]), int(some[-1]) + 1)
 
 
-def one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def one_query(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
     """out (b, c, g, d), lse (b, c, g) of the queries q (b, c, g, d) over all rows k and v (b, c, m, d).
 
-    ``bias`` (b, c or 1, g or 1, m) is log M, -inf where a query does not see a row; None: 0. Two matrix products.
+    ``bias`` (b, c or 1, g or 1, m) is log M, -inf where a query does not see a row; None: 0. By a kernel that reads
+    rows where they lie, or by two matrix products.
     """
     b, c, g, d = q.shape
+    if gathers(kernel):
+        if bias is not None:
+            bias = bias.transpose(1, 2).expand(-1, -1, c, -1)  # (b, g or 1, c, m)
+        out, lse = kernel.forward(*(t.transpose(1, 2) for t in (q, k, v)), False, scale, bias)  # (b, g, c, d)
+        return out.transpose(1, 2), lse
     if b > 1 and k.stride(0) != c * k.stride(1):  # (b, c) is no one dimension of matrices
         parts = []
         for i in range(b):
             one = slice(i, i + 1)
-            parts.append(one_query(q[one], k[one], v[one], None if bias is None else bias[one], scale))
+            parts.append(one_query(q[one], k[one], v[one], None if bias is None else bias[one], scale, kernel))
         return torch.cat([o for o, _ in parts]), torch.cat([l for _, l in parts])
     q, k, v = ((x.to(accumulation_dtype(x.dtype)) if x is q else x).flatten(0, 1) for x in (q, k, v))  # (b * c, ., d)
     step = CONVERTED if k.dtype in HALF else k.shape[1]

@@ -23,8 +23,9 @@ class Kernel(Protocol):
     """One attention kernel. Instances hold no state of a call.
 
     Optional: ``lower_right`` and ``takes_bias``, see below; ``gathers``: forward takes an ``index`` (b, h, m_k) of the
-    rows of k and v that are the keys; ``cost``, a ``Cost``; ``forward_into(out, lse, q, k, v, causal, scale, bias,
-    index, *, merge)``, which writes into strided rows of fp32 or q's dtype, or merges with fp32 ones that are there.
+    rows of k and v that are the keys, and reads them where they lie, for one query too; ``cost``, a ``Cost``;
+    ``forward_into(out, lse, q, k, v, causal, scale, bias, index, *, merge)``, which writes into strided rows of fp32
+    or q's dtype, or merges with fp32 ones that are there.
     """
 
     name: str
