@@ -207,11 +207,8 @@ class Monitor:
         self.ends: dict[int, End] = {}
         self.states = {other: ["a host", Progress(-2)] for other in range(size)}
         self.heard = dict.fromkeys(range(1, size) if rank == 0 else [0], time.monotonic())
-        self.selector, self.channel, self.peers = (
-            selectors.DefaultSelector(),
-            Lines(socket.socket(fileno=channel), True),
-            [],
-        )
+        self.channel, self.peers = Lines(socket.socket(fileno=channel), known=True), []
+        self.selector = selectors.DefaultSelector()
         self.selector.register(self.channel, selectors.EVENT_READ, self.hear_rank)
         if listener is not None:
             self.selector.register(socket.socket(fileno=listener), selectors.EVENT_READ, self.accept)
@@ -293,7 +290,7 @@ class Monitor:
                 elif not compare_digest(line, self.token):
                     raise ValueError("a stranger")
                 peer.known = True
-        except (OSError, LookupError, TypeError, ValueError):
+        except (OSError, TypeError, ValueError):
             self.drop(peer)
 
     def note(self, peer: Lines, rank: int, host: str, progress: list, end: dict | None, found: list | None) -> None:
@@ -314,7 +311,7 @@ class Monitor:
         """Find which rank failed, or which host is silent, if that is known by now."""
         now = time.monotonic()
         if self.failed_at is None and any(end.kind != "ok" for end in self.ends.values()):
-            self.failed_at = now
+            self.failed_at, self.tells_at, self.interval = now, now, min(self.interval, GRACE_S / 2)
         late = self.failed_at is not None and now - self.failed_at > GRACE_S
         limit_s = self.timeout_s / (2 if late else 1)
         hosts, progress = zip(*(self.states[rank] for rank in range(self.size)))
@@ -356,8 +353,8 @@ class Monitor:
                 return
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-            if select.select([self.channel], [], [], GRACE_S)[0]:
-                self.ends.pop(self.rank, None)
+            self.ends.pop(self.rank, None)
+            while self.channel and self.rank not in self.ends and select.select([self.channel], [], [], GRACE_S)[0]:
                 self.hear_rank(self.channel)
 
     def end_launcher(self) -> None:
