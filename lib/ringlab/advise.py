@@ -588,7 +588,7 @@ class _Advisor:
             if unevenness(problem, order[0]) <= EVEN:
                 break
         least, best = order[0], order[0]
-        if self.estimates and self.budget is not None:
+        if self.estimates and self.budget is not None and len(order) > 1:  # an estimate takes long
             best = next((scheme for scheme in order if self._fits(found[scheme].estimate)), least)
         why = "what each rank's queries see is on it, so nothing moves"
         if total[least]:

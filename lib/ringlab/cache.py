@@ -136,7 +136,8 @@ def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
             yield leaf
         elif id(leaf) not in seen and not isinstance(leaf, type | types.ModuleType | types.FunctionType):
             seen.add(id(leaf))
-            yield from _tensors(list(getattr(leaf, "__dict__", {}).values()), seen)
+            if held := getattr(leaf, "__dict__", None):
+                yield from _tensors(list(held.values()), seen)
 
 
 GLOBAL = PatternCache()

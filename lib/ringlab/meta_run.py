@@ -125,6 +125,8 @@ class MetaRun(LiveStorageTracker):
             step = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.is_view and not self.real:  # most operators
+            return super().__torch_dispatch__(func, types, args, kwargs)
         if kwargs and (asked := kwargs.get("device")) is not None and asked.type == "meta":
             if func is _ATEN._to_copy.default and not args[0].is_meta:
                 return args[0]  # an index tensor goes where it is used: there it is already

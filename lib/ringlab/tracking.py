@@ -23,6 +23,7 @@ _HELD = {  # the tensors that hold a tensor's bytes, by its layout
     torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
 }  # fmt: skip
 
+_MAY_HOLD = (torch.Tensor, list, tuple, dict, torch.UntypedStorage)
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -46,11 +47,13 @@ def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage
     [64]
     """
     if isinstance(value, torch.Tensor):
-        parts = [t.untyped_storage() for t in _HELD[value.layout](value)] if value.layout in _HELD else []
-        yield from (part for part in parts if meta or part.device.type != "meta")
+        for part in _HELD[value.layout](value) if value.layout in _HELD else ():
+            if meta or part.device.type != "meta":
+                yield part.untyped_storage()
     elif isinstance(value, list | tuple | dict):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from storages(part, meta)
+            if isinstance(part, _MAY_HOLD):  # most arguments of an operator are numbers
+                yield from storages(part, meta)
     elif isinstance(value, torch.UntypedStorage) and (meta or value.device.type != "meta"):
         yield value
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -70,7 +71,7 @@ class Point:
     def __hash__(self):
         return hash(self.id)
 
-    @property
+    @cached_property
     def id(self) -> str:
         return digest(self.to_dict())
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import combinations
 
 from .. import cost, hardware, measure
 from ..advise import Evidence
 from ..engine import Execution
-from ..patterns import Dense
+from ..patterns import Dense, Pattern
 from .places import REHEARSAL, reports_folder
 from .rows import SHORT
 from .study import Study, pattern_of, read_study, together, with_rates
@@ -75,7 +76,12 @@ def _share(result) -> float:
     """Of the pairs of dense attention, those that a row's pattern computes, branch by branch."""
     p = result.point
     shape = p.seq_len, p.heads, p.kv_heads, p.causal
-    return cost.count_pairs(pattern_of(p), *shape)[0] / cost.count_pairs(DENSE, *shape)[0]
+    return _pairs(pattern_of(p), *shape) / _pairs(DENSE, *shape)
+
+
+@lru_cache(maxsize=256)
+def _pairs(pattern: Pattern, *shape) -> int:
+    return cost.count_pairs(pattern, *shape)[0]
 
 
 def _compared(study: Study, about: str, quick: tuple, slow: tuple, here: str | None) -> Evidence:

@@ -173,7 +173,8 @@ class Study:
         """The Ratio of each A/A control to the row that it repeats, which took turns."""
         found = []
         for second in filter(lambda r: r.option("twin"), self.good):
-            firsts = [r for r in self.results if r.point == second.point.first and together(r, second)]
+            repeated = second.point.first
+            firsts = [r for r in self.results if r.point == repeated and together(r, second)]
             found += [measure.ratio(second, r) for r in firsts if not objection(r) and r.seconds and second.seconds]
         return found
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -47,18 +47,17 @@ def joined(backend: str = "gloo", timeout_s: float = 60.0) -> Iterator[None]:
     comm.beat = Beat(file)
     comm.beat.begins()  # with the first exchange, which is done
     about = {
-        "rank": rank, "size": ranks, "host": socket.gethostname(), "pid": os.getpid(), "timeout_s": limit_s,
-        "token": token, "address": (os.environ["MASTER_ADDR"], port), "channel": theirs.fileno(),
-        "progress": file.fileno(), "listener": listener and listener.fileno(),
-        "show": os.environ.get("LOCAL_RANK", "0") == "0",
+        "rank": rank, "size": ranks, "pid": os.getpid(), "timeout_s": limit_s, "token": token, "port": port,
+        "channel": theirs.fileno(), "progress": file.fileno(), "listener": listener and listener.fileno(),
         "launcher": os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() > 1 else None,
-        "last": os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"),
     }  # fmt: skip
     passed = [about[name] for name in ("channel", "progress", "listener") if about[name] is not None]
-    command = [sys.executable, "-I", "-S", watch.__file__, json.dumps(about)]
+    command = [sys.executable, "-I", "-S", watch.__file__]
     with ours:
         with theirs, listener or theirs:
-            subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)
+            monitor = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.PIPE, start_new_session=True)
+            with monitor.stdin:  # its command everybody can read, and the token is secret
+                monitor.stdin.write(json.dumps(about).encode())
         try:
             yield
             comm.beat.does("is done")
@@ -77,7 +76,8 @@ def joined(backend: str = "gloo", timeout_s: float = 60.0) -> Iterator[None]:
             raise failure from error
         finally:
             comm.beat = None
-        ours.sendall(b'{"kind": "ok"}')
+        with suppress(OSError):  # the monitor was ended, and nothing else is wrong
+            ours.sendall(b'{"kind": "ok"}\n')
     dist.destroy_process_group()
 
 
@@ -85,7 +85,7 @@ def _found(channel: socket.socket, end: End, timeout_s: float) -> list | None:
     """Tell the monitor how this rank ended; the rank that it found, the message and the traceback there."""
     channel.settimeout(timeout_s + 2)
     try:
-        channel.sendall(json.dumps(vars(end) | {"trace": end.trace[-20_000:]}).encode())
-        return json.loads(channel.recv(1 << 20) or b"null")
+        channel.sendall(json.dumps(vars(end) | {"trace": end.trace[-20_000:]}).encode() + b"\n")
+        return json.loads(channel.makefile().readline() or "null")
     except OSError:
         return None

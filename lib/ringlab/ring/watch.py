@@ -11,6 +11,7 @@ import json
 import math
 import os
 import select
+import selectors
 import signal
 import socket
 import struct
@@ -19,11 +20,14 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from hmac import compare_digest
 
 GRACE_S = 0.4  # for the others to report what they saw, once one rank has failed
 EXIT_CODE = 49  # its place in ``stat``
 PROGRESS = struct.Struct("=qq")  # exchanges begun, and an index of DOING
 DOING = ("computes", "waits", "is done", "is stopped")  # "waits": for an exchange; "is stopped": by a signal
+LINE_BYTES = 1 << 20  # more than a line has: a traceback of 20,000 characters takes 12 bytes for each at most
+STRANGERS = 32  # connections that are kept while they have not said the token
 
 
 class RankFailed(RuntimeError):
@@ -56,11 +60,11 @@ class Progress:
     doing: str = "computes"
 
     @classmethod
-    def read(cls, path: str | os.PathLike, pid: int | None) -> Progress:
-        """From the file that the rank with process id ``pid`` writes."""
+    def read(cls, file: str | os.PathLike | int, pid: int | None) -> Progress:
+        """From the file, by path or descriptor, that the rank with process id ``pid`` writes."""
         data = b""
-        with suppress(OSError), open(path, "rb") as file:
-            data = file.read()
+        with suppress(OSError), open(file, "rb", closefd=not isinstance(file, int)) as opened:
+            data = os.pread(opened.fileno(), PROGRESS.size, 0)
         begun, doing = PROGRESS.unpack(data) if data else (-2, 0)
         return cls(begun, "is stopped" if stat(pid)[:1] in (["T"], ["t"]) else DOING[doing])
 
@@ -163,87 +167,141 @@ def describe(found: tuple[int | None, str], ends: dict[int, End], progress: list
     return RankFailed(rank, f"{name[rank]} {what}")
 
 
+class Lines:
+    """Lines over a socket that never blocks. ``known``: the other end has said the token; ``rank``: whose monitor."""
+
+    def __init__(self, opened: socket.socket, known: bool, rank: int | None = None):
+        self.socket, self.known, self.rank, self.came, self.goes = opened, known, rank, b"", b""
+        self.fileno = opened.fileno
+        opened.setblocking(False)
+
+    def hear(self) -> list[bytes]:
+        """The lines that are whole by now; raises OSError where no more can come."""
+        data = self.socket.recv(1 << 16)
+        *lines, self.came = (self.came + data).split(b"\n")
+        if not data or len(self.came) > (LINE_BYTES if self.known else 100):
+            raise ConnectionError("it has gone, or says what no monitor would")
+        return lines
+
+    def say(self, line: bytes) -> None:
+        """Send what is not sent yet and this line, as far as the other end takes it."""
+        self.goes += line if len(self.goes) < LINE_BYTES else b""
+        with suppress(OSError):  # it has gone, or takes nothing: its silence is judged
+            self.goes = self.goes[self.socket.send(self.goes) :]
+
+
 class Monitor:
     """The monitor of one rank. Rank 0's judges: the others tell it how their ranks are, and it answers.
 
-    ``rank``, ``size``, ``host``, ``pid``: of the rank; ``token``: with which a line begins, so that nobody else is
-    heard; ``address``: of rank 0's monitor; ``channel``, ``progress``, ``listener``: descriptors of a socket to the
-    rank, of the file of its progress, and of the socket where rank 0's monitor is reached; ``show``: print what is
-    found; ``launcher``: the process id of torchrun, None without; ``last``: whether that starts no other ranks if these
-    fail.
+    ``rank``, ``size``, ``pid``: of the rank; ``token``: what a connection says first, so that nobody else is heard;
+    ``port``: of rank 0's monitor; ``channel``, ``progress``, ``listener``: descriptors of a socket to the rank, of the
+    file of its progress, and of the socket where rank 0's monitor is reached; ``launcher``: the process id of torchrun,
+    None without.
     """
 
-    def __init__(
-        self, rank, size, host, pid, timeout_s, token, address, channel, progress, listener, show, launcher, last
-    ):  # fmt: skip
-        self.rank, self.size, self.host, self.pid, self.timeout_s = rank, size, host, pid, timeout_s
-        self.token, self.progress, self.show, self.launcher, self.last = token, progress, show, launcher, last
-        self.found, self.failed_at = None, None
+    def __init__(self, rank, size, pid, timeout_s, token, port, channel, progress, listener, launcher):
+        self.rank, self.size, self.pid, self.timeout_s, self.token = rank, size, pid, timeout_s, token.encode()
+        self.progress, self.launcher, self.host = progress, launcher, socket.gethostname()
+        self.found, self.failed_at, self.told, self.tells_at = None, None, None, 0.0
         self.interval = min(max(timeout_s / 20, 0.05), 1.0)
-        self.channel = socket.socket(fileno=channel)
         self.ends: dict[int, End] = {}
         self.states = {other: ["a host", Progress(-2)] for other in range(size)}
-        self.listener = None if listener is None else socket.socket(fileno=listener)
         self.heard = dict.fromkeys(range(1, size) if rank == 0 else [0], time.monotonic())
-        self.peers: dict[socket.socket, list] = {}  # connections: which rank, and the start of a line
-        if rank:
+        self.channel, self.peers = Lines(socket.socket(fileno=channel), known=True), []
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.channel, selectors.EVENT_READ, self.hear_rank)
+        if listener is not None:
+            self.selector.register(socket.socket(fileno=listener), selectors.EVENT_READ, self.accept)
+        else:
             with suppress(OSError):
-                self.peers[socket.create_connection(address, timeout_s)] = [0, b""]
+                opened = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout_s)
+                self.add(Lines(opened, known=True, rank=0)).say(self.token + b"\n")
 
     def run(self) -> None:
         wanted = range(self.size) if self.rank == 0 else [self.rank]
         while not self.found and [r for r in wanted if r not in self.ends or self.ends[r].kind != "ok"]:
             self.step()
-            parents = stat(self.pid)[1:2]
-            if self.launcher and self.rank not in self.ends and parents not in ([], [str(self.launcher)]):
-                self.ends[self.rank] = End("died", "lost its launcher, which has ended")
-            self.states[self.rank] = [self.host, Progress.read(f"/proc/self/fd/{self.progress}", self.pid)]
+            self.look()
             self.judge()
             self.tell()
         if self.found:
             self.end_rank()
-        if self.launcher and (self.last or not self.found):
+        last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        if self.launcher and (last or not self.found):  # it starts no other ranks
             self.end_launcher()
 
     def step(self) -> None:
-        """Hear what there is to hear, or wait for it a while."""
-        sources = [*self.peers, *filter(None, [self.listener, self.channel])]
-        for source in select.select(sources, [], [], self.interval)[0]:
-            if source is self.channel:
-                self.hear_rank()
-            elif source is self.listener:
-                self.peers[source.accept()[0]] = [None, b""]
-            else:
-                self.hear(source)
+        """Hear what there is to hear, or wait for it until it is time to tell."""
+        for key, _ in self.selector.select(max(0.0, self.tells_at - time.monotonic())):
+            key.data(key.fileobj)
 
-    def hear_rank(self) -> None:
+    def look(self) -> None:
+        """See whether the rank and its launcher live, and how far the rank is."""
+        state, parent = (stat(self.pid) + [None] * 2)[:2]
+        if state in (None, "Z") and stat("self") and self.channel and not select.select([self.channel], [], [], 0)[0]:
+            self.died()  # a process that it has forked holds the channel
+        elif self.launcher and parent not in (None, str(self.launcher)):
+            self.ends.setdefault(self.rank, End("died", "lost its launcher, which has ended"))
+        self.states[self.rank] = [self.host, Progress.read(self.progress, self.pid)]
+
+    def died(self) -> None:
+        fields, how = stat(self.pid), "has gone before it was done"
+        if len(fields) > EXIT_CODE:
+            how = how_ended(os.waitstatus_to_exitcode(int(fields[EXIT_CODE])))
+        self.ends.setdefault(self.rank, End("died", how))
+
+    def hear_rank(self, channel: Lines) -> None:
         """The rank says how it ended, or its channel closes as it ends."""
-        data, how = self.channel.recv(1 << 20), "has gone before it was done"
-        if not data:
-            fields, self.channel = stat(self.pid), None
-            if len(fields) > EXIT_CODE:
-                how = how_ended(os.waitstatus_to_exitcode(int(fields[EXIT_CODE])))
-        self.ends.setdefault(self.rank, End(**json.loads(data)) if data else End("died", how))
+        try:
+            for line in channel.hear():
+                self.ends.setdefault(self.rank, End(**json.loads(line)))
+        except OSError:
+            self.selector.unregister(channel)
+            self.channel = None
+            self.died()
 
-    def hear(self, source: socket.socket) -> None:
-        """What another monitor says; it has gone if that is nothing."""
-        data = b""
+    def add(self, peer: Lines) -> Lines:
+        self.peers.append(peer)
+        self.selector.register(peer, selectors.EVENT_READ, self.hear)
+        return peer
+
+    def drop(self, peer: Lines) -> None:
+        if peer not in self.peers:
+            return
+        self.peers.remove(peer)
+        self.selector.unregister(peer)
+        peer.socket.close()
+        if peer.rank is not None:
+            self.heard[peer.rank] = -math.inf
+
+    def accept(self, listener: socket.socket) -> None:
+        """Another monitor, or a stranger: the latest few of these are kept."""
         with suppress(OSError):
-            data = source.recv(1 << 20)
-        rank, start = self.peers[source]
-        *lines, self.peers[source][1] = (start + data).split(b"\n")
-        for line in lines:
-            token, rank, host, progress, end, found = json.loads(line)
-            if token == self.token:
-                self.peers[source][0], self.heard[rank] = rank, time.monotonic()
-                self.states[rank] = [host, Progress(*progress)]
-                self.found = self.found or found
-                if end and rank not in self.ends:
-                    self.ends[rank] = End(**end)
-        if not data:
-            del self.peers[source]
-            if rank is not None:
-                self.heard[rank] = -math.inf
+            self.add(Lines(listener.accept()[0], known=False))
+        for stranger in [peer for peer in self.peers if not peer.known][:-STRANGERS]:
+            self.drop(stranger)
+
+    def hear(self, peer: Lines) -> None:
+        """What another monitor says; one that says what no monitor would has gone too."""
+        try:
+            for line in peer.hear():
+                if peer.known:
+                    self.note(peer, *json.loads(line))
+                elif not compare_digest(line, self.token):
+                    raise ValueError("a stranger")
+                peer.known = True
+        except (OSError, TypeError, ValueError):
+            self.drop(peer)
+
+    def note(self, peer: Lines, rank: int, host: str, progress: list, end: dict | None, found: list | None) -> None:
+        """Another monitor said this of its rank."""
+        state, end = [host, Progress(*progress)], end and End(**end)
+        if rank not in self.heard:
+            raise ValueError(f"there is no rank {rank}")
+        peer.rank, self.heard[rank], self.states[rank] = rank, time.monotonic(), state
+        self.found = self.found or found
+        if end:
+            self.ends.setdefault(rank, end)
 
     def silent(self, limit_s: float) -> list[int]:
         """The ranks that were not heard for so long."""
@@ -253,31 +311,34 @@ class Monitor:
         """Find which rank failed, or which host is silent, if that is known by now."""
         now = time.monotonic()
         if self.failed_at is None and any(end.kind != "ok" for end in self.ends.values()):
-            self.failed_at = now
+            self.failed_at, self.tells_at, self.interval = now, now, min(self.interval, GRACE_S / 2)
         late = self.failed_at is not None and now - self.failed_at > GRACE_S
-        silent = [rank for rank in self.silent(self.timeout_s / (2 if late else 1)) if rank not in self.ends]
+        limit_s = self.timeout_s / (2 if late else 1)
         hosts, progress = zip(*(self.states[rank] for rank in range(self.size)))
-        if silent and not self.found:
-            away = {hosts[rank] for rank in silent}
-            ranks = ", ".join(f"rank {rank}" for rank in range(self.size) if hosts[rank] in away)
-            what = f"{' and '.join(sorted(away))} ({ranks}) does not answer {self.host}"
-            self.found = [None, f"{what}: a host or the link between has failed", ""]
+        if not self.found and any(rank not in self.ends for rank in self.silent(limit_s)):
+            away = [rank for rank in self.silent(limit_s / 2) if rank not in self.ends]  # the others of that host too
+            names, ranks = sorted({hosts[rank] for rank in away}), ", ".join(f"rank {rank}" for rank in away)
+            what = f"{' and '.join(names)} ({ranks}) does not answer {self.host}"
+            self.found = [None, f"{what}: a host, its monitor or the link between has failed", ""]
         elif late and self.rank == 0 and not self.found:
             failure = describe(culprit(self.ends, progress), self.ends, progress, self.timeout_s, hosts)
             self.found = [failure.rank, str(failure), "".join(getattr(failure, "__notes__", []))]
 
     def tell(self) -> None:
-        """Tell the other monitors about this rank, and what was found."""
-        end, progress = self.ends.get(self.rank), self.states[self.rank][1]
-        about = [self.token, self.rank, self.host, [progress.begun, progress.doing], end and vars(end), self.found]
+        """Tell the other monitors about this rank and what was found: once an interval, and at once what is new."""
+        news, now = (self.ends.get(self.rank), self.found), time.monotonic()
+        if now < self.tells_at and news == self.told:
+            return
+        self.told, self.tells_at = news, now + self.interval
+        end, progress = news[0], self.states[self.rank][1]
+        about = [self.rank, self.host, [progress.begun, progress.doing], end and vars(end), self.found]
         for peer in self.peers:
-            with suppress(OSError):  # it has gone, or takes nothing: its silence is judged
-                peer.setblocking(False)
-                peer.send(json.dumps(about).encode() + b"\n")
+            if peer.known:
+                peer.say(json.dumps(about).encode() + b"\n")
 
     def end_rank(self) -> None:
         """Tell the rank what was found if it asks within a grace, else end it."""
-        if self.show:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"ringlab: {self.found[1]}", file=sys.stderr, flush=True)
         numbers = [0, signal.SIGTERM, signal.SIGKILL]
         if self.found[0] == self.rank:  # it will not ask; a process that is stopped takes SIGKILL alone
@@ -286,14 +347,15 @@ class Monitor:
             if self.channel is None:
                 return
             if self.rank in self.ends and self.ends[self.rank].kind != "died":
+                self.channel.socket.settimeout(self.timeout_s)
                 with suppress(OSError):
-                    self.channel.sendall(json.dumps(self.found).encode())
+                    self.channel.socket.sendall(json.dumps(self.found).encode() + b"\n")
                 return
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-            if select.select([self.channel], [], [], GRACE_S)[0]:
-                self.ends.pop(self.rank, None)
-                self.hear_rank()
+            self.ends.pop(self.rank, None)
+            while self.channel and self.rank not in self.ends and select.select([self.channel], [], [], GRACE_S)[0]:
+                self.hear_rank(self.channel)
 
     def end_launcher(self) -> None:
         """End torchrun where it has no ranks any more, and waits for that of another host, which has gone.
@@ -313,4 +375,4 @@ class Monitor:
 
 if __name__ == "__main__":
     with suppress(ProcessLookupError, FileNotFoundError):  # the launcher has ended
-        Monitor(**json.loads(sys.argv[1])).run()
+        Monitor(**json.load(sys.stdin)).run()
