@@ -85,6 +85,15 @@ def test_bytes_between_ranks_are_those_of_the_plan(ranks, layout, pattern, schem
 
 
 @pytest.mark.parametrize("scheme", ["plan", "ring", "all_gather", "ulysses"])
+def test_two_sequences_take_twice_the_memory_of_one(scheme):
+    each = [
+        estimate(LADDER, seq_len=1024, batch=b, ranks=2, scheme=scheme, passes="fwd+bwd", causal=True, **SHAPE)
+        for b in (1, 2)
+    ]
+    assert 1.9 < each[1].peak_bytes / each[0].peak_bytes <= 2
+
+
+@pytest.mark.parametrize("scheme", ["plan", "ring", "all_gather", "ulysses"])
 def test_the_rank_that_holds_most_is_among_the_few_that_are_run(scheme, monkeypatch):
     rng = random.Random(scheme)
     for _ in range(8):

@@ -470,7 +470,8 @@ def _whole_call(plan: Plan, which: int, q, k, v, *more):
         rows, nodes = replace(rows, rows=n), range(1)
     entries = [(q, WHOLE, rows), (k, WHOLE, call.k), (v, WHOLE, call.k), *((t, WHOLE, rows) for t in more)]
     views = list(views_of(entries, nodes, heads))
-    return (call, views[0]) if len(views) == 1 else (None, None)
+    whole = len(views) == 1 and len(views[0][0]) == b * len(nodes)  # without data, equal pieces come once
+    return (call, views[0]) if whole else (None, None)
 
 
 def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int = 0) -> Iterator[list[Tensor]]:
