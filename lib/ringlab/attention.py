@@ -49,7 +49,7 @@ def attention(
     execution: Execution = DEFAULT,
     **others,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern; exact forward and backward.
+    """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern; exact, but for ``exchange_dtype``.
 
     q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads.
     v may have another head_dim, and then out has it too. Any sequence length is legal; that of k and v may be another
@@ -71,19 +71,21 @@ def attention(
 
     Generation: with a ``cache`` (``ringlab.KVCache``) q, k, v are the rows of new positions, one or many, which see all
     positions so far; the cache keeps what later ones will see. Under ``torch.no_grad()``, with ``causal=True``;
-    ``lengths`` then says how many of the new rows of each entry are no padding. A single position is two matrix
-    products, whatever ``backend`` and ``execution`` say.
+    ``lengths`` then says how many of the new rows of each entry are no padding. A single position runs by the kernel
+    that ``backend`` chooses if this reads rows where they lie ("compiled", on a CPU), else as two matrix products.
+    Across ranks the cache has the group, and every rank passes all new rows.
 
     Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this rank's shards; or
     ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
     "zigzag", "striped", or a ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
     "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device answer; positions are global.
-    Under "plan" a row that several ranks of one host need comes to it once; hosts are told apart by their names.
+    Under "plan" a row that several ranks of one host need from another host crosses once: one of them receives it and
+    passes it on, in a second exchange. Hosts are told apart by name; ``Simulated(p, machines=m)`` shows what moves.
     Along a Hilbert layout the pattern runs along the curve: that is the answer for the sequence in the curve's order.
-    ``exchange_dtype``, a narrower one, under "plan" alone: rows of k and v are rounded to it before they go to another
-    rank, and what that one computes is then of the rounded rows: an element changes by at most 2^-8 of itself in
-    bfloat16, 2^-11 in float16, which overflows beyond 65504. Gradients are those of the rounded rows, and travel in
-    fp32 (fp64 for fp64).
+    ``exchange_dtype``, for "plan", which "auto" then takes: rows of k and v travel in this narrower dtype. Who receives
+    them computes with the rounded rows, their owner with its own, so the result depends on the ranks. Rounding changes
+    an element by at most 2^-8 of itself in bfloat16, 2^-11 in float16 (more below 6e-5, infinite beyond 65504) and
+    2^-24 in float32. Gradients take it for the identity, and travel in fp32 (fp64 for fp64).
 
     Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
     NotImplementedError, with the reason, for a backend that cannot serve the device or dtype. Differentiable once, by

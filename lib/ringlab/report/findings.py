@@ -28,7 +28,7 @@ def trust_line(study: Study) -> str:
     floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
     if study.pace:
         pace = 100 * 2**0.5 * NORMAL * study.pace  # of two rows, 95 % of them
-        floor += f"; a call in different parts of the run, by up to about {number(pace, 2)} %"
+        floor += f"; the same call in different parts of the run mostly by less than {number(pace, 2)} %"
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"

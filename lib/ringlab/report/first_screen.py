@@ -13,6 +13,7 @@ from statistics import quantiles
 from ..advise import Advice, advise, ladder
 from ..estimate import longest
 from ..hardware import Profile
+from ..kernels.base import accumulation_dtype
 from ..measure import quality as trainings
 from ..measure import suites
 from ..patterns import Dense, Dilated, Pattern
@@ -108,13 +109,13 @@ def _try(ask, n: int, **how) -> Advice | str:
 def fastest(study: Study) -> str:
     """The finding of the landscape, the same system in training, and what is advised."""
     found = field.ranked(study)
-    said = field.fastest(study) + _training(study, found[0][1])
+    said = field.fastest(study)
     named = {entry.name: row for _, entry, row in found}
     advised, dense = named.get(field.ADVISED), named.get(field.DENSE.name)
     if ratio := study.ratio(dense, advised):
         speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as torch's dense attention"
         said += f" {field.ADVISED}, which the table below advises, takes {speed}."
-    return f"{said} This ranks speed, not how well a model learns."
+    return f"{said}{_training(study, found[0][1])} This ranks speed, not how well a model learns."
 
 
 def _training(study: Study, entry) -> str:
@@ -188,7 +189,7 @@ def _trust(study: Study) -> str:
     over = "Too few of the times here have a roofline to set them beside"
     if len(above) > 3:
         low, middle, high = (number(x, 2) for x in quantiles(above, n=4))
-        over = f"Half of the times on {study.device} are {low} to {high} times their roofline, {middle} in the median"
+        over = f"The middle half of the calls on {study.device} take {low} to {high} times their roofline"
     if study.rehearsal:
         return f"**Trust**: computed times are lower bounds. {over}; this device was not tried."
     return f"{trust_line(study)} {over}."
@@ -211,11 +212,12 @@ def _seconds(seconds: float) -> str:
 
 
 def _bound(advice: Advice, name: str) -> Cell | None:
-    """The roofline of another pattern, unless it needs more memory than there is: at least q, k, v and out."""
+    """The roofline of another pattern, unless it needs more memory than there is: at least q, k, v, out and lse."""
     found, c = next((p for p in advice.proposals if p.name == name), None), advice.call
     if found is None:
         return None
-    least = found.peak_bytes or 2 * c.batch * advice.seq_len * (c.heads + c.kv_heads) * c.head_dim * c.dtype.itemsize
+    row = 2 * (c.heads + c.kv_heads) * c.head_dim * c.dtype.itemsize + c.heads * accumulation_dtype(c.dtype).itemsize
+    least = found.peak_bytes or c.batch * advice.seq_len * row
     if advice.budget_bytes is not None and least > advice.budget_bytes:
         return Cell("does not fit", kind="bad")
     return Cell(f"≥ {_seconds(found.bound_s)}") if found.bound_s else None

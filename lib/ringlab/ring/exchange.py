@@ -142,8 +142,8 @@ class Problem:
     def routes(self, mates: tuple[int, ...], source: int) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
         """By (from, to) how what some ranks of a machine need from ``source`` comes to them, as ``needed``.
 
-        Each row comes from the source once: to the mate that needs most rows, which passes it on; then to the one that
-        needs most of the others. Mates that need equally many take turns by source.
+        Mates are taken by how many rows they need, most first, equal ones in turns by source. Each gets from the source
+        what no earlier mate needs, and the rest from the first earlier mate that needs it.
         """
         needed, size = {to: self.needed(to, source) for to in mates}, len(self.mates(mates[0]))
         found, before = {}, []

@@ -43,8 +43,8 @@ from .schemes import SCHEMES, choose, shares
 class Simulated:
     """``ranks`` simulated in this process: q, k, v are whole, sharded inside, and the result is whole.
 
-    ``machines``: the ranks are on so many, equally many on each, one machine after the other. Values do not depend on
-    it; what scheme "plan" moves between which ranks does.
+    ``machines``: over so many simulated machines the ranks are spread evenly, in order. Values do not depend on it;
+    what scheme "plan" moves between which ranks does. With one machine the example has 512 bytes between the halves.
 
     >>> from ringlab import Dense, attention, ring
     >>> q = torch.ones(1, 8, 1, 4)
@@ -114,7 +114,7 @@ class Group:
         return torch.cat(parts, dim) if layout is None else layout.unshard(parts, dim)
 
     def hosts(self, device: torch.device) -> tuple[int, ...]:
-        """A number for the machine of each rank, by host name; () where machines change nothing.
+        """A number for the machine of each rank, by host name; () for simulated ranks and for fewer than three.
 
         The ranks of a process group tell each other once, before anything else, by an all-to-all of 8 bytes.
         """

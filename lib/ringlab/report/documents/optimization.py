@@ -372,33 +372,38 @@ def folded(study: Study) -> Table | None:
             apart, how = dilated.make_plan(*given), (*given, p.causal, torch.float32, kernel)
             plans, chosen = (apart, folding.fold(*how) or apart), folding.faster(*how) is not None
             gain = folding.cost(apart, p.causal, kernel) / folding.cost(plans[1], p.causal, kernel)
-            line = {"eager": eager, "auto": auto, "plans": plans, "work": p.heads * p.seq_len}
+            line = {"eager": eager, "auto": auto, "plans": plans}
             lines.append(line | {"gain": gain, "chosen": "folded" if chosen else "branch by branch"})
     if not lines:
         return None
 
     def both(count) -> Callable[[dict], Cell]:
-        return lambda x: Cell(" → ".join(number(count(plan, x["work"])) for plan in x["plans"]))
+        return lambda x: Cell(" → ".join(number(count(plan, x["auto"].point)) for plan in x["plans"]))
 
-    def merges(plan, work: int) -> float:
-        return sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / work
+    def merges(plan, p) -> float:
+        return sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / (p.heads * p.seq_len)
+
+    def pairs(plan, p) -> float:
+        each = ((c, c.q.rows * (c.q.rows - 1) // 2 if p.causal and c.causal else 0) for c in plan.calls)
+        return sum(c.nodes * c.heads * (c.q.rows * c.k.rows - less) for c, less in each) / (p.heads * p.seq_len)
 
     def rate(row) -> Cell | None:
         return Cell(f"{number(row.share)}×") if columns.timed(row) and row.share else None
 
     return table(
         "Nested branches: branch by branch → folded, each visible pair once",
-        [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)), PASS.of("auto"),
-         MASK.of("auto"), Column(">Calls", both(lambda plan, _: len(plan.calls))),
-         Column(">Pairs a position", both(lambda plan, work: plan.pairs / work)),
+        [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)),
+         Column(">Tokens", lambda x: x["auto"].point.seq_len), PASS.of("auto"), MASK.of("auto"),
+         Column(">Calls", both(lambda plan, _: len(plan.calls))), Column(">Pairs a position", both(pairs)),
          Column(">Merges a row", both(merges)),
          Column(">Predicted gain", lambda x: Cell(f"{number(x['gain'])}×", f"chosen: {x['chosen']}")),
          columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto"),
          Column(">Rate", lambda x: rate(x["auto"]))],
         lines, folded=True,
         note="A key that M branches show counts once, with log M added to its scores. The gain is the time branch by "
-        "branch over the time chosen; predicted for the forward pass. Rate: FLOP/s of a call branch by branch, over "
-        "those of torch's product of two 2,048 × 2,048 matrices in turns with it.",
+        "branch over the time chosen; predicted for the forward pass. Pairs: queries times keys that are computed. "
+        "Rate: FLOP/s of a call branch by branch, over those of torch's product of two 2,048 × 2,048 matrices in turns "
+        "with it.",
     )  # fmt: skip
 
 
