@@ -41,13 +41,15 @@ def joined(backend: str = "gloo", timeout_s: float = 60.0) -> Iterator[None]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     family = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
     listener = socket.create_server(("", 0), backlog=ranks, **family) if rank == 0 else None
-    told = [listener and (listener.getsockname()[1], secrets.token_hex(8))]
-    dist.broadcast_object_list(told)
-    (port, token), (ours, theirs), file = told[0], socket.socketpair(), tempfile.TemporaryFile()
+    told = [None] * ranks
+    where = listener and (listener.getsockname()[1], secrets.token_hex(8))
+    dist.all_gather_object(told, (socket.gethostname(), where))
+    hosts, ((port, token), *_) = zip(*told)
+    (ours, theirs), file = socket.socketpair(), tempfile.TemporaryFile()
     comm.beat = Beat(file)
     comm.beat.begins()  # with the first exchange, which is done
     about = {
-        "rank": rank, "size": ranks, "pid": os.getpid(), "timeout_s": limit_s, "token": token, "port": port,
+        "rank": rank, "hosts": hosts, "pid": os.getpid(), "timeout_s": limit_s, "token": token, "port": port,
         "channel": theirs.fileno(), "progress": file.fileno(), "listener": listener and listener.fileno(),
         "launcher": os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() > 1 else None,
     }  # fmt: skip

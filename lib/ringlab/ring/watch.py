@@ -193,20 +193,20 @@ class Lines:
 class Monitor:
     """The monitor of one rank. Rank 0's judges: the others tell it how their ranks are, and it answers.
 
-    ``rank``, ``size``, ``pid``: of the rank; ``token``: what a connection says first, so that nobody else is heard;
-    ``port``: of rank 0's monitor; ``channel``, ``progress``, ``listener``: descriptors of a socket to the rank, of the
-    file of its progress, and of the socket where rank 0's monitor is reached; ``launcher``: the process id of torchrun,
-    None without.
+    ``rank``, ``pid``: of the rank; ``hosts``: the name of each rank's; ``token``: what a connection says first, so that
+    nobody else is heard; ``port``: of rank 0's monitor; ``channel``, ``progress``, ``listener``: descriptors of a
+    socket to the rank, of the file of its progress, and of the socket where rank 0's monitor is reached; ``launcher``:
+    the process id of torchrun, None without.
     """
 
-    def __init__(self, rank, size, pid, timeout_s, token, port, channel, progress, listener, launcher):
-        self.rank, self.size, self.pid, self.timeout_s, self.token = rank, size, pid, timeout_s, token.encode()
-        self.progress, self.launcher, self.host = progress, launcher, socket.gethostname()
+    def __init__(self, rank, hosts, pid, timeout_s, token, port, channel, progress, listener, launcher):
+        self.rank, self.hosts, self.pid, self.timeout_s, self.token = rank, hosts, pid, timeout_s, token.encode()
+        self.progress, self.launcher = progress, launcher
         self.found, self.failed_at, self.told, self.tells_at = None, None, None, 0.0
         self.interval = min(max(timeout_s / 20, 0.05), 1.0)
         self.ends: dict[int, End] = {}
-        self.states = {other: ["a host", Progress(-2)] for other in range(size)}
-        self.heard = dict.fromkeys(range(1, size) if rank == 0 else [0], time.monotonic())
+        self.states = [Progress(-2)] * len(hosts)
+        self.heard = dict.fromkeys(range(1, len(hosts)) if rank == 0 else [0], time.monotonic())
         self.channel, self.peers = Lines(socket.socket(fileno=channel), known=True), []
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.channel, selectors.EVENT_READ, self.hear_rank)
@@ -218,7 +218,7 @@ class Monitor:
                 self.add(Lines(opened, known=True, rank=0)).say(self.token + b"\n")
 
     def run(self) -> None:
-        wanted = range(self.size) if self.rank == 0 else [self.rank]
+        wanted = range(len(self.hosts)) if self.rank == 0 else [self.rank]
         while not self.found and [r for r in wanted if r not in self.ends or self.ends[r].kind != "ok"]:
             self.step()
             self.look()
@@ -242,7 +242,7 @@ class Monitor:
             self.died()  # a process that it has forked holds the channel
         elif self.launcher and parent not in (None, str(self.launcher)):
             self.ends.setdefault(self.rank, End("died", "lost its launcher, which has ended"))
-        self.states[self.rank] = [self.host, Progress.read(self.progress, self.pid)]
+        self.states[self.rank] = Progress.read(self.progress, self.pid)
 
     def died(self) -> None:
         fields, how = stat(self.pid), "has gone before it was done"
@@ -293,9 +293,9 @@ class Monitor:
         except (OSError, TypeError, ValueError):
             self.drop(peer)
 
-    def note(self, peer: Lines, rank: int, host: str, progress: list, end: dict | None, found: list | None) -> None:
+    def note(self, peer: Lines, rank: int, progress: list, end: dict | None, found: list | None) -> None:
         """Another monitor said this of its rank."""
-        state, end = [host, Progress(*progress)], end and End(**end)
+        state, end = Progress(*progress), end and End(**end)
         if rank not in self.heard:
             raise ValueError(f"there is no rank {rank}")
         peer.rank, self.heard[rank], self.states[rank] = rank, time.monotonic(), state
@@ -314,14 +314,14 @@ class Monitor:
             self.failed_at, self.tells_at, self.interval = now, now, min(self.interval, GRACE_S / 2)
         late = self.failed_at is not None and now - self.failed_at > GRACE_S
         limit_s = self.timeout_s / (2 if late else 1)
-        hosts, progress = zip(*(self.states[rank] for rank in range(self.size)))
         if not self.found and any(rank not in self.ends for rank in self.silent(limit_s)):
             away = [rank for rank in self.silent(limit_s / 2) if rank not in self.ends]  # the others of that host too
-            names, ranks = sorted({hosts[rank] for rank in away}), ", ".join(f"rank {rank}" for rank in away)
-            what = f"{' and '.join(names)} ({ranks}) does not answer {self.host}"
+            names, ranks = sorted({self.hosts[rank] for rank in away}), ", ".join(f"rank {rank}" for rank in away)
+            what = f"{' and '.join(names)} ({ranks}) does not answer {self.hosts[self.rank]}"
             self.found = [None, f"{what}: a host, its monitor or the link between has failed", ""]
         elif late and self.rank == 0 and not self.found:
-            failure = describe(culprit(self.ends, progress), self.ends, progress, self.timeout_s, hosts)
+            found = culprit(self.ends, self.states)
+            failure = describe(found, self.ends, self.states, self.timeout_s, self.hosts)
             self.found = [failure.rank, str(failure), "".join(getattr(failure, "__notes__", []))]
 
     def tell(self) -> None:
@@ -330,8 +330,8 @@ class Monitor:
         if now < self.tells_at and news == self.told:
             return
         self.told, self.tells_at = news, now + self.interval
-        end, progress = news[0], self.states[self.rank][1]
-        about = [self.rank, self.host, [progress.begun, progress.doing], end and vars(end), self.found]
+        end, progress = news[0], self.states[self.rank]
+        about = [self.rank, [progress.begun, progress.doing], end and vars(end), self.found]
         for peer in self.peers:
             if peer.known:
                 peer.say(json.dumps(about).encode() + b"\n")
@@ -342,7 +342,7 @@ class Monitor:
             print(f"ringlab: {self.found[1]}", file=sys.stderr, flush=True)
         numbers = [0, signal.SIGTERM, signal.SIGKILL]
         if self.found[0] == self.rank:  # it will not ask; a process that is stopped takes SIGKILL alone
-            del numbers[: 2 if self.states[self.rank][1].doing == "is stopped" else 1]
+            del numbers[: 2 if self.states[self.rank].doing == "is stopped" else 1]
         for number in numbers:
             if self.channel is None:
                 return
