@@ -184,7 +184,9 @@ def _recall_line(q: Quality) -> str:
         quick = min(steps, key=steps.get)
         use = f" **Use {quick} where an answer may lie anywhere**: of those that reach all, its training step takes "
         use += f"least at {_longest(q):,} tokens."
-    return f"**Recall**: more than half of what was written is recalled by {'; '.join(said)}.{use}"
+    seeds = min(len(q.trained("recall", p)) for names in by_reach.values() for p in names)
+    sure = "" if seeds >= suite.SEEDS else f" ({seeds} of {suite.SEEDS} seeds so far)"
+    return f"**Recall**{sure}: small models recall more than half of what was written with {'; '.join(said)}.{use}"
 
 
 def _longest(q: Quality) -> int:
