@@ -62,9 +62,9 @@ def test_which_attention(run):
 
 def test_measure_it_yourself(run):
     told = run("02-measure-it-yourself", seq_len=256)
-    assert told["first"].errors["out"] < told["first"].tolerance["out"] and len(told["first"].seconds) >= 5
+    assert told["first"].errors["out"] < told["first"].tolerance["out"] and len(told["first"].seconds) >= 6
     assert told["noise_floor"] >= 1 and told["low"] < told["first"].median < told["high"], "of the last interval"
-    # How many samples, and how often, depends on this machine: five have an interval, and no order is asserted.
+    # How many samples, and how often, depends on this machine: six are the fewest, and no order is asserted.
     assert all(0 <= told["false_speedups"](count, times=100) <= 1 for count in (3, 30))
     assert {r.point.dtype for r in told["results"].values()} == {"float32", "bfloat16"}
     assert len(told["results"]) == 6 and "dense, twice the length" in told["lines"]
