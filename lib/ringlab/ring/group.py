@@ -43,8 +43,9 @@ from .schemes import SCHEMES, choose, shares
 class Simulated:
     """``ranks`` simulated in this process: q, k, v are whole, sharded inside, and the result is whole.
 
-    ``machines``: over so many simulated machines the ranks are spread evenly, in order. Values do not depend on it;
-    what scheme "plan" moves between which ranks does. With one machine the example has 512 bytes between the halves.
+    ``machines``: over so many simulated machines the ranks are spread evenly, in order. It decides what scheme "plan"
+    moves between which ranks, and in what order gradients are summed. With one machine the example has 512 bytes
+    between the halves.
 
     >>> from ringlab import Dense, attention, ring
     >>> q = torch.ones(1, 8, 1, 4)

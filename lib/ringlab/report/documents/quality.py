@@ -25,14 +25,16 @@ from ..places import data_folder
 from ..tables import DASH, Cell, Table, Text, number, size, some
 from ..theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
 
-__all__ = ["answer", "frontier", "failures", "learning_figure", "limits", "open_quality", "provenance", "reach_table",
-           "recall_figure"]  # fmt: skip
+__all__ = ["answer", "choice", "frontier", "failures", "learning_figure", "limits", "open_quality", "provenance",
+           "reach_table", "recall_figure"]  # fmt: skip
 COLORS = {
     "Dense": GREY, "Window": BLUE, "LongNet": PURPLE, "Local and global": GREEN, "BigBird": ORANGE,
     "Hierarchical": RED, "Adaptive": INK, "Window, first layer dense": SKY, "Window, last layer dense": BLUE,
     "LongNet and window": PURPLE,
 }  # fmt: skip
 MIXED = ("Window, first layer dense", "Window, last layer dense", "LongNet and window")
+AS_SAID = {"Window, first layer dense": "Window with first layer dense",
+           "Window, last layer dense": "Window with last layer dense"}  # in lists, where commas separate patterns
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 95 %, by the number of seeds
 RECALLED = 0.5  # accuracy from which a distance counts as recalled
 
@@ -76,16 +78,18 @@ class Quality:
                 found.append(x)
         return Mean.of(found) if found else None
 
-    def over_dense(self, task: str, pattern: str, name: str, seq: int | None = None) -> Mean | None:
-        """The mean over seeds of a score minus that of dense attention with the same seed."""
+    def apart(
+        self, task: str, one: str, other: str, of: Callable[[dict], float | None], seq: int | None
+    ) -> Mean | None:
+        """The mean over seeds of the score of ``one`` minus that of ``other`` with the same seed, as ``score``."""
 
-        def by_seed(one: str) -> dict[int, float]:
+        def by_seed(pattern: str) -> dict[int, float]:
             ended = {r["definition"]["seed"]: [s for s in r["scores"] if s["ended"] and seq in (None, s["seq"])]
-                     for r in self.trained(task, one)}  # fmt: skip
-            return {seed: some[-1][name] for seed, some in ended.items() if some}
+                     for r in self.trained(task, pattern)}  # fmt: skip
+            return {seed: x for seed, some in ended.items() if some and (x := of(some[-1])) is not None}
 
-        mine, dense = by_seed(pattern), by_seed("Dense")
-        both = [mine[seed] - dense[seed] for seed in mine.keys() & dense.keys()]
+        first, second = by_seed(one), by_seed(other)
+        both = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
         return Mean.of(both) if both else None
 
     def step(self, task: str, pattern: str, seq: int) -> float | None:
@@ -166,27 +170,34 @@ def answer(q: Quality) -> Text:
 
 def lines(q: Quality) -> list[str]:
     """The findings, for the page and for the index."""
-    return [line for line in (_recall_line(q), _text_line(q)) if line]
+    return [line for line in (_use_line(q), _recall_line(q), _text_line(q)) if line]
+
+
+def _use_line(q: Quality) -> str:
+    """Of the patterns that none beats beyond noise, the one with the quickest step of training, for each need."""
+    uses: dict[str, list[str]] = {}
+    for need in needs(q):
+        steps = {p: t for p in not_beaten(q, need) if (t := q.step("text", p, _longest(q)))}
+        if steps:
+            uses.setdefault(min(steps, key=steps.get), []).append(need.words)
+    if not uses:
+        return ""
+    said = "; ".join(f"{AS_SAID.get(pattern, pattern)} to {', to '.join(words)}" for pattern, words in uses.items())
+    return f"**Use** {said}: of the models that none beats beyond noise, these train fastest at {_longest(q):,} tokens."
 
 
 def _recall_line(q: Quality) -> str:
-    if not (ends := q.ends("recall")):
-        return ""
     by_reach: dict[int, list[str]] = {}
     for pattern in q.patterns:
         if q.trained("recall", pattern):
-            by_reach.setdefault(q.farthest("recall", pattern) or 0, []).append(pattern)
+            by_reach.setdefault(q.farthest("recall", pattern) or 0, []).append(AS_SAID.get(pattern, pattern))
+    if not by_reach:
+        return ""
     said = [f"{', '.join(names)} {f'up to {end:,} tokens' if end else 'at no distance'}"
             for end, names in sorted(by_reach.items(), reverse=True)]  # fmt: skip
-    steps = {p: t for p in by_reach.get(ends[-1], ()) if (t := q.step("text", p, _longest(q)))}
-    use = ""
-    if steps:
-        quick = min(steps, key=steps.get)
-        use = f" **Use {quick} where an answer may lie anywhere**: of those that reach all, its training step takes "
-        use += f"least at {_longest(q):,} tokens."
-    seeds = min(len(q.trained("recall", p)) for names in by_reach.values() for p in names)
+    seeds = min(len(rows) for p in q.patterns if (rows := q.trained("recall", p)))
     sure = "" if seeds >= suite.SEEDS else f" ({seeds} of {suite.SEEDS} seeds so far)"
-    return f"**Recall**{sure}: small models recall more than half of what was written with {'; '.join(said)}.{use}"
+    return f"**Recall**{sure}: small models recall more than half of what was written with {'; '.join(said)}."
 
 
 def _longest(q: Quality) -> int:
@@ -199,13 +210,13 @@ def _text_line(q: Quality, seq: int = 4096) -> str:
         return ""
     worse, better, alike = [], [], []
     for pattern in q.patterns:
-        off = q.over_dense("text", pattern, "bits", seq)
+        off = q.apart("text", pattern, "Dense", lambda s: s["bits"], seq)
         if pattern != "Dense" and off is not None:
-            apart = off.half is not None and abs(off.value) > off.half
-            (alike if not apart else worse if off.value > 0 else better).append((pattern, off.value))
+            known = off.half is not None and abs(off.value) > off.half
+            (alike if not known else worse if off.value > 0 else better).append((pattern, off.value))
     said = f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens"
-    said += f"; within noise of it: {', '.join(p for p, _ in alike)}" if alike else ""
-    said += "".join(f"; {word}: {', '.join(f'{p} ({off:+.3f})' for p, off in found)}"
+    said += f"; within noise of it: {', '.join(AS_SAID.get(p, p) for p, _ in alike)}" if alike else ""
+    said += "".join(f"; {word}: {', '.join(f'{AS_SAID.get(p, p)} ({off:+.3f})' for p, off in found)}"
                     for word, found in (("worse", worse), ("better", better)) if found)  # fmt: skip
     return f"{said}."
 
@@ -220,6 +231,97 @@ def _trust(q: Quality) -> str:
         "attention alone. ± is a 95 % interval over seeds. Models are tiny: "
         f"{q.sizes.layers} layers of {q.sizes.dim}, trained for seconds; large ones may rank otherwise."
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what to use
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a task needs, as the end of a sentence that begins with "to", and the score that judges it."""
+
+    words: str
+    task: str
+    of: Callable[[dict], float | None]
+    seq: int | None = None  # default: the longest
+
+    @property
+    def sign(self) -> int:
+        """1 where more is better."""
+        return -1 if TASKS[self.task].measure == "bits" else 1
+
+
+def _within(low: int, high: int) -> Callable[[dict], float | None]:
+    """The part of right answers whose distance is above ``low`` and at most ``high``."""
+
+    def of(score: dict) -> float | None:
+        found = [(right, count) for end, (_, right, count) in score["by_distance"].items() if low < int(end) <= high]
+        total = sum(count for _, count in found)
+        return sum(right * count for right, count in found) / total if total else None
+
+    return of
+
+
+def needs(q: Quality) -> list[Need]:
+    """The needs that models here were trained for."""
+    ends, found = q.ends("recall"), []
+    edges = [0, *(ends[i] for i in (2, 4, -1))] if len(ends) > 5 else []
+    for low, high in zip(edges, edges[1:]):
+        found.append(Need(f"look up what stands {f'{low + 1:,} to' if low else 'up to'} {high:,} tokens back", "recall",
+                          _within(low, high)))  # fmt: skip
+    known = {"copy": "copy strings from anywhere", "lists": "work out nested lists"}
+    found += [Need(words, task, lambda s: s["accuracy"]) for task, words in known.items()]
+    found += [Need(f"predict source code in {seq:,} tokens", "text", lambda s: s["bits"], seq)
+              for seq in (4096, _longest(q))]  # fmt: skip
+    return [need for need in found if any(q.score(need.task, p, need.of, need.seq) for p in q.patterns)]
+
+
+def not_beaten(q: Quality, need: Need) -> list[str]:
+    """The patterns that are not worse than the best one beyond noise, the best first; [] with a single seed."""
+    means = {p: m for p in q.patterns if (m := q.score(need.task, p, need.of, need.seq))}
+    order = sorted(means, key=lambda p: -need.sign * means[p].value)
+    found = []
+    for pattern in order:
+        off = q.apart(need.task, pattern, order[0], need.of, need.seq)
+        if off is not None and off.half is not None and -need.sign * off.value <= off.half:
+            found.append(pattern)
+    return found
+
+
+def choice(q: Quality) -> Table | Text:
+    """For each need the best pattern, those that are not told apart from it, and which of them cost least."""
+    found = [(need, some) for need in needs(q) if (some := not_beaten(q, need))]
+    if not found:
+        return Text(["One seed tells no difference from noise: train more seeds."])
+
+    def best(x) -> Cell:
+        need, (first, *_) = x
+        cell = q.score(need.task, first, need.of, need.seq).cell(100 if need.sign > 0 else 1)
+        unit = " %" if need.sign > 0 else " bits a byte"
+        return Cell(f"{first}: {cell.text}{unit}", cell.sub)
+
+    def least(of: Callable[[str], float | None], show: Callable) -> Callable:
+        def told(x) -> Cell | None:
+            costs = {p: cost for p in x[1] if (cost := of(p)) is not None}
+            return Cell(first := min(costs, key=costs.get), show(costs[first])) if costs else None
+
+        return told
+
+    def step(p: str) -> float | None:
+        return q.step("text", p, _longest(q))
+
+    return table(
+        "What to use, by what the task needs",
+        [Column("To", lambda x: x[0].words), Column("Best", best),
+         Column("Not told apart from it", lambda x: ", ".join(AS_SAID.get(p, p) for p in x[1][1:]) or DASH),
+         Column("Of these, fastest training", least(step, lambda t: f"{number(t * 1e6)} µs a token")),
+         Column("Of these, smallest cache", least(lambda p: cached(q, p), size))],
+        found,
+        note="Look up and copy: right answers in sequences of "
+        f"{q.sizes.phases['recall'][-1][0]:,} tokens. Time and cache: at {_longest(q):,} tokens. Not told apart: over "
+        "the seeds, the difference from the best is within its 95 % interval.",
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,6 +461,17 @@ def at_time(q: Quality, pattern: str, seconds: float) -> float | None:
     return None
 
 
+def cached(q: Quality, pattern: str) -> int | None:
+    """Bytes of K and V of all layers at the longest text; None where no cache is there for the pattern."""
+    total = 0
+    for layer in learning.Run("text", pattern, 0, q.sizes).layers(_longest(q)):
+        if isinstance(layer, Adaptive | PerHead):
+            return None
+        how = {"batch": 1, "heads": q.sizes.heads, "head_dim": q.sizes.dim // q.sizes.heads}
+        total += cache_bytes(layer, max_seq_len=_longest(q), dtype=torch.float32, **how)
+    return total
+
+
 def frontier(q: Quality) -> Table:
     """What each pattern reaches, what it costs, and what it reaches in the time of the fastest."""
     longest = _longest(q)
@@ -371,15 +484,6 @@ def frontier(q: Quality) -> Table:
     def bits(seq: int) -> Callable:
         return lambda p: (m := q.score("text", p, lambda s: s["bits"], seq)) and m.cell()
 
-    def cached(p: str) -> str | None:
-        made, total = learning.Run("text", p, 0, q.sizes).layers(longest), 0
-        for layer in made:
-            if isinstance(layer, Adaptive | PerHead):
-                return None
-            how = {"batch": 1, "heads": q.sizes.heads, "head_dim": q.sizes.dim // q.sizes.heads}
-            total += cache_bytes(layer, max_seq_len=longest, dtype=torch.float32, **how)
-        return size(total)
-
     timed = [(s, f">Step, {s:,} (µs a token)") for s in (4096, longest)]
     return table(
         "Quality and cost",
@@ -387,7 +491,7 @@ def frontier(q: Quality) -> Table:
          Column(">Lists (%)", right("lists")), Column(">Bits a byte, 4,096", bits(4096)),
          Column(f">Bits a byte, {longest:,}", bits(longest)),
          *(Column(name, lambda p, s=s: (t := q.step("text", p, s)) and number(t * 1e6)) for s, name in timed),
-         Column(">Cache", cached),
+         Column(">Cache", lambda p: (x := cached(q, p)) is not None and size(x)),
          Column(">Bits a byte at equal time", lambda p: budget and (b := at_time(q, p, budget)) and number(b))],
         q.patterns,
         note="All models have the same parameters, tokens and steps. Recall, copying, lists: right answers over all "

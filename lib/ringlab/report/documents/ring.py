@@ -244,7 +244,8 @@ def _schemes_lines(study: Study) -> list[str]:
         ]
     else:
         found = ["**Several ranks**: not measured."]
-    alone = [(x, r) for x in lines if x["ranks"] == 1 and (r := study.ratio(x.get(RING), x.get(GATHER)))]
+    single = [x for x in lines if x["ranks"] == 1 and not x["causal"]]
+    alone = [(x, r) for x in single if (r := study.ratio(x.get(RING), x.get(GATHER)))]
     if not alone:
         return [*found, "**One device**: not measured."]
     x, faster = alone[-1]
