@@ -145,7 +145,7 @@ def hosts(kind: str, scheme: str, per_host: int, culprit: int = 1, at: int = 4) 
             time.sleep(0.2)
             started = time.monotonic()
             started = act(pair) or started
-        while any(map(pair.pids, range(2))) and time.monotonic() - started < timeout_s + 30:
+        while any(map(pair.pids, range(2))) and time.monotonic() - started < timeout_s + 60:
             time.sleep(0.05)
         seconds = time.monotonic() - started
         if (folder / "fault").exists():

@@ -102,6 +102,16 @@ def test_a_training_without_a_result_is_listed_and_counts_in_no_mean(rows):
     assert document.failures(document.Quality("cpu", rows)) is None
 
 
+def test_why_dense_falls_behind_is_said_where_it_does(rows):
+    assert document.growing(document.Quality("cpu", rows)) is None, "dense is ahead"
+    for r in rows:
+        if r["id"].startswith("textDense"):
+            for i, score in enumerate(r["scores"]):
+                score["bits"] += 0.6 + 0.1 * i
+    said = document.growing(document.Quality("cpu", rows)).lines[0]
+    assert "64 tokens 0.100, then 0.100, 256 tokens 0.200" in said and "16,384 tokens 0.500" in said
+
+
 def test_the_page_is_made_only_where_models_were_trained(rows, tmp_path):
     assert "quality" in driver.REPORTS
     folder = tmp_path / "cpu" / "data"

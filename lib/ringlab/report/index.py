@@ -24,10 +24,11 @@ SAID = {
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
-    "overview_note": "Use LongNet's pattern with segments from 2,048 tokens on, the rule of its paper: every query "
-    "reaches the whole sequence, and the cost grows as the length does. A window is often faster, but a query sees its "
-    "neighbours alone. Shown: the pattern's forward time (≥ is a computed lower bound; real calls take longer, see "
-    "Trust), and whether it fits in memory, forward and in training.",
+    "overview_note": "For LongNet's pattern with segments from 2,048 tokens on, the rule of its paper: its cost grows "
+    "as the length does, and still every query reaches the whole sequence. A window is often faster, but a query sees "
+    "its neighbours alone. Cost and reach choose here, not what a model learns: where small models were trained, the "
+    "line that begins with “Use” tells that. Shown: the forward time (≥ is a computed lower bound; real calls take "
+    "longer, see Trust), and whether the call fits in memory, forward and in training.",
     "columns": ("Report", "Answer", "Files"),
 }
 

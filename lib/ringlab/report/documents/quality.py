@@ -25,8 +25,8 @@ from ..places import data_folder
 from ..tables import DASH, Cell, Table, Text, number, size, some
 from ..theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
 
-__all__ = ["answer", "choice", "frontier", "failures", "learning_figure", "limits", "open_quality", "provenance",
-           "reach_table", "recall_figure"]  # fmt: skip
+__all__ = ["answer", "choice", "frontier", "failures", "growing", "learning_figure", "limits", "open_quality",
+           "provenance", "reach_table", "recall_figure"]  # fmt: skip
 COLORS = {
     "Dense": GREY, "Window": BLUE, "LongNet": PURPLE, "Local and global": GREEN, "BigBird": ORANGE,
     "Hierarchical": RED, "Adaptive": INK, "Window, first layer dense": SKY, "Window, last layer dense": BLUE,
@@ -450,6 +450,25 @@ def learning_figure(q: Quality) -> Text | None:
     )  # fmt: skip
     figures.show(fig, "quality-text", caption, caption, data)
     return None
+
+
+def growing(q: Quality) -> Text | None:
+    """Where dense is behind the window on text: how far, at the first and the last score of each length."""
+    rows = [q.trained("text", p) for p in ("Dense", "Window")]
+    pairs = [(a, b) for a in rows[0] for b in rows[1] if a["definition"]["seed"] == b["definition"]["seed"]]
+    apart: dict[int, list[float]] = {}  # means over seeds of each score, by length
+    for scores in zip(*(zip(a["scores"], b["scores"]) for a, b in pairs)):
+        off = statistics.fmean(a["bits"] - b["bits"] for a, b in scores)
+        apart.setdefault(scores[0][0]["seq"], []).append(off)
+    if not apart or [*apart.values()][-1][-1] <= 0:
+        return None
+    each = ", ".join(f"{n:,} tokens {found[0]:.3f}, then {found[-1]:.3f}" for n, found in apart.items())
+    return Text([
+        "**Why dense attention falls behind on text**: each time that sequences grow, its queries meet distances that "
+        "it was never trained on; a window shows none. Bits a byte of Dense above those of Window, at the first and "
+        f"the last score of each length: {each}. A model that is trained long enough at its full length need not fall "
+        "behind.",
+    ])  # fmt: skip
 
 
 def at_time(q: Quality, pattern: str, seconds: float) -> float | None:
