@@ -114,3 +114,24 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
     with pytest.raises(RankFailed, match="rank 1 raised"):
         launch.launch(inject, 2, "raise", case_of(2, "plan"), 1, 0, str(tmp_path / "child"))
     assert gone([int((tmp_path / "child").read_text())], 60.0)
+
+
+def test_a_group_that_is_destroyed_is_gone(tmp_path):
+    """What holds a group keeps its threads alive, and these abort the process at its end, now and then."""
+    (tmp_path / "script.py").write_text(
+        "import gc, sys, weakref\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "from ringlab import Dense, Simulated, attention\n"
+        "dist.init_process_group('gloo', init_method=f'file://{sys.argv[1]}', rank=0, world_size=1)\n"
+        "q = torch.ones(1, 8, 1, 4, requires_grad=True)\n"
+        "attention(q, q, q, Dense(), group=Simulated(2)).sum().backward()\n"
+        "group = weakref.ref(dist.group.WORLD)\n"
+        "dist.destroy_process_group()\n"
+        "gc.collect()\n"
+        "assert 'torch._dynamo' in sys.modules, 'operators import it, and it what holds the group'\n"
+        "assert group() is None\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, tmp_path / "script.py", tmp_path / "store"], env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

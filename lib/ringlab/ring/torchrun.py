@@ -15,6 +15,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+# Its functions keep, as a default, the group that is there when they are imported. torch's operators would import it at
+# our first call; then destroy_process_group ended no thread of the group, which aborted some processes at their end.
+import torch.distributed.nn  # noqa: F401
+
 from ..checks import is_real, short_repr
 from . import comm, watch
 from .launch import LONGEST_S, end_of

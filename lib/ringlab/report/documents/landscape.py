@@ -196,8 +196,8 @@ def _model_line(study: Study) -> str:
     if not (steps := _steps(study)):
         return ""
     n = steps[-1].point.seq_len
-    said = [f"{kind(r)} {number(r.median * 1e3 / STEPS)} ms and {size(r.memory['cache_bytes'])}"
-            for r in steps if r.point.seq_len == n]  # fmt: skip
+    said = [f"{kind(r)} {number(r.median * 1e3 / STEPS)} ms{' (unstable)' * r.unstable} and "
+            f"{size(r.memory['cache_bytes'])}" for r in steps if r.point.seq_len == n]  # fmt: skip
     found = [x for _, _, x in _packed(study) if x]
     dear = max(found, key=lambda x: x.value, default=None)
     more = f" Documents of different length take {times(dear).plain} the time of equal ones, or less." if dear else ""
