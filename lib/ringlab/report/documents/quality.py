@@ -193,11 +193,12 @@ def _recall_line(q: Quality) -> str:
             by_reach.setdefault(q.farthest("recall", pattern) or 0, []).append(AS_SAID.get(pattern, pattern))
     if not by_reach:
         return ""
-    said = [f"{', '.join(names)} {f'up to {end:,} tokens' if end else 'at no distance'}"
-            for end, names in sorted(by_reach.items(), reverse=True)]  # fmt: skip
+    (*far, last), said = sorted(by_reach.items(), reverse=True), []
+    for end, names in (*far, (last[0], ["the others"] if far and len(last[1]) > 2 else last[1])):
+        said.append(f"{', '.join(names)} {f'up to {end:,} tokens' if end else 'at no distance'}")
     seeds = min(len(rows) for p in q.patterns if (rows := q.trained("recall", p)))
     sure = "" if seeds >= suite.SEEDS else f" ({seeds} of {suite.SEEDS} seeds so far)"
-    return f"**Recall**{sure}: small models recall more than half of what was written with {'; '.join(said)}."
+    return f"**Recall**{sure}: small models recall more than half of what stands back with {'; '.join(said)}."
 
 
 def _longest(q: Quality) -> int:
@@ -208,6 +209,8 @@ def _text_line(q: Quality, seq: int = 4096) -> str:
     dense = q.score("text", "Dense", lambda s: s["bits"], seq)
     if dense is None:
         return ""
+    if dense.half is None:
+        return f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens; one seed."
     worse, better, alike = [], [], []
     for pattern in q.patterns:
         off = q.apart("text", pattern, "Dense", lambda s: s["bits"], seq)
@@ -312,8 +315,8 @@ def choice(q: Quality) -> Table | Text:
         return q.step("text", p, _longest(q))
 
     return table(
-        "What to use, by what the task needs",
-        [Column("To", lambda x: x[0].words), Column("Best", best),
+        "By what a task needs",
+        [Column("To …", lambda x: x[0].words), Column("Best", best),
          Column("Not told apart from it", lambda x: ", ".join(AS_SAID.get(p, p) for p in x[1][1:]) or DASH),
          Column("Of these, fastest training", least(step, lambda t: f"{number(t * 1e6)} µs a token")),
          Column("Of these, smallest cache", least(lambda p: cached(q, p), size))],
@@ -350,7 +353,12 @@ def recall_figure(q: Quality) -> Text | None:
     if not each:
         return Text(["No model was trained on recall or copying."])
     fig = figures.panels(each, xlabel="Distance of the answer (tokens)", colors=COLORS, dashed=MIXED, linear=True)
-    caption = "A window loses what lies beyond its reach, whatever was trained; patterns with far keys do not have to."
+    ends = q.ends("recall") or q.ends("copy")
+    last = {AS_SAID.get(p, p): x[-1][1] for p, x in (*each.values(),)[0].items()}
+    good = [p for p, right in last.items() if right >= 100 * RECALLED]
+    rest = max((right for p, right in last.items() if p not in good), default=None)
+    caption = f"Up to {ends[-1]:,} tokens back, over half of the answers are right with {', '.join(good) or 'none'}."
+    caption += "" if rest is None else f" With the other patterns {number(rest, 2)} % or less."
     figures.show(fig, "quality-recall", caption, f"{caption} {'; '.join(told)}.", scores(q))
     return None
 
@@ -510,7 +518,7 @@ def frontier(q: Quality) -> Table:
          Column(">Lists (%)", right("lists")), Column(">Bits a byte, 4,096", bits(4096)),
          Column(f">Bits a byte, {longest:,}", bits(longest)),
          *(Column(name, lambda p, s=s: (t := q.step("text", p, s)) and number(t * 1e6)) for s, name in timed),
-         Column(">Cache", lambda p: (x := cached(q, p)) is not None and size(x)),
+         Column(">Cache", lambda p: None if (x := cached(q, p)) is None else size(x)),
          Column(">Bits a byte at equal time", lambda p: budget and (b := at_time(q, p, budget)) and number(b))],
         q.patterns,
         note="All models have the same parameters, tokens and steps. Recall, copying, lists: right answers over all "
