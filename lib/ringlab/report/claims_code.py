@@ -284,7 +284,7 @@ def best_choice(study: Study, claim: dict, document: str) -> Finding:
     ours = f"at {n:,} tokens on {p} ranks: {'; '.join(each)}"
     if not better:
         return Finding(ours=ours, why="no scheme is better in both memory and bytes")
-    return Finding(ours=ours, holds=False, why="the plan computes the same with less memory and fewer bytes")
+    return Finding(ours=ours, holds=False, why="the plan holds less than the all-gather and sends fewer bytes")
 
 
 FINDERS: dict[str, Callable[[Study, dict, str], Finding]] = {

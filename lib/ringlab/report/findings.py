@@ -28,12 +28,12 @@ def trust_line(study: Study) -> str:
     floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
     if study.pace:
         pace = 100 * 2**0.5 * NORMAL * study.pace  # of two rows, 95 % of them
-        floor += f"; the same call in different parts of the run mostly by less than {number(pace, 2)} %"
+        floor += f"; most calls that came twice in the run, by less than {number(pace, 2)} %"
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
-        f"{f'; the others are rejected: {rejected}' if rejected else ''}"
-        f"{f'; {absent} could not run on this device' if (absent := len(study.results) - len(ran)) else ''}. "
+        f"{f'; rejected: {rejected}' if rejected else ''}. "
+        f"{f'{absent} more could not run on this device. ' if (absent := len(study.results) - len(ran)) else ''}"
         f"{floor if study.controls else 'No call was measured twice in a run'}. "
         f"Unstable times: {sum(r.unstable for r in timed)} of {len(timed)}; {twice}."
     )

@@ -115,21 +115,24 @@ def fastest(study: Study) -> str:
     if ratio := study.ratio(dense, advised):
         speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as torch's dense attention"
         said += f" {field.ADVISED}, which the table below advises, takes {speed}."
-    return f"{said}{_training(study, found[0][1])} This ranks speed, not how well a model learns."
+    return f"{said}{_training(study)} This ranks speed, not how well a model learns."
 
 
-def _training(study: Study, entry) -> str:
-    """What a system takes in training, at the longest length that was timed."""
+def _training(study: Study) -> str:
+    """The fastest in training, at the longest length that was timed."""
     group = {"group": suites.LANDSCAPE_TRAINING}
-    row = next((r for r in reversed(entry.rows(study, **group)) if r.median and not objection(r)), None)
-    if row is None:
+    found = [(row, entry) for entry in field.FIELD for row in entry.rows(study, **group)
+             if row.median and not objection(row)]  # fmt: skip
+    n = max((row.point.seq_len for row, _ in found), default=0)
+    there = {entry.name: row for row, entry in found if row.point.seq_len == n}
+    if not there:
         return ""
-    n = row.point.seq_len
-    ratio = study.ratio(next((r for r in field.DENSE.rows(study, **group) if r.point.seq_len == n), None), row)
-    less = ""
-    if ratio and entry is not field.DENSE:
-        less = f", {number(ratio.value, 2)} times as fast as torch's dense attention"
-    return f" In training at {n:,} tokens {entry.name} takes {number(row.median * 1e3)} ms{less}."
+    name = min(there, key=lambda x: there[x].median)
+    ratio, less = study.ratio(there.get(field.DENSE.name), there[name]), ""
+    if ratio and name != field.DENSE.name:
+        unsure = " (unstable)" * ratio.unstable
+        less = f", {number(ratio.value, 2)} times as fast as torch's dense attention{unsure}"
+    return f" In training at {n:,} tokens {name} is the fastest: {number(there[name].median * 1e3)} ms{less}."
 
 
 def _measured_figure(study: Study) -> Figure:
@@ -179,15 +182,22 @@ def _call(advice: Advice) -> str:
     dtype = SHORT[str(advice["dtype"]).removeprefix("torch.")]
     return (
         f"**A call** is attention alone: one layer, batch {SHAPE['batch']}, {SHAPE['heads']} heads of "
-        f"{SHAPE['head_dim']}, {dtype}, not causal; without projections, other layers and an optimizer."
+        f"{SHAPE['head_dim']}, {dtype}, not causal; without projections, other layers and an optimizer. Training: "
+        "forward and backward of it."
     )
 
 
 def _trust(study: Study) -> str:
     """How far the times are from their rooflines, and for measured ones the line of every page."""
+    named = {entry.name: row for _, entry, row in field.ranked(study)}
+    both = [row for name in (field.ADVISED, field.DENSE.name) if (row := named.get(name)) and row.bound_seconds]
     above = sorted(r.median / r.bound_seconds for r in study.good if r.median and r.bound_seconds)
     over = "Too few of the times here have a roofline to set them beside"
-    if len(above) > 3:
+    if len(both) == 2:
+        (near, dense), n = (number(row.median / row.bound_seconds, 2) for row in both), both[0].point.seq_len
+        over = f"On {study.device} {field.ADVISED} takes {near} times its roofline, the shortest time that the "
+        over += f"hardware allows, and dense attention {dense} times, at {n:,} tokens"
+    elif len(above) > 3:
         low, middle, high = (number(x, 2) for x in quantiles(above, n=4))
         over = f"The middle half of the calls on {study.device} take {low} to {high} times their roofline"
     if study.rehearsal:
@@ -228,10 +238,14 @@ def _overview(study: Study, n: int, advised: dict) -> str:
     if isinstance(advice, str):
         return "does not fit"
     if advice.fits is False:
-        return f"does not fit{f'; {advice.enough_ranks} devices hold it' if advice.enough_ranks else ''}"
-    training = advised[n, "fwd+bwd"]
+        asked = [(advised[n, passes], word) for passes, word in WORDS.items()]
+        held = [f"{a.enough_ranks} devices hold it {word}" for a, word in asked
+                if isinstance(a, Advice) and a.enough_ranks]  # fmt: skip
+        return "; ".join(["does not fit", *held])
+    training, dense = advised[n, "fwd+bwd"], _bound(advice, "dense")
     also = "fits" if isinstance(training, Advice) and training.fits else "fits forward only"
-    return f"{_time(study, n, advice).text}, {'memory not known' if advice.fits is None else also}"
+    beside = f"; dense {dense.text}" if dense else ""
+    return f"{_time(study, n, advice).text}, {'memory not known' if advice.fits is None else also}{beside}"
 
 
 def _decisions(study: Study, advised: dict) -> Table:
@@ -249,17 +263,17 @@ def _decisions(study: Study, advised: dict) -> Table:
         ])  # fmt: skip
         sent.add(_sent(known))
     ends = " to ".join(map(size, sorted({min(sent), max(sent)}))) if sent else ""
-    across = f" {RANKS} devices together send {ends} in a training call." if sent else ""
+    across = f" Split over {RANKS} devices, a training call of these lengths sends {ends} in all." if sent else ""
     measured = any(isinstance(cell, Cell) and cell.text[0].isdigit() for line in lines for cell in line[3:5])
     return Table(
         "What to use, by length",
-        [">Tokens", "Use", ">Query–key pairs", ">Forward", ">Training", ">Window, forward",
+        [">Tokens", "Use", ">Of all pairs", ">Forward", ">Training", ">Window, forward",
          ">Dense, forward"],
         lines,
         note="Use: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the sequence, "
-        "so that every query reaches all of it. Window: about 2,048 neighbours and one global block. ≥ marks a "
-        f"computed lower bound{', other times are measured' if measured else ''}. Small figures at a time are the peak "
-        f"of memory, computed.{across} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
+        "so that a query sees keys from all of it. Window: about 2,048 neighbours and one global block. ≥ marks a "
+        f"computed lower bound{', other times are measured' if measured else ''}. Beside a time stands the peak of "
+        f"memory, computed.{across} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
         "answers for other lengths and shapes.",
         cards=True,
     )  # fmt: skip

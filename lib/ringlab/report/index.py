@@ -9,7 +9,6 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from . import theme
-from .figures import tokens
 from .first_screen import OVERVIEW
 from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
@@ -24,11 +23,11 @@ SAID = {
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
-    "overview_note": "For LongNet's pattern with segments from 2,048 tokens on, the rule of its paper: its cost grows "
-    "as the length does, and still every query reaches the whole sequence. A window is often faster, but a query sees "
-    "its neighbours alone. Cost and reach choose here, not what a model learns: where small models were trained, the "
-    "line that begins with “Use” tells that. Shown: the forward time (≥ is a computed lower bound; real calls take "
-    "longer, see Trust), and whether the call fits in memory, forward and in training.",
+    "overview_note": "Times are computed lower bounds (≥) of a forward call; real calls take longer, see Trust. They "
+    "are for LongNet's pattern whose first segment has 2,048 tokens, as in its paper: its cost grows as the length "
+    "does, and still a query sees keys from all of the sequence. A window is faster, but shows the neighbours of a "
+    "query. Cost and reach choose here, not what a model learns: where small models were trained, the line that begins "
+    "with “Use” tells that. Fits: in memory, one call of attention, forward and in training.",
     "columns": ("Report", "Answer", "Files"),
 }
 
@@ -99,7 +98,7 @@ def _overview(found: list[dict]) -> dict | None:
     rows = [[screen["title"], *screen["overview"]] for screen in screens]
     if not rows:
         return None
-    columns = ["Device", *(f"{tokens(n)} tokens" for n in OVERVIEW)]
+    columns = ["Device", *(f"{n:,} tokens" for n in OVERVIEW)]
     return {"columns": columns, "rows": rows, "note": SAID["overview_note"]}
 
 

@@ -102,4 +102,4 @@ def accuracy(study: Study) -> Text:
         f"`ringlab.estimate` predicts {len(over) - len(off)} of {len(over)} peaks of memory to 1 %, without running "
         f"the calls{f'; not of {exceptions}' if off else ''}."
     )
-    return Text([said + (f" Rows of many operators were not tried: {left}." if left else "")])
+    return Text([said + (f" {left} rows whose calls have many operators were not predicted." if left else "")])

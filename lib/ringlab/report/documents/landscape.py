@@ -188,7 +188,7 @@ def _wrong_line(study: Study) -> str:
     named = {word: [name for name, x in words.items() if x == word] for word in (RIGHT, *UNRANKED)}
     said = "; ".join(f"{word}: {', '.join(names)}" for word, names in named.items() if names and word != RIGHT)
     right, here = len(named[RIGHT]), len(named[RIGHT] + named[WRONG])
-    return f"**Right**: {right} of the {here} systems that are here{f'. Not ranked: {said}' if said else ''}."
+    return f"**Right**: {right} of the {here} systems that can be ranked{f'. Not ranked: {said}' if said else ''}."
 
 
 def _model_line(study: Study) -> str:
@@ -200,7 +200,7 @@ def _model_line(study: Study) -> str:
             f"{size(r.memory['cache_bytes'])}" for r in steps if r.point.seq_len == n]  # fmt: skip
     found = [x for _, _, x in _packed(study) if x]
     dear = max(found, key=lambda x: x.value, default=None)
-    more = f" Documents of different length take {times(dear).plain} the time of equal ones, or less." if dear else ""
+    more = f" Documents of different length take at most {times(dear).plain} the time of equal ones." if dear else ""
     return (
         f"**In models**: a step of generation at position {n + STEPS:,} takes, with its cache, {'; '.join(said)}.{more}"
     )

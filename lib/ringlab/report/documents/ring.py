@@ -106,12 +106,12 @@ def _shards_line(study: Study, system: str) -> str:
         return f"**At {n:,} tokens {' and '.join(said)}.**"
     segment = max(pattern_of(found[n, 1].point).segment_lengths)
     said = (
-        f"**At {n:,} tokens {', '.join(said)}**. Ranks exchange nothing as long as a segment, of {segment:,} tokens at "
-        "most, fits in a shard, the part of the sequence that a rank holds."
+        f"**At {n:,} tokens {', '.join(said)}**. Ranks exchange nothing while every segment (of at most {segment:,} "
+        "tokens) lies in one shard, the part of the sequence that a rank holds."
     )
     for key, sent_there in some.items():
         fall = f", and its memory falls {number(less[key])}×" if key in less else ""
-        said += f" It does not at {_at(*key)}: a rank sends {size(sent_there)}{fall}."
+        said += f" Segments are cut at {_at(*key)}: a rank sends {size(sent_there)}{fall}."
     return said
 
 
