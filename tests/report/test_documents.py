@@ -362,8 +362,8 @@ def test_the_finding_says_what_falls_what_it_gains_and_whether_ranks_exchange_an
         return r if short or "bytes_sent" not in r.ranks else replace(r, ranks=r.ranks | {"bytes_sent": [0, 0]})
 
     quiet = ring.answer(page("001", silent)).lines[0]
-    assert "exchange nothing as long as a segment" in quiet and "1,024 tokens at most" in quiet
-    assert re.search(r"It does not at 2,048 tokens on 4 ranks: a rank sends .* and its memory falls 2\.\d+×\.", quiet)
+    assert "exchange nothing while every segment" in quiet and "at most 1,024 tokens" in quiet
+    assert re.search(r"Segments are cut at 2,048 tokens on 4 ranks: a rank sends .* and its memory falls 2\.\d+×\.", quiet)
     none = ring.answer(page("001", lambda r: replace(r, status="oom"))).lines
     assert none[0].endswith("not measured.") and not any("exchange" in line for line in none)
 
