@@ -133,9 +133,12 @@ class Quality:
         return sorted(int(end) for end in rows[0]["scores"][-1]["by_distance"]) if rows else []
 
     def learned(self, pattern: str) -> list[tuple[float, float | None, float]]:
-        """(tokens, seconds, bits a byte) of text at each score, means over seeds; None where no step was timed."""
+        """(tokens, seconds, bits a byte) of text at the end of each length, means over seeds; None if nothing was timed.
+
+        The scores between are of fewer held-out sequences, so that they cannot be set beside these.
+        """
         rows, found = self.trained("text", pattern), []
-        for scores in zip(*(r["scores"] for r in rows)):
+        for scores in zip(*([s for s in r["scores"] if s["ended"]] for r in rows)):
             tokens = scores[0]["tokens"]
             found.append((tokens, self._seconds(pattern, tokens), statistics.fmean(s["bits"] for s in scores)))
         return found
@@ -221,7 +224,7 @@ def _text_line(q: Quality, seq: int = 4096) -> str:
     said += f"; within noise of it: {', '.join(AS_SAID.get(p, p) for p, _ in alike)}" if alike else ""
     said += "".join(f"; {word}: {', '.join(f'{AS_SAID.get(p, p)} ({off:+.3f})' for p, off in found)}"
                     for word, found in (("worse", worse), ("better", better)) if found)  # fmt: skip
-    return f"{said}."
+    return f"{said}." + (" Why dense is behind: see the text figure below." if better else "")
 
 
 def _trust(q: Quality) -> str:
@@ -454,7 +457,7 @@ def learning_figure(q: Quality) -> Text | None:
         "Data: held-out bits a byte over tokens and seconds",
         [Column("Pattern", lambda x: x[0]), Column(">Tokens", lambda x: x[1]),
          Column(">Seconds", lambda x: x[2] and number(x[2])), Column(">Bits a byte", lambda x: number(x[3]))],
-        lines_, note="Seconds: tokens times the time of a step of training for each of them, measured apart.",
+        lines_, note="At the end of each length. Seconds: tokens times the time of a step of training for each of them, measured apart.",
     )  # fmt: skip
     figures.show(fig, "quality-text", caption, caption, data)
     return None
