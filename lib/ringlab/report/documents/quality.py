@@ -133,7 +133,7 @@ class Quality:
         return sorted(int(end) for end in rows[0]["scores"][-1]["by_distance"]) if rows else []
 
     def learned(self, pattern: str) -> list[tuple[float, float | None, float]]:
-        """(tokens, seconds, bits a byte) of text at the end of each length, means over seeds; None if nothing was timed.
+        """(tokens, seconds, bits a byte) of text at the end of each length, means over seeds; seconds None if not timed.
 
         The scores between are of fewer held-out sequences, so that they cannot be set beside these.
         """
@@ -457,7 +457,8 @@ def learning_figure(q: Quality) -> Text | None:
         "Data: held-out bits a byte over tokens and seconds",
         [Column("Pattern", lambda x: x[0]), Column(">Tokens", lambda x: x[1]),
          Column(">Seconds", lambda x: x[2] and number(x[2])), Column(">Bits a byte", lambda x: number(x[3]))],
-        lines_, note="At the end of each length. Seconds: tokens times the time of a step of training for each of them, measured apart.",
+        lines_, note="At the end of each length. Seconds: tokens times the time of a step of training for each of them, "
+        "measured apart.",
     )  # fmt: skip
     figures.show(fig, "quality-text", caption, caption, data)
     return None
