@@ -363,7 +363,8 @@ def test_the_finding_says_what_falls_what_it_gains_and_whether_ranks_exchange_an
 
     quiet = ring.answer(page("001", silent)).lines[0]
     assert "exchange nothing while every segment" in quiet and "at most 1,024 tokens" in quiet
-    assert re.search(r"Segments are cut at 2,048 tokens on 4 ranks: a rank sends .* and its memory falls 2\.\d+×\.", quiet)
+    cut = r"Segments are cut at 2,048 tokens on 4 ranks: a rank sends .* and its memory falls 2\.\d+×\."
+    assert re.search(cut, quiet)
     none = ring.answer(page("001", lambda r: replace(r, status="oom"))).lines
     assert none[0].endswith("not measured.") and not any("exchange" in line for line in none)
 

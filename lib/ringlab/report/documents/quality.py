@@ -18,7 +18,7 @@ from ...block_patterns import PerHead
 from ...kv_cache import cache_bytes
 from ...measure import learning
 from ...measure import quality as suite
-from ...measure.tasks import TASKS, distances
+from ...measure.tasks import TASKS, VALUES, distances
 from .. import figures
 from ..columns import Column, table
 from ..places import data_folder
@@ -133,7 +133,7 @@ class Quality:
         return sorted(int(end) for end in rows[0]["scores"][-1]["by_distance"]) if rows else []
 
     def learned(self, pattern: str) -> list[tuple[float, float | None, float]]:
-        """(tokens, seconds, bits a byte) of text at the end of each length, means over seeds; seconds None if not timed.
+        """(tokens, seconds or None, bits a byte) of text at the end of each length, means over seeds.
 
         The scores between are of fewer held-out sequences, so that they cannot be set beside these.
         """
@@ -186,7 +186,7 @@ def _use_line(q: Quality) -> str:
     if not uses:
         return ""
     said = "; ".join(f"{AS_SAID.get(pattern, pattern)} to {', to '.join(words)}" for pattern, words in uses.items())
-    return f"**Use** {said}: of the models that none beats beyond noise, these train fastest at {_longest(q):,} tokens."
+    return f"**Use** {said}. Among the models tied for best these train fastest, timed at {_longest(q):,} tokens."
 
 
 def _recall_line(q: Quality) -> str:
@@ -208,6 +208,10 @@ def _longest(q: Quality) -> int:
     return max(seq for seq, *_ in q.sizes.phases["text"])
 
 
+def _apart(pattern: str, off: Mean) -> str:
+    return f"{AS_SAID.get(pattern, pattern)} ({off.value:+.3f} ± {number(off.half, 2)})"
+
+
 def _text_line(q: Quality, seq: int = 4096) -> str:
     dense = q.score("text", "Dense", lambda s: s["bits"], seq)
     if dense is None:
@@ -219,12 +223,12 @@ def _text_line(q: Quality, seq: int = 4096) -> str:
         off = q.apart("text", pattern, "Dense", lambda s: s["bits"], seq)
         if pattern != "Dense" and off is not None:
             known = off.half is not None and abs(off.value) > off.half
-            (alike if not known else worse if off.value > 0 else better).append((pattern, off.value))
+            (alike if not known else worse if off.value > 0 else better).append((pattern, off))
     said = f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens"
     said += f"; within noise of it: {', '.join(AS_SAID.get(p, p) for p, _ in alike)}" if alike else ""
-    said += "".join(f"; {word}: {', '.join(f'{AS_SAID.get(p, p)} ({off:+.3f})' for p, off in found)}"
+    said += "".join(f"; {word}: {', '.join(_apart(p, off) for p, off in found)}"
                     for word, found in (("worse", worse), ("better", better)) if found)  # fmt: skip
-    return f"{said}." + (" Why dense is behind: see the text figure below." if better else "")
+    return f"{said}." + (" Why dense is behind: see below the figure of text." if better else "")
 
 
 def _trust(q: Quality) -> str:
@@ -235,7 +239,7 @@ def _trust(q: Quality) -> str:
     return (
         f"**Trust**: {count}; models of one seed begin with the same weights, read the same tokens and differ in "
         "attention alone. ± is a 95 % interval over seeds. Models are tiny: "
-        f"{q.sizes.layers} layers of {q.sizes.dim}, trained for seconds; large ones may rank otherwise."
+        f"{q.sizes.layers} layers of {q.sizes.dim}, trained for minutes; large ones may rank otherwise."
     )
 
 
@@ -278,8 +282,7 @@ def needs(q: Quality) -> list[Need]:
                           _within(low, high)))  # fmt: skip
     known = {"copy": "copy strings from anywhere", "lists": "work out nested lists"}
     found += [Need(words, task, lambda s: s["accuracy"]) for task, words in known.items()]
-    found += [Need(f"predict source code in {seq:,} tokens", "text", lambda s: s["bits"], seq)
-              for seq in (4096, _longest(q))]  # fmt: skip
+    found.append(Need("predict source code in 4,096 tokens", "text", lambda s: s["bits"], 4096))
     return [need for need in found if any(q.score(need.task, p, need.of, need.seq) for p in q.patterns)]
 
 
@@ -325,8 +328,8 @@ def choice(q: Quality) -> Table | Text:
          Column("Of these, smallest cache", least(lambda p: cached(q, p), size))],
         found,
         note="Look up and copy: right answers in sequences of "
-        f"{q.sizes.phases['recall'][-1][0]:,} tokens. Time and cache: at {_longest(q):,} tokens. Not told apart: over "
-        "the seeds, the difference from the best is within its 95 % interval.",
+        f"{q.sizes.phases['recall'][-1][0]:,} tokens. Time and cache: at {_longest(q):,} tokens. Not told apart: "
+        "compared seed by seed, the difference from the best is within its 95 % interval." + _short_steps(q),
     )  # fmt: skip
 
 
@@ -370,14 +373,15 @@ def scores(q: Quality) -> Table:
     """Accuracy by pattern and range of distances."""
     ends = q.ends("recall")
     columns = [Column("Pattern", lambda p: p)]
-    for end in ends:
+    for low, end in zip([0, *ends], ends):
 
         def show(p, end=end):
             right = q.score("recall", p, lambda s: s["by_distance"][str(end)][1])
             return right and right.cell(100)
 
-        columns.append(Column(f">Up to {end:,} (%)", show))
-    return table("Data: associative recall by distance", columns, [p for p in q.patterns if q.trained("recall", p)])
+        columns.append(Column(f">{low + 1:,} to {end:,} (%)", show))
+    return table("Data: associative recall by distance", columns, [p for p in q.patterns if q.trained("recall", p)],
+                 note=f"Guessing one of the {VALUES} values is right in {100 / VALUES:.2g} %.")  # fmt: skip
 
 
 @cache
@@ -423,12 +427,13 @@ def reach_table(q: Quality) -> Table:
     return table(
         "How far information can travel through all layers, and how far models recalled",
         [Column("Pattern", lambda p: p), Column("Each layer", lambda p: _layers(q, p)),
-         Column(">Predicted (tokens)", reach),
-         Column(">Recalled (tokens)", lambda p: f"{x:,}" if (x := q.farthest("recall", p)) else DASH)],
+         Column(">Can connect up to", reach),
+         Column(">Over half right up to", lambda p: f"{x:,}" if (x := q.farthest("recall", p)) else DASH)],
         [p for p in q.patterns if q.trained("recall", p)],
-        note=f"Sequences of {q.sizes.phases['recall'][-1][0]:,} tokens. Predicted: the longest distance up to which at "
-        "least 95 % of the pairs are connected, through any layers; in part: some of them. Recalled: the longest at "
-        f"which more than half of the answers are right. The longest range ends at {ends[-1] if ends else 0:,}.",
+        note=f"Sequences of {q.sizes.phases['recall'][-1][0]:,} tokens. Can connect: the longest distance up to which "
+        "at least 95 % of the pairs are connected, through any layers; in part: some of them. That is needed, and not "
+        "enough: what passes through several layers is harder to learn. The longest range ends at "
+        f"{ends[-1] if ends else 0:,}.",
     )  # fmt: skip
 
 
@@ -447,8 +452,10 @@ def learning_figure(q: Quality) -> Text | None:
     found = {p: q.learned(p) for p in q.patterns if q.trained("text", p)}
     if not found:
         return Text(["No model was trained on text."])
-    each = {"Held-out bits a byte over tokens": {p: [(t, b, None, None) for t, _, b in x] for p, x in found.items()}}
-    fig = figures.panels(each, xlabel="Tokens of training", colors=COLORS, dashed=MIXED, linear=True)
+    timed = all(s is not None for x in found.values() for _, s, _ in x)
+    each = {p: [(s if timed else t, b, None, None) for t, s, b in x] for p, x in found.items()}
+    each, xlabel = {"Held-out bits a byte": each}, f"{'Seconds' if timed else 'Tokens'} of training"
+    fig = figures.panels(each, xlabel=xlabel, colors=COLORS, dashed=MIXED, linear=True)
     last = {p: x[-1][2] for p, x in found.items()}
     low, high = min(last, key=last.get), max(last, key=last.get)
     caption = f"Text: the models end between {last[low]:.2f} ({low}) and {last[high]:.2f} ({high}) bits a byte."
@@ -457,14 +464,13 @@ def learning_figure(q: Quality) -> Text | None:
         "Data: held-out bits a byte over tokens and seconds",
         [Column("Pattern", lambda x: x[0]), Column(">Tokens", lambda x: x[1]),
          Column(">Seconds", lambda x: x[2] and number(x[2])), Column(">Bits a byte", lambda x: number(x[3]))],
-        lines_, note="At the end of each length. Seconds: tokens times the time of a step of training for each of them, "
-        "measured apart.",
+        lines_, note="At the end of each length. Seconds: tokens times the time of a step of training, measured apart.",
     )  # fmt: skip
     figures.show(fig, "quality-text", caption, caption, data)
     return None
 
 
-def growing(q: Quality) -> Text | None:
+def growing(q: Quality) -> Table | None:
     """Where dense is behind the window on text: how far, at the first and the last score of each length."""
     rows = [q.trained("text", p) for p in ("Dense", "Window")]
     pairs = [(a, b) for a in rows[0] for b in rows[1] if a["definition"]["seed"] == b["definition"]["seed"]]
@@ -474,22 +480,23 @@ def growing(q: Quality) -> Text | None:
         apart.setdefault(scores[0][0]["seq"], []).append(off)
     if not apart or [*apart.values()][-1][-1] <= 0:
         return None
-    each = ", ".join(f"{n:,} tokens {found[0]:.3f}, then {found[-1]:.3f}" for n, found in apart.items())
-    return Text([
-        "**Why dense attention falls behind on text**: each time that sequences grow, its queries meet distances that "
-        "it was never trained on; a window shows none. Bits a byte of Dense above those of Window, at the first and "
-        f"the last score of each length: {each}. A model that is trained long enough at its full length need not fall "
-        "behind.",
-    ])  # fmt: skip
+    return Table(
+        "Text: bits a byte of Dense above those of Window",
+        [">Tokens", ">At the first score of this length", ">At the last"],
+        [[n, f"{found[0]:+.3f}", f"{found[-1]:+.3f}"] for n, found in apart.items()],
+        note="Dense falls behind where sequences grow, and then catches up. The probable cause: its queries meet "
+        "distances (rotary positions) that it was never trained on, and a window shows none. A model that is trained "
+        "long enough at its full length need not fall behind.",
+    )  # fmt: skip
 
 
-def at_time(q: Quality, pattern: str, seconds: float) -> float | None:
-    """Bits a byte of text after ``seconds`` of training, between two scores by a straight line."""
-    points = [(s, b) for _, s, b in q.learned(pattern) if s is not None]
-    for (s0, b0), (s1, b1) in zip(points, points[1:]):
-        if s0 <= seconds <= s1:
-            return b0 + (b1 - b0) * (seconds - s0) / (s1 - s0)
-    return None
+def _short_steps(q: Quality) -> str:
+    """What a step of training takes in short sequences, where patterns differ little."""
+    seq = q.sizes.phases["recall"][-1][0]
+    each = [t * 1e6 for p in q.patterns if (t := q.step("recall", p, seq))]
+    if not each:
+        return ""
+    return f" At {seq:,} tokens a step takes {number(min(each), 2)} to {number(max(each), 2)} µs a token."
 
 
 def cached(q: Quality, pattern: str) -> int | None:
@@ -504,10 +511,8 @@ def cached(q: Quality, pattern: str) -> int | None:
 
 
 def frontier(q: Quality) -> Table:
-    """What each pattern reaches, what it costs, and what it reaches in the time of the fastest."""
+    """What each pattern reaches and what it costs."""
     longest = _longest(q)
-    ends = {p: t for p in q.patterns if (x := q.learned(p)) and (t := x[-1][1]) is not None}
-    budget = min(ends.values(), default=None)
 
     def right(task: str) -> Callable:
         return lambda p: (m := q.score(task, p, lambda s: s["accuracy"])) and m.cell(100)
@@ -522,12 +527,10 @@ def frontier(q: Quality) -> Table:
          Column(">Lists (%)", right("lists")), Column(">Bits a byte, 4,096", bits(4096)),
          Column(f">Bits a byte, {longest:,}", bits(longest)),
          *(Column(name, lambda p, s=s: (t := q.step("text", p, s)) and number(t * 1e6)) for s, name in timed),
-         Column(">Cache", lambda p: None if (x := cached(q, p)) is None else size(x)),
-         Column(">Bits a byte at equal time", lambda p: budget and (b := at_time(q, p, budget)) and number(b))],
+         Column(">Cache", lambda p: None if (x := cached(q, p)) is None else size(x))],
         q.patterns,
         note="All models have the same parameters, tokens and steps. Recall, copying, lists: right answers over all "
-        f"distances. Cache: K/V of all layers at {longest:,} tokens, where one is there for the pattern. Equal time: "
-        f"after {number(budget) if budget else DASH} s of training on text, when the fastest is done.",
+        f"distances. Cache: K/V of all layers at {longest:,} tokens, where one is there for the pattern.",
     )  # fmt: skip
 
 
@@ -536,9 +539,9 @@ def limits(q: Quality) -> Text:
     return Text([
         f"How models of a real size rank: these have {q.sizes.layers} layers of {q.sizes.dim} and saw few tokens.",
         "What an attention could learn if trained longer: a task that is not learned here may be learned later. "
-        "What cannot be connected (the table of reach) is never learned.",
+        "What layers cannot connect (see the table above) is never learned.",
         f"Text at {_longest(q):,} tokens: a few steps alone were trained at that length.",
-        "Other sizes of windows and blocks: every sparse pattern shows about 2.5 blocks of keys.",
+        "Other sizes of windows and blocks: every sparse layer shows about 2.5 blocks of keys.",
     ], bullets=True)  # fmt: skip
 
 
