@@ -25,7 +25,7 @@ SAID = {
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
     "overview_note": "Times are computed lower bounds (≥) of a forward call; real calls take longer, see Trust. They "
     "are for LongNet's pattern whose first segment has 2,048 tokens, as in its paper: its cost grows as the length "
-    "does, and still a query sees keys from all of the sequence. A window is faster, but shows the neighbours of a "
+    "does, and still a query sees keys from all of the sequence. A window is often faster, but shows neighbours of a "
     "query. Cost and reach choose here, not what a model learns: where small models were trained, the line that begins "
     "with “Use” tells that. Fits: in memory, one call of attention, forward and in training.",
     "columns": ("Report", "Answer", "Files"),
