@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .checks import is_real, short_repr
 from .tracking import not_counted, storages
@@ -131,13 +130,13 @@ class PatternCache:
 
 def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     """The tensors in a value, in sequences, dicts, dataclasses and objects."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif id(leaf) not in seen and not isinstance(leaf, type | types.ModuleType | types.FunctionType):
-            seen.add(id(leaf))
-            if held := getattr(leaf, "__dict__", None):
-                yield from _tensors(list(held.values()), seen)
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif id(value) not in seen and not isinstance(value, type | types.ModuleType | types.FunctionType):
+        seen.add(id(value))
+        held = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", ())
+        for one in held.values() if isinstance(held, dict) else held:
+            yield from _tensors(one, seen)
 
 
 GLOBAL = PatternCache()

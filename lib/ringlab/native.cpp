@@ -41,20 +41,18 @@ INLINE void store(float* p, vec x) { *(unaligned*)p = x; }
 INLINE vec all(float x) { return x - vec{}; }  // no addition is made of it, which bits of two bf16 would not survive
 INLINE vec larger(vec a, vec b) { return a > b ? a : b; }
 
-// 2^x to about 1e-7, 0 below 2^-126: a polynomial of the fraction, whose exponent the integer part is added to.
+// 2^x to about 1e-7, 0 below 2^-126: a polynomial of the fraction, which is 1 at 0, times a power. NaN stays NaN.
 INLINE vec exp2_of(vec x) {
   const vec magic = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
-  const vec clamped = x < all(-126.f) ? all(-126.f) : x;
-  const vec whole = clamped + magic, f = clamped - (whole - magic);
-  vec p = all(1.535336188e-4f);
-  p = p * f + all(1.339887440e-3f);
-  p = p * f + all(9.618437357e-3f);
-  p = p * f + all(5.550332548e-2f);
-  p = p * f + all(2.402264791e-1f);
-  p = p * f + all(6.931472028e-1f);
+  const vec whole = x + magic, f = x - (whole - magic);
+  vec p = all(1.326472731e-3f);
+  p = p * f + all(9.671512991e-3f);
+  p = p * f + all(5.550733581e-2f);
+  p = p * f + all(2.402224243e-1f);
+  p = p * f + all(6.931470037e-1f);
   p = p * f + all(1.f);
-  const vec found = (vec)((ivec)p + (((ivec)whole - (ivec)magic) << 23));
-  return x < all(-126.f) ? vec{} : (x == x ? found : x);  // NaN stays NaN
+  const vec power = (vec)(((ivec)whole - (0x4b400000 - 127)) << 23);
+  return x < all(-126.f) ? vec{} : p * power;
 }
 
 // How an item of A, for all columns alike, multiplies vectors of B: a float each, or two bf16, neighbours along k.

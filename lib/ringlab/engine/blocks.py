@@ -72,8 +72,19 @@ def plan_for(
     """The plan for tensors q (b, n, h, d) and k, by views or by copied keys."""
     way = execution.blocks if execution.blocks in ("batched", "rows") else "views"
     (_, n, heads, _), kv_heads = q.shape, k.shape[2]
-    shape = pattern, n, heads, kv_heads, causal, way, kernel
-    return in_head_blocks(("blocks", *shape), lambda: make_plan(*shape), q, kv_heads, backward, execution.cached)
+
+    def key(n: int) -> tuple:
+        return "blocks", pattern, n, heads, kv_heads, causal, way, kernel
+
+    def build() -> Plan:
+        size = pattern.block_size
+        whole = pattern.count(n) * size
+        if n == whole or LONG % size:  # calls of LONG keys may end inside a block
+            return make_plan(*key(n)[1:])
+        # Sequences of as many blocks share a plan: documents of a batch have hundreds of lengths.
+        return execution.cached(key(whole), lambda: make_plan(*key(whole)[1:])).before(n)
+
+    return in_head_blocks(key(n), build, q, kv_heads, backward, execution.cached)
 
 
 def make_plan(

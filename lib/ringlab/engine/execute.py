@@ -67,6 +67,24 @@ class View:
         first, head = self.first + start * self.shift, self.head + start * self.head_step
         return replace(self, first=first, head=head, index=index)
 
+    def ends_by(self, n: int, nodes: int) -> bool:
+        """Whether the rows of all nodes are among the first ``n`` of the tensor; they are neighbours, or gathered."""
+        if self.index is None:
+            return self.first + (nodes - 1) * self.node_step + self.rows <= n
+        return int(self.index.max()) + self.rows - self.index.shape[1] < n
+
+    def left(self, n: int, nodes: int) -> Tensor:
+        """How many rows of each node (nodes,) are among the first ``n`` of the tensor; gathered ones ascend."""
+        if self.index is not None and self.index.shape[1] == self.rows:
+            return (self.index < n).sum(1)
+        starts = self.first + self.node_step * torch.arange(nodes) if self.index is None else self.index[:, 0]
+        return (n - starts).clamp(0, self.rows)
+
+    def of_nodes(self, start: int, stop: int, rows: int) -> View:
+        """The first ``rows`` rows of nodes start .. stop - 1."""
+        index = self.index if self.index is None else self.index[start:stop, :rows]
+        return replace(self, first=self.first + start * self.node_step, rows=rows, index=index)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -128,6 +146,19 @@ class Call:
         bias = None if self.bias is None else self.bias[:, first:end]
         return replace(self, heads=len(mine), q=self.q.from_head(first, end), k=self.k.from_head(first, end), bias=bias)
 
+    def before(self, n: int) -> Iterator[Call]:
+        """The call for those of its rows that are among the first ``n``: nodes that lose as many stay together."""
+        if all(view.ends_by(n, self.nodes) for view in (self.q, self.k)):
+            yield self
+            return
+        left = torch.stack([view.left(n, self.nodes) for view in (self.q, self.k)], 1)  # (nodes, 2)
+        start = 0
+        for (rows, keys), count in zip(*(t.tolist() for t in left.unique_consecutive(dim=0, return_counts=True))):
+            if rows and keys:
+                q, k = self.q.of_nodes(start, start + count, rows), self.k.of_nodes(start, start + count, keys)
+                yield replace(self, q=q, k=k, nodes=count)
+            start += count
+
     def biases(self, batch: int) -> list[tuple[Tensor, tuple[int, int], View]]:
         """The bias, if there is one, as an entry of ``views_of``: (b', query rows or 1, heads, key rows)."""
         if self.bias is None:
@@ -161,6 +192,16 @@ class Plan:
     def calls(self) -> list[Call]:
         """All calls of the backward, by sets of heads."""
         return [one for _, _, calls in self.blocks for call in calls for one in call.by_heads()]
+
+    def before(self, n: int) -> Plan:
+        """The plan of the first ``n`` positions alone, for calls whose rows are neighbours or gathered."""
+
+        def cut(calls: tuple[Call, ...]) -> tuple[Call, ...]:
+            return tuple(part for call in calls for part in call.before(n))
+
+        blocks = tuple((heads, *map(cut, passes)) for heads, *passes in self.blocks)
+        uncovered = tuple((start, min(stop, n)) for start, stop in self.uncovered if start < n)
+        return replace(self, blocks=blocks, uncovered=uncovered, rows=range(n), period=n)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Rows [start, stop) that cut no node except for those that the ends of ``rows`` cut, in order."""

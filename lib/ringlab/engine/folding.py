@@ -67,7 +67,7 @@ def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
 
 def _price(cost: Cost, rows: int, keys: float, slower: float, first: bool) -> float:
     """The time of rows by keys for one head, with pairs that a bias makes ``slower``."""
-    work = float(cost.work(rows, torch.tensor(keys))) + rows * keys * (slower - 1)
+    work = cost.work(rows, keys) + rows * keys * (slower - 1)
     return work if first else work + cost.merge * rows
 
 

@@ -47,13 +47,14 @@ class Kernel(Protocol):
 class Cost:
     """What a dense kernel was measured to take on a CPU at head_dim 64 in fp32, by which planners choose between calls.
 
-    In (query, key) pairs of a long call: ``work(rows, keys)`` of attention of ``rows`` queries by keys (calls,) for one
-    head; ``call``, each call; ``merge``, a row of a result that is merged. ``copied`` times the work where keys are
-    scattered, ``bias`` where there is one of the keys, ``biases`` where it differs from query to query. A causal call
-    computes ``block`` keys at a time. Folded plans gain if they are predicted to take less than ``gain`` of the time.
+    In (query, key) pairs of a long call: ``work(rows, keys)`` of attention of ``rows`` queries by so many keys for one
+    head, a number or (calls,); ``call``, each call; ``merge``, a row of a result that is merged. ``copied`` times the
+    work where keys are scattered, ``bias`` where there is one of the keys, ``biases`` where it differs from query to
+    query. A causal call computes ``block`` keys at a time. Folded plans gain if they are predicted to take less than
+    ``gain`` of the time.
     """
 
-    work: Callable[[int, Tensor], Tensor]
+    work: Callable[[int, Tensor | float], Tensor | float]
     call: float
     merge: float
     copied: float
@@ -165,12 +166,12 @@ def gathers(kernel: Kernel) -> bool:
     return getattr(kernel, "gathers", False)
 
 
-def _torch_work(rows: int, keys: Tensor) -> Tensor:
+def _torch_work(rows: int, keys: Tensor | float) -> Tensor | float:
     """torch's CPU kernel takes fewer queries at a time in calls of fewer rows, and few keys cost it more."""
     slower = next(
         factor for least, factor in ((768, 1.0), (192, 1.06), (128, 1.17), (64, 1.24), (0, 1.4)) if rows >= least
     )
-    return rows * (keys * slower + torch.where(keys < 192, 75, 25))
+    return rows * (keys * slower + 25 + 50 * (keys < 192))
 
 
 # On a GPU the order is the same and the differences are smaller. A bias that differs from query to query is not for

@@ -17,7 +17,7 @@ from .base import HALF, Cost, wants_dtype
 DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
 
 
-def _work(rows: int, keys: Tensor) -> Tensor:
+def _work(rows: int, keys: Tensor | float) -> Tensor | float:
     """Queries are padded to 64; 512 of them share a copy of the keys."""
     padded = -(-rows // 64) * 64
     return keys * ((padded + rows) / 2 + 33 * -(-rows // 512)) + 58 * padded
