@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -24,7 +23,7 @@ from .attention import attention
 from .engine import execute
 from .meta_run import MetaCall, MetaRun
 from .patterns import Dense
-from .ring.comm import Steps, Wait, all_to_all, drive
+from .ring.comm import AllToAll, Exchange, Steps, Wait, all_to_all, drive
 
 INSIDE, BETWEEN = "inside", "between"
 TITLES = {INSIDE: "ranks of one machine", BETWEEN: "ranks of two machines"}
@@ -199,12 +198,14 @@ class Prediction:
 
 
 class _Timeline(MetaRun):
-    """A run without data of one rank that notes its steps: ("agree",), ("work", pass 1 or 2, FLOPs), ("send", bytes by
-    rank), ("wait", number of the request)."""
+    """A run without data of one of several ``ranks`` that notes its steps: ("work", pass 1 or 2, FLOPs), ("send", bytes
+    by rank), ("wait", number of the request)."""
 
-    def __init__(self):
+    def __init__(self, ranks: int):
         super().__init__()
+        self.ranks = ranks
         self.steps: list[tuple] = []
+        self.requests: list[AllToAll | Exchange | None] = []  # None: to compare what the ranks are about to do
 
     @contextmanager
     def on(self, kernel, device_type: str = "cpu"):
@@ -216,32 +217,23 @@ class _Timeline(MetaRun):
                 execute.on_plan = None
 
     def _work(self, plan: execute.Plan, which: int, q, causal: bool) -> None:
-        pairs = sum(
-            c.nodes * c.heads * (c.q.rows * c.k.rows - (causal and c.causal) * c.q.rows * (c.q.rows - 1) // 2)
-            for _, *passes in plan.blocks for c in passes[which - 1]
-        )  # fmt: skip
-        self.steps.append(("work", which, (4, BACKWARD)[which - 1] * pairs * q.shape[0] * q.shape[3]))
+        flops = (4, BACKWARD)[which - 1] * plan.pairs(causal, which) * q.shape[0] * q.shape[3]
+        self.steps.append(("work", which, flops))
 
     def drive(self, steps: Steps, rank: int):
-        self.steps.append(("agree",))
-        return super().drive(self._noted(steps, rank), rank)
+        everyone = {to: CONTROL_BYTES for to in range(self.ranks) if to != rank}
+        self.steps += [("send", everyone), ("wait", len(self.requests))]  # the ranks agree first
+        self.requests.append(None)
+        return super().drive(steps, rank)
 
-    def _noted(self, steps: Steps, rank: int) -> Iterator:
-        answer, tickets = None, []
-        first = sum(step[0] == "send" for step in self.steps)
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration as end:
-                return end.value
-            if isinstance(step, Wait):
-                self.steps.append(("wait", first + next(i for i, x in enumerate(tickets) if x is step.ticket)))
-                answer = yield step
-                continue
+    def on_step(self, step: AllToAll | Exchange | Wait, rank: int) -> None:
+        if isinstance(step, Wait):
+            self.steps.append(("wait", next(i for i, x in enumerate(self.requests) if x is step.ticket)))
+        else:
             sent = {to: sum(t.nbytes for t in tensors) for to, tensors in step.by_rank()[0].items() if to != rank}
             self.steps.append(("send", sent))
-            tickets.append(step)
-            answer = yield step
+            self.requests.append(step)
+        super().on_step(step, rank)
 
 
 def on_network(call: MetaCall, network: Network) -> MetaCall:
@@ -261,7 +253,7 @@ def on_network(call: MetaCall, network: Network) -> MetaCall:
 def predict(call: MetaCall, seq_len: int, network: Network) -> Prediction:
     """The Prediction of a call on the ranks of a measured network. Raises as ``on_network`` does."""
     problem, scheme = (call := on_network(call, network)).problem(seq_len)
-    runs = [call.on_rank(problem, scheme, rank, _Timeline()).steps for rank in range(call.ranks)]
+    runs = [call.on_rank(problem, scheme, rank, _Timeline(call.ranks)).steps for rank in range(call.ranks)]
     work = network.work[str(call.dtype).removeprefix("torch.")]
     at_once = replace(network, lines=dict.fromkeys(network.lines, NOTHING))
     times = _seconds(runs, network, work), _seconds(runs, at_once, work), _seconds(runs, network, (NOTHING, NOTHING))
@@ -277,9 +269,7 @@ def _seconds(runs: list[list[tuple]], network: Network, work: tuple[Line, Line])
     clock, at = [0.0] * len(runs), [0] * len(runs)
     asked: list[dict[int, tuple[float, dict]]] = []  # by request: rank -> (when, bytes by rank)
     done: dict[int, float] = {}
-    posted = [0] * len(runs)
-    control = {(a, b): CONTROL_BYTES for a in ranks for b in ranks if a != b}
-    agree_s, line_free, agreed = network.transfer_s(control), 0.0, [[] for _ in ranks]
+    posted, line_free = [0] * len(runs), 0.0
     while any(at[r] < len(runs[r]) for r in ranks):
         moved = False
         for r in ranks:
@@ -292,13 +282,6 @@ def _seconds(runs: list[list[tuple]], network: Network, work: tuple[Line, Line])
                         asked.append({})
                     asked[posted[r]][r] = clock[r], rest[0]
                     posted[r] += 1
-                elif kind == "agree":
-                    if len(agreed[r]) == sum(x[0] == "agree" for x in runs[r][: at[r]]):
-                        agreed[r].append(clock[r])
-                    number = len(agreed[r]) - 1
-                    if any(len(each) <= number for each in agreed):
-                        break
-                    clock[r] = max(each[number] for each in agreed) + agree_s
                 elif rest[0] not in done:
                     number = rest[0]
                     if len(asked[number]) < len(runs):
