@@ -237,7 +237,7 @@ class MetaCall:
     """All of a call of attention but its length, checked; ``at`` runs it without data.
 
     ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU. ``hosts``: a
-    number for the machine of each rank; () for one machine. ``exchange_dtype``: as of ``ringlab.attention``.
+    number for the host of each rank; () for one host. ``exchange_dtype``: as of ``ringlab.attention``.
     """
 
     pattern: Pattern

@@ -26,7 +26,7 @@ from .patterns import Dense
 from .ring.comm import AllToAll, Exchange, Steps, Wait, all_to_all, drive
 
 INSIDE, BETWEEN = "inside", "between"
-TITLES = {INSIDE: "ranks of one machine", BETWEEN: "ranks of two machines"}
+TITLES = {INSIDE: "ranks of one host", BETWEEN: "ranks of two hosts"}
 SIZES = (24, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes that a rank sends
 SURE = 1 << 20  # sizes up to this are measured in any case
 LEAST, MOST = 3, 6  # exchanges of each size
@@ -70,7 +70,7 @@ NOTHING = Line((0, 1), (0.0, 0.0))
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured: the machine of each rank, by number; seconds for bytes each way by class of link; by dtype
+    """What was measured: the host of each rank, by number; seconds for bytes each way by class of link; by dtype
     seconds for FLOPs of attention of one rank, forward and backward."""
 
     hosts: tuple[int, ...]
@@ -95,7 +95,7 @@ class Network:
             raise ValueError(f"{path} is no file of python -m ringlab network: {error!r}") from None
 
     def transfer_s(self, sent: dict[tuple[int, int], int]) -> float:
-        """Seconds of one round, of bytes by (from, to): ranks of a machine share its link to others, each way."""
+        """Seconds of one round, of bytes by (from, to): ranks of a host share its link to others, each way."""
         loads: dict[tuple, int] = {}
         for (a, b), size in sent.items():
             hosts = self.hosts[a], self.hosts[b]
@@ -237,7 +237,7 @@ class _Timeline(MetaRun):
 
 
 def on_network(call: MetaCall, network: Network) -> MetaCall:
-    """The call on the machines of a measured network.
+    """The call on the hosts of a measured network.
 
     Raises ValueError for another number of ranks or dtype than it has, and for a GPU.
     """
