@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -198,8 +199,8 @@ class Prediction:
 
 
 class _Timeline(MetaRun):
-    """A run without data of one of several ``ranks`` that notes its steps: ("work", pass 1 or 2, FLOPs), ("send", bytes
-    by rank), ("wait", number of the request)."""
+    """A run without data of one of several ``ranks`` that notes its steps: ("work", pass 1 or 2, FLOPs), ("send",
+    number of the request, bytes by rank), ("wait", number of the request)."""
 
     def __init__(self, ranks: int):
         super().__init__()
@@ -222,7 +223,8 @@ class _Timeline(MetaRun):
 
     def drive(self, steps: Steps, rank: int):
         everyone = {to: CONTROL_BYTES for to in range(self.ranks) if to != rank}
-        self.steps += [("send", everyone), ("wait", len(self.requests))]  # the ranks agree first
+        number = len(self.requests)
+        self.steps += [("send", number, everyone), ("wait", number)]  # the ranks agree first
         self.requests.append(None)
         return super().drive(steps, rank)
 
@@ -231,7 +233,7 @@ class _Timeline(MetaRun):
             self.steps.append(("wait", next(i for i, x in enumerate(self.requests) if x is step.ticket)))
         else:
             sent = {to: sum(t.nbytes for t in tensors) for to, tensors in step.by_rank()[0].items() if to != rank}
-            self.steps.append(("send", sent))
+            self.steps.append(("send", len(self.requests), sent))
             self.requests.append(step)
         super().on_step(step, rank)
 
@@ -267,23 +269,18 @@ def _seconds(runs: list[list[tuple]], network: Network, work: tuple[Line, Line])
     """
     ranks = range(len(runs))
     clock, at = [0.0] * len(runs), [0] * len(runs)
-    asked: list[dict[int, tuple[float, dict]]] = []  # by request: rank -> (when, bytes by rank)
-    done: dict[int, float] = {}
-    posted, line_free = [0] * len(runs), 0.0
+    asked: dict[int, dict[int, tuple[float, dict]]] = defaultdict(dict)  # by request: rank -> (when, bytes by rank)
+    done, line_free = {}, 0.0  # by request: when
     while any(at[r] < len(runs[r]) for r in ranks):
         moved = False
         for r in ranks:
             while at[r] < len(runs[r]):
-                kind, *rest = runs[r][at[r]]
+                kind, number, *rest = runs[r][at[r]]
                 if kind == "work":
-                    clock[r] += work[rest[0] - 1](rest[1])
+                    clock[r] += work[number - 1](*rest)
                 elif kind == "send":
-                    if posted[r] == len(asked):
-                        asked.append({})
-                    asked[posted[r]][r] = clock[r], rest[0]
-                    posted[r] += 1
-                elif rest[0] not in done:
-                    number = rest[0]
+                    asked[number][r] = clock[r], *rest
+                elif number not in done:
                     if len(asked[number]) < len(runs):
                         break
                     sent = {(a, b): size for a, (_, by) in asked[number].items() for b, size in by.items() if size}
@@ -294,7 +291,7 @@ def _seconds(runs: list[list[tuple]], network: Network, work: tuple[Line, Line])
                     done[number] = line_free + latency if sent else start
                     continue
                 else:
-                    clock[r] = max(clock[r], done[rest[0]])
+                    clock[r] = max(clock[r], done[number])
                 at[r] += 1
                 moved = True
         if not moved:
