@@ -118,8 +118,9 @@ class MetaRun(LiveStorageTracker):
             except StopIteration as end:
                 return end.value
             self.on_step(step, rank)
-            # The ticket: like those of a group it holds what is on its way.
-            answer, step = None if isinstance(step, Wait) else step, None
+            # A request is its own ticket: like those of a group it holds what is on its way.
+            answer = None if isinstance(step, Wait) else step
+            step = None
 
     def on_step(self, step: AllToAll | Exchange | Wait, rank: int) -> None:
         """Count what a request sends, and name what it receives."""
