@@ -1,7 +1,7 @@
 """The table of faults: each is injected, and how the job ends is judged. Run by hand; it takes about nine minutes.
 
 ``python tests/faults.py [here] [hosts] [links] [random]`` with lib on PYTHONPATH; all without one. "here": ranks of
-``launch`` on this machine; "hosts": ranks of torchrun on two machines, made of namespaces, which needs root;
+``launch`` on this machine; "hosts": ranks of torchrun on two hosts, made of namespaces, which needs root;
 "links": what happens to link and hosts; "random": 200 jobs of four ranks, one of which is killed.
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from textwrap import wrap
 
@@ -29,7 +29,7 @@ from .network import Network, on_network, predict
 from .patterns import Dense, Dilated, Pattern
 from .ring import SCHEMES, Layout, group_size, length_of
 from .ring.layout import layout_named
-from .ring.volume import sent_bytes, unevenness
+from .ring.volume import unevenness
 
 PAPER = 2048  # LongNet's first segment (Ding et al. 2023, arXiv 2307.02486)
 SHORTEST = 256  # first segment of a ladder
@@ -393,13 +393,13 @@ def advise(
 
 @dataclass
 class _Placed:
-    """A pattern with the settings it runs with; ``sent`` is the bytes that each rank sends in a call."""
+    """A pattern with the settings it runs with; ``sent`` is the bytes of a call by (from rank, to rank)."""
 
     call: MetaCall
     seq_len: int
     execution: Decision
     across: tuple[Decision, ...] = ()  # scheme and layout
-    sent: tuple[int, ...] = (0,)
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -531,8 +531,7 @@ class _Advisor:
         """The work of a call and its lower bounds alone: nothing is run, and memory is not known."""
         placed = self.place(pattern)
         counted = cost_of(placed.call, self.seq_len)
-        sent = {(rank, -1): size for rank, size in enumerate(placed.sent)}
-        return Estimate(counted, self.call.ranks, None, {}, 0, sent).bounded(rates_of(placed.call, counted))
+        return Estimate(counted, self.call.ranks, None, {}, 0, placed.sent).bounded(rates_of(placed.call, counted))
 
     def _need(self, found: Estimate, checkpointing: bool = False) -> int:
         """Bytes of the rank that needs most: one layer at its peak, the others with what they save."""
@@ -577,10 +576,8 @@ class _Advisor:
                 except ValueError as error:
                     refused.append(str(error))
                     continue
-                how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": c.dtype, "passes": c.passes}
-                sent = tuple(sent_bytes(problem, rank, scheme, **how) for rank in range(c.ranks))
-                found[scheme] = _Placed(call, n, execution, sent=sent)
-                total[scheme] = sum(sent)
+                found[scheme] = _Placed(call, n, execution, sent=call.sent(problem, scheme))
+                total[scheme] = sum(found[scheme].sent.values())
             order = sorted(total, key=lambda scheme: (total[scheme], scheme != ("ring" if total[scheme] else "plan")))
             if self.network is not None:
                 seconds = {scheme: predict(found[scheme].call, n, self.network).seconds for scheme in found}
@@ -672,8 +669,8 @@ class _Advisor:
         for name, pattern in kinds.items():
             placed, e = self.place(pattern), self._bounded(pattern)
             peak = self._need(placed.estimate, checkpointing) if name in ("advised", "dense") else None
-            share = e.cost.distinct_pairs / full
-            found.setdefault(pattern, Proposal(name, pattern, share, e.bound_s, e.binds, peak, sum(placed.sent)))
+            share, sent = e.cost.distinct_pairs / full, sum(placed.sent.values())
+            found.setdefault(pattern, Proposal(name, pattern, share, e.bound_s, e.binds, peak, sent))
         return tuple(found.values())
 
     # -----------------------------------------------------------------------------------------------------------------

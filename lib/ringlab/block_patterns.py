@@ -483,10 +483,8 @@ def _blocks_of(mask, causal: bool) -> tuple[Tensor, int]:
         return found.scatter_(2, torch.where(there, indices, count)[0].long(), True)[..., :count].cpu()
 
     seen, cut = listed(mask.full_kv_num_blocks, mask.full_kv_indices), listed(mask.kv_num_blocks, mask.kv_indices)
-    device, shown_to = (
-        mask.kv_indices.device,
-        torch.vmap(torch.vmap(mask.mask_mod, (None,) * 3 + (0,)), (None, None, 0, None)),
-    )
+    device = mask.kv_indices.device
+    shown_to = torch.vmap(torch.vmap(mask.mask_mod, (None,) * 3 + (0,)), (None, None, 0, None))
     for head, row, col in (seen | cut).nonzero().tolist():
         q, k = (torch.arange(x * size, min(n, (x + 1) * size), device=device) for x in (row, col))
         wanted = (k <= q[:, None]) | torch.tensor(not causal, device=device)  # (q, k)

@@ -86,7 +86,7 @@ def estimate(pattern: Pattern, *, seq_len: int, network: Network | None = None, 
     here: ``MetaCall.kernel``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
     profile "cpu" this CPU's rates are measured, which takes about a second a dtype, once per process. ``network``: what
     ``python -m ringlab network`` measured between as many CPUs, for the time of the call. ``hosts``: a number for the
-    machine of each rank, e.g. (0, 0, 1, 1); by default those of the network, else one machine.
+    host of each rank, e.g. (0, 0, 1, 1); by default those of the network, else one host.
     ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and ``at_least`` says so.
 
     Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for what attention would refuse,

@@ -27,7 +27,7 @@ from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
-from .ring.comm import Steps, Traffic, Wait
+from .ring.comm import AllToAll, Exchange, Steps, Traffic, Wait
 from .ring.exchange import on_hosts, rows_moved
 from .ring.group import check_exchange_dtype, check_merge, check_one_device
 from .ring.layout import layout_named
@@ -117,12 +117,16 @@ class MetaRun(LiveStorageTracker):
                 step = steps.send(answer)
             except StopIteration as end:
                 return end.value
-            answer = None
-            if not isinstance(step, Wait):
-                answer = step  # the ticket: like those of a group it holds what is on its way
-                self.traffic.add(rank, answer)
-                self.name("received", answer.receive)
+            self.on_step(step, rank)
+            # A request is its own ticket: like those of a group it holds what is on its way.
+            answer = None if isinstance(step, Wait) else step
             step = None
+
+    def on_step(self, step: AllToAll | Exchange | Wait, rank: int) -> None:
+        """Count what a request sends, and name what it receives."""
+        if not isinstance(step, Wait):
+            self.traffic.add(rank, step)
+            self.name("received", step.receive)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.is_view and not self.real:  # most operators
@@ -234,7 +238,7 @@ class MetaCall:
     """All of a call of attention but its length, checked; ``at`` runs it without data.
 
     ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU. ``hosts``: a
-    number for the machine of each rank; () for one machine. ``exchange_dtype``: as of ``ringlab.attention``.
+    number for the host of each rank; () for one host. ``exchange_dtype``: as of ``ringlab.attention``.
     """
 
     pattern: Pattern
@@ -364,11 +368,15 @@ class MetaCall:
         """What ``at`` returns for several ranks: those that may hold most are run, each alone."""
         problem, scheme = self.problem(n)
         most = max((self.on_rank(problem, scheme, rank) for rank in _largest(problem)), key=lambda run: run.peak_bytes)
+        most.traffic.sent = self.sent(problem, scheme)
+        return most, scheme, ""
+
+    def sent(self, problem: Problem, scheme: str) -> dict[tuple[int, int], int]:
+        """Bytes of one call by (from rank, to rank)."""
         how = {"batch": self.batch, "head_dim": self.head_dim, "dtype": self.dtype, "passes": self.passes}
         ranks = range(self.ranks)
         each = ((rank, to, size) for rank in ranks for to, size in sent_to(problem, rank, scheme, **how).items())
-        most.traffic.sent = {(rank, to): size for rank, to, size in each}
-        return most, scheme, ""
+        return {(rank, to): size for rank, to, size in each}
 
     def problem(self, n: int) -> tuple[Problem, str]:
         """The problem of several ranks and its scheme, checked."""

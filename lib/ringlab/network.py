@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -24,10 +24,10 @@ from .attention import attention
 from .engine import execute
 from .meta_run import MetaCall, MetaRun
 from .patterns import Dense
-from .ring.comm import Steps, Wait, all_to_all, drive
+from .ring.comm import AllToAll, Exchange, Steps, Wait, all_to_all, drive
 
 INSIDE, BETWEEN = "inside", "between"
-TITLES = {INSIDE: "ranks of one machine", BETWEEN: "ranks of two machines"}
+TITLES = {INSIDE: "ranks of one host", BETWEEN: "ranks of two hosts"}
 SIZES = (24, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes that a rank sends
 SURE = 1 << 20  # sizes up to this are measured in any case
 LEAST, MOST = 3, 6  # exchanges of each size
@@ -71,7 +71,7 @@ NOTHING = Line((0, 1), (0.0, 0.0))
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured: the machine of each rank, by number; seconds for bytes each way by class of link; by dtype
+    """What was measured: the host of each rank, by number; seconds for bytes each way by class of link; by dtype
     seconds for FLOPs of attention of one rank, forward and backward."""
 
     hosts: tuple[int, ...]
@@ -96,7 +96,7 @@ class Network:
             raise ValueError(f"{path} is no file of python -m ringlab network: {error!r}") from None
 
     def transfer_s(self, sent: dict[tuple[int, int], int]) -> float:
-        """Seconds of one round, of bytes by (from, to): ranks of a machine share its link to others, each way."""
+        """Seconds of one round, of bytes by (from, to): ranks of a host share its link to others, each way."""
         loads: dict[tuple, int] = {}
         for (a, b), size in sent.items():
             hosts = self.hosts[a], self.hosts[b]
@@ -199,12 +199,14 @@ class Prediction:
 
 
 class _Timeline(MetaRun):
-    """A run without data of one rank that notes its steps: ("agree",), ("work", pass 1 or 2, FLOPs), ("send", bytes by
-    rank), ("wait", number of the request)."""
+    """A run without data of one of several ``ranks`` that notes its steps: ("work", pass 1 or 2, FLOPs), ("send",
+    number of the request, bytes by rank), ("wait", number of the request)."""
 
-    def __init__(self):
+    def __init__(self, ranks: int):
         super().__init__()
+        self.ranks = ranks
         self.steps: list[tuple] = []
+        self.requests: list[AllToAll | Exchange | None] = []  # None: to compare what the ranks are about to do
 
     @contextmanager
     def on(self, kernel, device_type: str = "cpu"):
@@ -216,36 +218,28 @@ class _Timeline(MetaRun):
                 execute.on_plan = None
 
     def _work(self, plan: execute.Plan, which: int, q, causal: bool) -> None:
-        pairs = sum(
-            c.nodes * c.heads * (c.q.rows * c.k.rows - (causal and c.causal) * c.q.rows * (c.q.rows - 1) // 2)
-            for _, *passes in plan.blocks for c in passes[which - 1]
-        )  # fmt: skip
-        self.steps.append(("work", which, (4, BACKWARD)[which - 1] * pairs * q.shape[0] * q.shape[3]))
+        flops = (4, BACKWARD)[which - 1] * plan.pairs(causal, which) * q.shape[0] * q.shape[3]
+        self.steps.append(("work", which, flops))
 
     def drive(self, steps: Steps, rank: int):
-        self.steps.append(("agree",))
-        return super().drive(self._noted(steps, rank), rank)
+        everyone = {to: CONTROL_BYTES for to in range(self.ranks) if to != rank}
+        number = len(self.requests)
+        self.steps += [("send", number, everyone), ("wait", number)]  # the ranks agree first
+        self.requests.append(None)
+        return super().drive(steps, rank)
 
-    def _noted(self, steps: Steps, rank: int) -> Iterator:
-        answer, tickets = None, []
-        first = sum(step[0] == "send" for step in self.steps)
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration as end:
-                return end.value
-            if isinstance(step, Wait):
-                self.steps.append(("wait", first + next(i for i, x in enumerate(tickets) if x is step.ticket)))
-                answer = yield step
-                continue
+    def on_step(self, step: AllToAll | Exchange | Wait, rank: int) -> None:
+        if isinstance(step, Wait):
+            self.steps.append(("wait", next(i for i, x in enumerate(self.requests) if x is step.ticket)))
+        else:
             sent = {to: sum(t.nbytes for t in tensors) for to, tensors in step.by_rank()[0].items() if to != rank}
-            self.steps.append(("send", sent))
-            tickets.append(step)
-            answer = yield step
+            self.steps.append(("send", len(self.requests), sent))
+            self.requests.append(step)
+        super().on_step(step, rank)
 
 
 def on_network(call: MetaCall, network: Network) -> MetaCall:
-    """The call on the machines of a measured network.
+    """The call on the hosts of a measured network.
 
     Raises ValueError for another number of ranks or dtype than it has, and for a GPU.
     """
@@ -261,7 +255,7 @@ def on_network(call: MetaCall, network: Network) -> MetaCall:
 def predict(call: MetaCall, seq_len: int, network: Network) -> Prediction:
     """The Prediction of a call on the ranks of a measured network. Raises as ``on_network`` does."""
     problem, scheme = (call := on_network(call, network)).problem(seq_len)
-    runs = [call.on_rank(problem, scheme, rank, _Timeline()).steps for rank in range(call.ranks)]
+    runs = [call.on_rank(problem, scheme, rank, _Timeline(call.ranks)).steps for rank in range(call.ranks)]
     work = network.work[str(call.dtype).removeprefix("torch.")]
     at_once = replace(network, lines=dict.fromkeys(network.lines, NOTHING))
     times = _seconds(runs, network, work), _seconds(runs, at_once, work), _seconds(runs, network, (NOTHING, NOTHING))
@@ -275,32 +269,18 @@ def _seconds(runs: list[list[tuple]], network: Network, work: tuple[Line, Line])
     """
     ranks = range(len(runs))
     clock, at = [0.0] * len(runs), [0] * len(runs)
-    asked: list[dict[int, tuple[float, dict]]] = []  # by request: rank -> (when, bytes by rank)
-    done: dict[int, float] = {}
-    posted = [0] * len(runs)
-    control = {(a, b): CONTROL_BYTES for a in ranks for b in ranks if a != b}
-    agree_s, line_free, agreed = network.transfer_s(control), 0.0, [[] for _ in ranks]
+    asked: dict[int, dict[int, tuple[float, dict]]] = defaultdict(dict)  # by request: rank -> (when, bytes by rank)
+    done, line_free = {}, 0.0  # by request: when
     while any(at[r] < len(runs[r]) for r in ranks):
         moved = False
         for r in ranks:
             while at[r] < len(runs[r]):
-                kind, *rest = runs[r][at[r]]
+                kind, number, *rest = runs[r][at[r]]
                 if kind == "work":
-                    clock[r] += work[rest[0] - 1](rest[1])
+                    clock[r] += work[number - 1](*rest)
                 elif kind == "send":
-                    if posted[r] == len(asked):
-                        asked.append({})
-                    asked[posted[r]][r] = clock[r], rest[0]
-                    posted[r] += 1
-                elif kind == "agree":
-                    if len(agreed[r]) == sum(x[0] == "agree" for x in runs[r][: at[r]]):
-                        agreed[r].append(clock[r])
-                    number = len(agreed[r]) - 1
-                    if any(len(each) <= number for each in agreed):
-                        break
-                    clock[r] = max(each[number] for each in agreed) + agree_s
-                elif rest[0] not in done:
-                    number = rest[0]
+                    asked[number][r] = clock[r], *rest
+                elif number not in done:
                     if len(asked[number]) < len(runs):
                         break
                     sent = {(a, b): size for a, (_, by) in asked[number].items() for b, size in by.items() if size}
@@ -311,7 +291,7 @@ def _seconds(runs: list[list[tuple]], network: Network, work: tuple[Line, Line])
                     done[number] = line_free + latency if sent else start
                     continue
                 else:
-                    clock[r] = max(clock[r], done[rest[0]])
+                    clock[r] = max(clock[r], done[number])
                 at[r] += 1
                 moved = True
         if not moved:

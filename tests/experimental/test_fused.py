@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from compiled import used
-from interpreted import JOINED, printed, within_bounds
+from interpreted import JOINED, join_bytes, printed, within_bounds
 from ringlab import Dilated, Execution, Simulated, attention, block_patterns, estimate
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import triton_config
@@ -20,7 +20,7 @@ FUSED = Execution(merge="fused")
 
 def test_bytes_of_the_target_are_those_that_were_planned():
     """bf16, 65,536 rows of 16 heads of 128: 1.25 and 0.5 times as many rows are read and written as out has."""
-    read, written = fused_merge.join_bytes(make_plan(TARGET, 65536, 16, 16), 1, 65536, 16, 128, torch.bfloat16)
+    read, written = join_bytes(make_plan(TARGET, 65536, 16, 16), 1, 65536, 16, 128, torch.bfloat16)
     rows = 65536 * 16
     assert (read, written) == (rows * 5 // 4 * 260, rows // 2 * 260)
     assert (round(read / 260 * 256 / 1e6), round(written / 260 * 256 / 1e6)) == (336, 134)

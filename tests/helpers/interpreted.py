@@ -268,7 +268,26 @@ def traffic(pattern, n, heads, kv_heads, d):
         with patch(Builder, "create_masked_load", counted_load), patch(Builder, "create_masked_store", counted_store):
             attention(q, k, v, pattern, execution=execution)
     plan = make_plan(pattern, n, heads, kv_heads)
-    return {"moved": moved, "told": fused_merge.join_bytes(plan, 1, n, heads, d, F16)}
+    return {"moved": moved, "told": join_bytes(plan, 1, n, heads, d, F16)}
+
+
+def join_bytes(plan, batch: int, n: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(read, written) bytes of the fused merge in a forward: rows of out in ``dtype``, and their lse in fp32.
+
+    Every result of a call is read once. If the first call's result becomes the output, its rows are read and written
+    only where other calls have them too.
+    """
+    first = plan.whole(n, heads)
+    held = torch.zeros(1, n, heads, 1, dtype=torch.bool)
+    rest = [call for call in plan.calls if call is not first]
+    for call in rest:
+        ((view,),) = call.views((held,), ())
+        view.fill_(True)
+    read, row = sum(call.nodes * call.q.rows * call.heads for call in rest), batch * (head_dim * dtype.itemsize + 4)
+    if first is None:
+        return read * row, n * heads * row
+    written = int(held.sum())
+    return (read + written) * row, written * row
 
 
 def held(pattern, n):

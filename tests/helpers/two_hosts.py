@@ -1,4 +1,4 @@
-"""The two machines of ``measure.links``, joined by a link that can be cut, lose packets and become slow."""
+"""The two hosts of ``measure.links``, joined by a link that can be cut, lose packets and become slow."""
 
 import os
 import pickle

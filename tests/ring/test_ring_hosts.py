@@ -1,4 +1,4 @@
-"""Scheme plan over machines of several ranks: a row crosses the link between two of them once, and values stay."""
+"""Scheme plan over hosts of several ranks: a row crosses the link between two of them once, and values stay."""
 
 import random
 import socket
@@ -20,7 +20,7 @@ from ringlab.ring.launch import launch
 from ringlab.ring.volume import sent_to
 from test_ring_plan import any_problem, seen
 
-SPLIT = [(4, 2), (6, 2), (6, 3)]  # ranks and machines
+SPLIT = [(4, 2), (6, 2), (6, 3)]  # ranks and hosts
 
 
 def cases(ranks: int, **how):
@@ -44,7 +44,7 @@ def problem_of(case: Case, hosts: tuple[int, ...]) -> Problem:
 
 
 def crossing(problem: Problem, hosts) -> dict[tuple[int, int], int]:
-    """By (from, to) machine the distinct rows that one needs from the other, by the pattern's own definition."""
+    """By (from, to) host the distinct rows that one needs from the other, by the pattern's own definition."""
     ranks, found = range(problem.layout.ranks), {}
     for rank in ranks:
         for source in ranks:
@@ -54,7 +54,7 @@ def crossing(problem: Problem, hosts) -> dict[tuple[int, int], int]:
 
 
 def between(sent: dict, hosts) -> dict[tuple[int, int], int]:
-    """Bytes by (from, to) machine."""
+    """Bytes by (from, to) host."""
     found = {}
     for (a, b), size in sent.items():
         if hosts[a] != hosts[b]:
@@ -71,7 +71,7 @@ def test_values_and_gradients_are_the_reference(ranks, machines):
 
 
 @pytest.mark.parametrize("ranks, machines", SPLIT)
-def test_each_row_crosses_once_and_no_more_moves_than_without_machines(ranks, machines):
+def test_each_row_crosses_once_and_no_more_moves_than_without_hosts(ranks, machines):
     hosts, saved = hosts_of(ranks, machines), 0
     for case in list(cases(ranks, lse_cotangent=False))[ranks // machines % 2 :: 2]:
         given, problem = drawn(case), problem_of(case, hosts)
@@ -97,7 +97,7 @@ def test_each_row_crosses_once_and_no_more_moves_than_without_machines(ranks, ma
     assert saved > 0
 
 
-def test_ranks_on_any_machines_plan_what_is_seen():
+def test_ranks_on_any_hosts_plan_what_is_seen():
     rng, pairs = random.Random(3), 0
     for _ in range(60):
         problem = any_problem(rng)
@@ -117,12 +117,12 @@ def test_ranks_on_any_machines_plan_what_is_seen():
     assert pairs > 20
 
 
-def test_the_mates_take_turns():
+def test_the_ranks_of_a_host_take_turns():
     problem = on_hosts(Problem(Dense(), contiguous(64, 8), False, 2, 2), "plan", hosts_of(8, 2))
     assert [sum(plan_rank(problem, rank).received[4:]) for rank in range(4)] == [16] * 4
 
 
-def test_machines_that_change_nothing_are_no_part_of_a_problem():
+def test_hosts_that_change_nothing_are_no_part_of_a_problem():
     problem = Problem(Dense(), contiguous(64, 4), False, 2, 2)
     for scheme, hosts in (("plan", (5,) * 4), ("plan", (3, 2, 1, 0)), ("plan", ()), ("ring", (0, 0, 1, 1))):
         assert on_hosts(problem, scheme, hosts) is problem

@@ -129,7 +129,7 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
 def test_a_network_is_measured_written_and_used(capsys, tmp_path):
     path = tmp_path / "network.json"
     assert cli.main(["network", "--file", str(path)]) == 0
-    assert "ranks of one machine: " in capsys.readouterr().out
+    assert "ranks of one host: " in capsys.readouterr().out
     call = ["--network", str(path), "--seq-len", "512", "--profile", "generic", "--causal", "--dtype", "float32"]
     assert cli.main(["estimate", "--ranks", "3", *call]) == 2
     assert "measured with 2 ranks, the call has 3" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from ringlab.hardware.capability import TORCH
+from ringlab.hardware.profiles import TORCH
 from started import make
 
 ROOT = Path(__file__).resolve().parents[2]

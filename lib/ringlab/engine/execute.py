@@ -183,10 +183,10 @@ class Plan:
     rows: range
     period: int
 
-    @property
-    def pairs(self) -> int:
-        """(query, key, head) products of the forward, masked ones included, per batch entry."""
-        return sum(c.nodes * c.heads * c.q.rows * c.k.rows for _, calls, _ in self.blocks for c in calls)
+    def pairs(self, causal: bool = False, which: int = 1) -> int:
+        """(query, key, head) products per batch entry, without what ``causal`` hides; ``which``: see ``whole``."""
+        each = ((c, causal and c.causal) for block in self.blocks for c in block[which])
+        return sum(c.nodes * c.heads * (c.q.rows * c.k.rows - cut * c.q.rows * (c.q.rows - 1) // 2) for c, cut in each)
 
     @cached_property
     def calls(self) -> list[Call]:

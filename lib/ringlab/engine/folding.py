@@ -81,7 +81,7 @@ def fold(
     are predicted to take ``most`` or more, a ``cost``.
 
     >>> pattern = Dilated([2048, 4096], [1, 2])  # branch by branch 1.5 * 2048 pairs for each position
-    >>> fold(pattern, 16384, 1, 1, False, torch.float32).pairs / (1.5 * 2048 * 16384)
+    >>> fold(pattern, 16384, 1, 1, False, torch.float32).pairs() / (1.5 * 2048 * 16384)
     0.8333333333333334
     """
     branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: (b.length, b.rate))

@@ -13,7 +13,7 @@ import re
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from .. import native
-from .capability import CUDA13_DRIVER, CUDA126_DRIVER, Capability, driver_major, install_line, runs, sm
 
+Capability = tuple[int, int]  # of a GPU: its compute capability
 Read = Callable[[str], "str | None"]
 SMI_TIMEOUT_S = 10
 SMI_FIELDS = ("name", "compute_cap", "memory.total", "uuid", "driver_version", "clocks.max.sm")
@@ -139,6 +139,25 @@ def detect(probe: Probe | None = None) -> Machine:
     )
 
 
+def runs(arch_list: Iterable[str], capability: Capability) -> bool:
+    """Say whether binaries for these architectures run on a capability.
+
+    A cubin sm_XY runs on major X and any minor >= Y; PTX compute_XY on anything newer; sm_90a only on 9.0 itself, and
+    sm_100f within its major.
+
+    >>> runs(["sm_60"], (6, 1)), runs(["sm_61"], (6, 0)), runs(["sm_80"], (9, 0)), runs(["compute_80"], (9, 0))
+    (True, False, False, True)
+    """
+    for arch in arch_list:
+        if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch):
+            built = int(found[2]), int(found[3])
+            same_major = capability[0] == built[0] and capability >= built
+            exact, within = found[4] == "a", found[1] == "sm" or found[4] == "f"
+            if capability == built or (not exact and (same_major if within else capability >= built)):
+                return True
+    return False
+
+
 def _smi_gpus(probe: Probe) -> list[Gpu]:
     """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES names, in the order of the latter."""
     listed: list[tuple[str, Gpu]] = []  # with their UUIDs
@@ -213,45 +232,6 @@ def _cache_bytes(read: Read, cores: set[int]) -> int | None:
                 break
             last[core] = shared, int(size.strip().removesuffix("K"))
     return 1024 * sum(size for _, size in set(last.values())) or None
-
-
-def drivable(machine: Machine) -> str | None:
-    """Return None where torch can use the machine's GPU or there is none; else one screen that says what to install."""
-    if (found := obstacle(machine)) is None:
-        return None
-    (reason, remedy), gpu = found, machine.gpus[0]
-    known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
-    memory = f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
-    cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
-    return "\n".join([
-        reason,
-        f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}",
-        f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
-        f"  {remedy}",
-        "  or:      GPU=cpu measures the CPU of this machine instead",
-    ])  # fmt: skip
-
-
-def obstacle(machine: Machine) -> tuple[str, str] | None:
-    """Say why torch cannot use the GPU that is there, and what would help; None where it can or there is none."""
-    if not machine.gpus or machine.device == "cuda":
-        return None
-    gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
-    line, driver = install_line(gpu.capability, gpu.driver), driver_major(gpu.driver)
-    remedy = line if line.startswith("no ") else f"install: {line}"
-    if gpu.capability is None:
-        remedy += f" (a card older than Turing: {install_line((7, 0))})"
-    if not machine.torch_cuda:
-        return f"{gpu.name} is here, but {torch} is a CPU build and drives no GPU", remedy
-    if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
-        return f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
-    needed = CUDA13_DRIVER if int(machine.torch_cuda.split(".")[0]) >= 13 else CUDA126_DRIVER
-    if driver < needed:
-        if "cu126" not in line or driver < CUDA126_DRIVER:
-            remedy = f"install: an NVIDIA driver of version {needed} or newer"
-        return f"{gpu.name} has driver {gpu.driver}; {torch} needs {needed} or newer", remedy
-    cause = f": {machine.torch_error}" if machine.torch_error else ""
-    return f"{gpu.name} is here, but {torch} cannot start it{cause}", remedy
 
 
 @dataclass(frozen=True)

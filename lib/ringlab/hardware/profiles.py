@@ -1,4 +1,9 @@
-"""Hardware profiles: TOML files with a source beside every number; peaks are dense, bytes and rates in SI units."""
+"""What is known of hardware: profiles, and what a compute capability implies for dtypes and builds of torch.
+
+Profiles are TOML files with a source beside every number; peaks are dense, bytes and rates in SI units. Facts about
+builds: pytorch RELEASE.md's support matrix (issues #172352, #182849, #190385 of pytorch/pytorch), NVIDIA's CUDA
+compatibility guide for driver versions, and its rule that a cubin runs on the same major and any later minor.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,7 @@ from pathlib import Path
 
 import torch
 
-from . import capability as rules
-from .capability import Capability
-from .detect import Gpu, Machine, Peaks, detect, obstacle
+from .detect import Capability, Gpu, Machine, Peaks, detect, runs
 
 FOLDER = Path(__file__).parent / "profiles"
 MARGIN = 1.1  # measured rates are raised by this before they bound anything: a probe can be disturbed
@@ -90,13 +93,13 @@ class Profile:
 
     def default_dtype(self) -> torch.dtype:
         """Return the dtype policy of this hardware; float32 where the capability is not known."""
-        return rules.default_dtype(self.capability)
+        return default_dtype(self.capability)
 
     def dtype_reason(self) -> str:
         """Say in one line why :meth:`default_dtype` chooses as it does."""
         if self.kind == "cuda" and self.capability is None:
             return "float32: the choice is made when a GPU is there to ask"
-        return rules.dtype_reason(self.capability)
+        return dtype_reason(self.capability)
 
     def peak(self, dtype: torch.dtype | str, machine: Machine | None = None) -> float | None:
         """Return the peak rate, FLOP/s, of the arithmetic that serves a storage dtype; None where no figure is known.
@@ -116,7 +119,7 @@ class Profile:
     def _arithmetic(self, dtype: torch.dtype | str) -> str:
         """The dtype whose arithmetic serves a storage dtype: float32 where the hardware has no unit for it."""
         name = str(dtype).removeprefix("torch.")
-        has_unit = {"float16": rules.has_tensor_cores, "bfloat16": rules.has_bf16}.get(name)
+        has_unit = {"float16": has_tensor_cores, "bfloat16": has_bf16}.get(name)
         return "float32" if has_unit and self.capability and not has_unit(self.capability) else name
 
     def bandwidth(self, working_set_bytes: float) -> float | None:
@@ -214,3 +217,134 @@ def match(machine: Machine) -> str:
     if not machine.gpus:
         return "cpu"
     return next((name for name, profile in profiles().items() if profile.card(machine.gpus[0])), "generic")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a compute capability implies
+
+# Native fp16 arithmetic at twice the fp32 rate; on 6.1 it runs at 1/64. CUDA C Programming Guide, throughput of native
+# arithmetic instructions (forums.developer.nvidia.com/t/108706).
+FAST_FP16_WITHOUT_TENSOR_CORES = frozenset({(5, 3), (6, 0), (6, 2)})
+TORCH = "2.13.0"  # the pin in constraints.txt
+OLDEST = (5, 0)  # older GPUs have no kernels in any wheel of this version
+OLDEST_CUDA13 = (7, 5)  # the default wheel is built with CUDA 13.0, which dropped Maxwell, Pascal and Volta
+NEWEST_CUDA126 = (9, 0)  # the CUDA 12.6 wheel stops at Hopper and holds no PTX for later ones
+CUDA126_DRIVER, CUDA13_DRIVER = 525, 580  # the oldest; docs.nvidia.com/deploy/cuda-compatibility, minor versions
+
+
+def sm(capability: Capability | None) -> str:
+    """Name a capability as the tools do.
+
+    >>> sm((6, 1)), sm((12, 0)), sm(None)
+    ('sm_61', 'sm_120', '-')
+    """
+    return "-" if capability is None else f"sm_{capability[0]}{capability[1]}"
+
+
+def has_tensor_cores(capability: Capability | None) -> bool:
+    """Say whether fp16 products run on tensor cores: 7.0 and newer (7.5 also covers GTX 16xx, which emulate them)."""
+    return capability is not None and capability >= (7, 0)
+
+
+def has_bf16(capability: Capability | None) -> bool:
+    """Say whether there is a bf16 unit: 8.0 and newer. (A CPU computes bf16 by other means; ask torch.)"""
+    return capability is not None and capability >= (8, 0)
+
+
+def default_dtype(capability: Capability | None) -> torch.dtype:
+    """Choose the dtype for a compute capability, None meaning the CPU.
+
+    float32 on the CPU and below 7.0, but float16 on 5.3, 6.0 and 6.2; float16 on 7.x; bfloat16 from 8.0 on, unknown
+    and newer capabilities included. Kernels accumulate in fp32 everywhere.
+
+    >>> default_dtype((6, 1)), default_dtype((6, 0)), default_dtype((7, 5)), default_dtype((8, 10))
+    (torch.float32, torch.float16, torch.float16, torch.bfloat16)
+    """
+    return getattr(torch, dtype_reason(capability).partition(":")[0])
+
+
+def dtype_reason(capability: Capability | None) -> str:
+    """Say in one line which dtype :func:`default_dtype` chooses, and why.
+
+    >>> dtype_reason((6, 1))
+    'float32: native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit'
+    """
+    if capability is None:
+        return "float32: the CPU's own arithmetic; bf16 and fp16 halve memory but rarely save time there"
+    name = sm(capability)
+    if has_bf16(capability):
+        return f"bfloat16: {name} runs it on tensor cores with fp32 accumulation and the range of fp32"
+    if has_tensor_cores(capability):
+        return f"float16: {name} has fp16 tensor cores with fp32 accumulation, and no bf16 unit (that needs 8.0)"
+    if capability in FAST_FP16_WITHOUT_TENSOR_CORES:
+        return f"float16: native fp16 runs at twice the fp32 rate on {name}; stored as fp16, accumulated in fp32"
+    if capability == (6, 1):
+        why = "native fp16 runs at 1/64 of the fp32 rate on sm_61 (fp16 is storage only), and there is no bf16 unit"
+        return f"float32: {why}"
+    return f"float32: {name} has neither fp16 nor bf16 arithmetic"
+
+
+def install_line(capability: Capability | None, driver: str | None = None) -> str:
+    """Give the exact command that installs a torch which drives this compute capability, or say that none does.
+
+    It is the default wheel (CUDA 13), or that of CUDA 12.6: for GPUs older than Turing, and for those up to Hopper
+    where the driver is older than 580 and cannot start CUDA 13.
+
+    >>> install_line((7, 5)), install_line((6, 1)) == install_line((8, 0), "550.54")
+    ('pip install torch==2.13.0', True)
+    >>> install_line((6, 1))
+    'pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126'
+    >>> install_line((3, 7))
+    'no torch 2.13.0 wheel has kernels for sm_37 (the oldest is sm_50): use the CPU, GPU=cpu'
+    """
+    if capability and capability < OLDEST:
+        return f"no torch {TORCH} wheel has kernels for {sm(capability)} (the oldest is sm_50): use the CPU, GPU=cpu"
+    old_driver = CUDA126_DRIVER <= driver_major(driver) < CUDA13_DRIVER
+    if capability and (capability < OLDEST_CUDA13 or (old_driver and capability <= NEWEST_CUDA126)):
+        return f"pip install torch=={TORCH}+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
+    return f"pip install torch=={TORCH}"
+
+
+def driver_major(driver: str | None) -> float:
+    """The first number of a driver's version; infinite where the version is not known, as of a new driver."""
+    found = re.match(r"\d+", driver or "")
+    return int(found[0]) if found else math.inf
+
+
+def drivable(machine: Machine) -> str | None:
+    """Return None where torch can use the machine's GPU or there is none; else one screen that says what to install."""
+    if (found := obstacle(machine)) is None:
+        return None
+    (reason, remedy), gpu = found, machine.gpus[0]
+    known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
+    memory = f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
+    cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
+    return "\n".join([
+        reason,
+        f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}",
+        f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
+        f"  {remedy}",
+        "  or:      GPU=cpu measures the CPU of this machine instead",
+    ])  # fmt: skip
+
+
+def obstacle(machine: Machine) -> tuple[str, str] | None:
+    """Say why torch cannot use the GPU that is there, and what would help; None where it can or there is none."""
+    if not machine.gpus or machine.device == "cuda":
+        return None
+    gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
+    line, driver = install_line(gpu.capability, gpu.driver), driver_major(gpu.driver)
+    remedy = line if line.startswith("no ") else f"install: {line}"
+    if gpu.capability is None:
+        remedy += f" (a card older than Turing: {install_line((7, 0))})"
+    if not machine.torch_cuda:
+        return f"{gpu.name} is here, but {torch} is a CPU build and drives no GPU", remedy
+    if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
+        return f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
+    needed = CUDA13_DRIVER if int(machine.torch_cuda.split(".")[0]) >= 13 else CUDA126_DRIVER
+    if driver < needed:
+        if "cu126" not in line or driver < CUDA126_DRIVER:
+            remedy = f"install: an NVIDIA driver of version {needed} or newer"
+        return f"{gpu.name} has driver {gpu.driver}; {torch} needs {needed} or newer", remedy
+    cause = f": {machine.torch_error}" if machine.torch_error else ""
+    return f"{gpu.name} is here, but {torch} cannot start it{cause}", remedy

@@ -1,4 +1,4 @@
-"""Two machines in one: network namespaces with host names of their own, joined by a link of a given rate and latency.
+"""Two hosts in this machine: network namespaces with names of their own, joined by a link of a given rate and latency.
 
 Each side has a TUN device in its own namespace. The kernel's token bucket (``tc``, tbf) gives it its rate; it holds
 packets back at the sender, as a network card does, so that acknowledgements are not stuck behind a long queue. One
@@ -41,7 +41,7 @@ AT_ONCE = 16  # packets that are read from one side before those due are sent on
 
 @dataclass(frozen=True)
 class Link:
-    """A line between two machines: bytes a second each way, and seconds of latency one way.
+    """A line between two hosts: bytes a second each way, and seconds of latency one way.
 
     >>> Link.of(mbit_per_s=100, round_trip_ms=10)
     Link(bytes_per_s=12500000.0, latency_s=0.005)

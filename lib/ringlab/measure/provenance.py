@@ -25,7 +25,7 @@ ENGINE = (
     "patterns", "block_patterns", "cache", "memory", "attention", "kv_cache", "adaptive", "compat", "kernels", "engine",
     "ring", "native",
 )  # fmt: skip
-NOT_RUN = ("kernels/triton_tune", "ring/launch", "ring/torchrun", "ring/watch")
+NOT_RUN = ("kernels/triton_tune", "ring/launch", "ring/watch")
 # What decides how a call is timed and checked; in measure/ the others name the points, run them and keep the rows.
 METHOD = (
     "cost", "reference", "tracking", "hardware", "network", "measure/systems", "measure/cache_systems",

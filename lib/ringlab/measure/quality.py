@@ -62,9 +62,9 @@ def _key(origin: dict) -> list:
     return [origin.get(name) for name in SAME]
 
 
-def runs(sizes: Sizes, tasks: Sequence[str] = tuple(TASKS), seeds: int = SEEDS) -> list[Run]:
+def runs(sizes: Sizes) -> list[Run]:
     """All runs, those of the first seed first: what is stopped early has fewer seeds, not fewer patterns."""
-    return [Run(task, name, seed, sizes) for seed in range(seeds) for task in tasks for name in patterns(16, 512)]
+    return [Run(task, name, seed, sizes) for seed in range(SEEDS) for task in TASKS for name in patterns(16, 512)]
 
 
 def run(

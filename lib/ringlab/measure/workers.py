@@ -23,7 +23,7 @@ from .. import hardware, reference
 from ..ring import launch
 from ..ring.launch import Ended, Process, end_of, last_line
 from ..ring.watch import End, culprit, signal_name
-from ..tracking import is_out_of_memory
+from ..tracking import OUT_OF_MEMORY, is_out_of_memory
 from .links import Link, NotAllowed, hosts
 from .points import Point
 from .systems import Output, Refused, System, build, count_step
@@ -36,7 +36,7 @@ def died(code: int, said: str) -> dict:
         name = signal_name(-code)
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
         return {"status": "crashed", "reason": f"the worker was ended by {name}{hint}"}
-    if any(s in said.lower() for s in ("memoryerror", "can't allocate memory", "out of memory")):
+    if any(words in said.lower() for words in ("memoryerror", *OUT_OF_MEMORY)):
         return {"status": "oom", "reason": said}
     return {"status": "crashed", "reason": f"the worker ended with exit code {code}" + (f": {said}" if said else "")}
 

@@ -3,9 +3,9 @@
 from .comm import Traffic, counting
 from .exchange import Problem, RankPlan, StridedRows, plan_rank
 from .group import PlanMismatch, Simulated, attend, attend_documents, check_one_device, group_size, length_of
+from .launch import joined
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
 from .schemes import SCHEMES, Choice, choose
-from .torchrun import joined
 from .watch import RankFailed
 
 __all__ = [

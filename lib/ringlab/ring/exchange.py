@@ -9,8 +9,8 @@ nothing.
 Block-sparse patterns: chunks are cut where blocks end. Two of these parts are equal or disjoint, so a part of the
 queries sees a part of the keys whole or not at all. Only a part with itself needs the causal mask.
 
-Machines: where several ranks of one need the same row of another machine, it crosses the link between them once. One of
-these ranks gets it from its owner, and passes it on to the others. Gradients go the same way back.
+Hosts: where several ranks of one need the same row of another host, it crosses the link between them once. One of these
+ranks gets it from its owner, and passes it on to the others. Gradients go the same way back.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ResidueInterval:
 class Problem:
     """What is computed and which rank owns what: all that an exchange plan depends on.
 
-    ``hosts``: a number for the machine of each rank; () where machines change nothing (see ``on_hosts``).
+    ``hosts``: a number for the host of each rank; () where hosts change nothing (see ``on_hosts``).
     ``exchange_dtype``: of the rows of k and v on their way, None for theirs.
     """
 
@@ -135,23 +135,23 @@ class Problem:
         """The rows that ``rank`` needs from ``source``, each once, in the order in which they are sent."""
         return self.listed(self.needed(rank, source), source)
 
-    def mates(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the machine of ``rank``, itself among them; it alone where machines change nothing."""
+    def host_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the host of ``rank``, itself among them; it alone where hosts change nothing."""
         return tuple(i for i, host in enumerate(self.hosts) if host == self.hosts[rank]) or (rank,)
 
-    def routes(self, mates: tuple[int, ...], source: int) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
-        """By (from, to) how what some ranks of a machine need from ``source`` comes to them, as ``needed``.
+    def routes(self, ranks: tuple[int, ...], source: int) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
+        """By (from, to) how what some ranks of a host need from ``source`` comes to them, as ``needed``.
 
-        Mates are taken by how many rows they need, most first, equal ones in turns by source. Each gets from the source
-        what no earlier mate needs, and the rest from the first earlier mate that needs it.
+        Ranks are taken by how many rows they need, most first, equal ones in turns by source. Each gets from the source
+        what no earlier one needs, and the rest from the first earlier one that needs it.
         """
-        needed, size = {to: self.needed(to, source) for to in mates}, len(self.mates(mates[0]))
+        needed, size = {to: self.needed(to, source) for to in ranks}, len(self.host_ranks(ranks[0]))
         found, before = {}, []
-        for to in sorted(mates, key=lambda to: (-self.count(needed[to], source), (to - source) % size)):
+        for to in sorted(ranks, key=lambda to: (-self.count(needed[to], source), (to - source) % size)):
             left = needed[to]
-            for mate in before:
-                rest = _difference(left, needed[mate])
-                found[mate, to], left = _difference(left, rest), rest
+            for earlier in before:
+                rest = _difference(left, needed[earlier])
+                found[earlier, to], left = _difference(left, rest), rest
             found[source, to] = left
             before.append(to)
         return found
@@ -284,8 +284,8 @@ def _rows_of(some: Iterable[StridedRows]) -> int:
 class RankPlan:
     """The rows that one rank receives from each other rank, and sends to it.
 
-    ``passed`` and ``onward``, [mate][owner], are those of other machines that ranks of one machine pass on, to this
-    rank and from it; () where machines change nothing.
+    ``passed`` and ``onward``, [rank][owner], are those of other hosts that ranks of one host pass on, to this rank and
+    from it; () where hosts change nothing.
     """
 
     problem: Problem
@@ -307,7 +307,7 @@ class RankPlan:
 
     @cached_property
     def passing(self) -> tuple[list[int], list[int]]:
-        """The numbers of rows that each mate passes on to this rank, and gets from it."""
+        """The numbers of rows that each rank passes on to this one, and gets from it."""
         return tuple([_rows_of(chain(*each)) for each in some] for some in (self.passed, self.onward))
 
     @cached_property
@@ -334,7 +334,7 @@ class RankPlan:
         return {head: both[:, both[0].argsort()] for head, both in whole.items()}
 
     def goes_on(self) -> Tensor:
-        """Where the rows that are passed on lie in the message, by mate (rows,)."""
+        """Where the rows that are passed on lie in the message, by receiver (rows,)."""
         places, found = self.places(), [torch.arange(0)]
         for block in chain.from_iterable(chain(*self.onward)):
             each = []
@@ -392,7 +392,7 @@ def rows_needed(problem: Problem) -> list[list[int]]:
 def rows_moved(problem: Problem) -> list[list[int]]:
     """The number of rows that each rank gets from each other, [rank][from]: from their owners, or passed on.
 
-    Between machines these are the distinct rows that a machine needs.
+    Between hosts these are the distinct rows that a host needs.
 
     >>> from ringlab.ring.layout import contiguous
     >>> rows_moved(on_hosts(Problem(Dense(), contiguous(8, 4), False, 1, 1), "plan", (0, 0, 1, 1)))
@@ -400,8 +400,8 @@ def rows_moved(problem: Problem) -> list[list[int]]:
     """
     ranks, needed = range(problem.layout.ranks), rows_needed(problem)
     found = [list(row) for row in needed]
-    for mates, source in product({problem.mates(rank) for rank in ranks}, ranks):
-        asking = tuple(to for to in mates if source not in mates and needed[to][source])
+    for host, source in product({problem.host_ranks(rank) for rank in ranks}, ranks):
+        asking = tuple(to for to in host if source not in host and needed[to][source])
         if len(asking) > 1:
             for to in asking:
                 found[to][source] = 0
@@ -412,9 +412,9 @@ def rows_moved(problem: Problem) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def on_hosts(problem: Problem, scheme: str, hosts: tuple[int, ...]) -> Problem:
-    """The problem with the machine of each rank, where that changes what a scheme moves.
+    """The problem with the host of each rank, where that changes what a scheme moves.
 
-    It does under "plan" alone, and not where all ranks are on one machine or each is on its own.
+    It does under "plan" alone, and not where all ranks are on one host or each is on its own.
     """
     if scheme != "plan" or len(set(hosts)) in (0, 1, len(hosts)):
         return problem
@@ -480,12 +480,12 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
 
     def rows(by: int, to: int, owner: int) -> tuple[StridedRows, ...]:
         """Of what ``to`` needs from ``owner``, the rows that ``by`` sends it."""
-        mates = problem.mates(to)
-        return problem.listed(routes((to,) if owner in mates else mates, owner).get((by, to), ()), owner)
+        host = problem.host_ranks(to)
+        return problem.listed(routes((to,) if owner in host else host, owner).get((by, to), ()), owner)
 
     def passed(by: int, to: int) -> tuple[tuple[StridedRows, ...], ...]:
-        mates = problem.hosts[by] == problem.hosts[to]
-        return tuple(rows(by, to, owner) if mates and owner != by else () for owner in ranks)
+        near = problem.hosts[by] == problem.hosts[to]
+        return tuple(rows(by, to, owner) if near and owner != by else () for owner in ranks)
 
     receive, send = zip(*((rows(other, rank, other), rows(rank, other, rank)) for other in ranks))
     if not problem.hosts:

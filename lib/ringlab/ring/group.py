@@ -43,9 +43,9 @@ from .schemes import SCHEMES, choose, shares
 class Simulated:
     """``ranks`` simulated in this process: q, k, v are whole, sharded inside, and the result is whole.
 
-    ``machines``: over so many simulated machines the ranks are spread evenly, in order. It decides what scheme "plan"
-    moves between which ranks, and in what order gradients are summed. With one machine the example has 512 bytes
-    between the halves.
+    ``machines``: over so many simulated hosts the ranks are spread evenly, in order. It decides what scheme "plan"
+    moves between which ranks, and in what order gradients are summed. With one host the example has 512 bytes between
+    the halves.
 
     >>> from ringlab import Dense, attention, ring
     >>> q = torch.ones(1, 8, 1, 4)
@@ -115,7 +115,7 @@ class Group:
         return torch.cat(parts, dim) if layout is None else layout.unshard(parts, dim)
 
     def hosts(self, device: torch.device) -> tuple[int, ...]:
-        """A number for the machine of each rank, by host name; () for simulated ranks and for fewer than three.
+        """A number for the host of each rank, by its name; () for simulated ranks and for fewer than three.
 
         The ranks of a process group tell each other once, before anything else, by an all-to-all of 8 bytes.
         """
@@ -185,7 +185,7 @@ class Group:
 MOST_AGREED = 4096  # digests that are kept
 # By process group: the digests that its ranks agreed on, and the numbers of its next forward calls.
 _history: WeakKeyDictionary[dist.ProcessGroup, tuple[set[int], Iterator[int]]] = WeakKeyDictionary()
-_hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()  # the machine of each rank
+_hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()  # the host of each rank
 
 
 class PlanMismatch(RuntimeError):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import LARGEST, check_int, is_int, short_repr
 
-MOST_RANKS = 2**20  # beyond any machine, and a layout lists them all
+MOST_RANKS = 2**20  # beyond any cluster, and a layout lists them all
 
 
 @dataclass(frozen=True)

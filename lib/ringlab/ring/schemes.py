@@ -28,8 +28,8 @@ from .exchange import Problem, RankPlan
 from .rank import Rank
 
 # ---------------------------------------------------------------------------------------------------------------------
-# plan: the rows that are seen, each once, by one all-to-all. A second one passes on, inside each machine, the rows that
-# one rank received for others.
+# plan: the rows that are seen, each once, by one all-to-all. A second one passes on, inside each host, what one rank
+# received for others.
 
 
 def plan_forward(rank: Rank, q, k, v) -> Steps:

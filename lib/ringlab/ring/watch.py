@@ -2,7 +2,7 @@
 
 As a script this is the monitor of one rank: a small process, without torch, beside the rank. The monitors of a job
 tell rank 0's how their ranks are; that one judges, and each monitor ends its own rank if another has failed.
-``torchrun.joined`` starts them.
+``launch.joined`` starts them.
 """
 
 from __future__ import annotations

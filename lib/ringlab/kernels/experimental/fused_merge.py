@@ -97,30 +97,6 @@ def make_rows(calls: list, heads: int, n: int, group: int, strides: tuple, over:
     return Rows(torch.tensor(lines, device=device), torch.tensor(firsts, device=device), step, aligned)
 
 
-def join_bytes(plan, batch: int, n: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(read, written) bytes of the merge in a forward: rows of out in ``dtype``, and their lse in fp32.
-
-    Every result of a call is read once. If the first call's result becomes the output, its rows are read and written
-    only where other calls have them too.
-
-    >>> from ringlab.engine.dilated import make_plan
-    >>> from ringlab.patterns import Dilated
-    >>> join_bytes(make_plan(Dilated([4, 8], [1, 2]), 16, 2, 2), 1, 16, 2, 8, torch.bfloat16)
-    (640, 320)
-    """
-    first = plan.whole(n, heads)
-    held = torch.zeros(1, n, heads, 1, dtype=torch.bool)
-    rest = [call for call in plan.calls if call is not first]
-    for call in rest:
-        ((view,),) = call.views((held,), ())
-        view.fill_(True)
-    read, row = sum(call.nodes * call.q.rows * call.heads for call in rest), batch * (head_dim * dtype.itemsize + 4)
-    if first is None:
-        return read * row, n * heads * row
-    written = int(held.sum())
-    return (read + written) * row, written * row
-
-
 def forward(q, k, v, plan, pattern: Pattern, causal: bool, scale: float, kernel: Kernel, cached):
     """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k, v (b, n, h_kv, d)."""
     b, n, heads, _ = q.shape

@@ -384,8 +384,7 @@ def folded(study: Study) -> Table | None:
         return sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / (p.heads * p.seq_len)
 
     def pairs(plan, p) -> float:
-        each = ((c, c.q.rows * (c.q.rows - 1) // 2 if p.causal and c.causal else 0) for c in plan.calls)
-        return sum(c.nodes * c.heads * (c.q.rows * c.k.rows - less) for c, less in each) / (p.heads * p.seq_len)
+        return plan.pairs(p.causal) / (p.heads * p.seq_len)
 
     def rate(row) -> Cell | None:
         return Cell(f"{number(row.share)}×") if columns.timed(row) and row.share else None
