@@ -405,7 +405,7 @@ def test_the_ledger_judges_as_each_report_does(whole):
     for number, document in DOCUMENTS.items():
         own = whole.of(document.suite)
         assert len(own.results) == len(made(number)) and own.suite == document.suite
-        found |= {f"{number} {claim['key']}": verdict for claim, verdict in claims_code.judged(own, number)}
+        found |= {f"{number} {claim['key']}": verdict for _, claim, verdict in claims_code.judged(own, number)}
         table = claims_code.ledger(own)
         assert [tables.cell(line[0]).text for line in table.rows] == [
             found[f"{number} {c['key']}"].word for c in published(number)["claims"]
