@@ -131,9 +131,7 @@ def session_row(point: Point, group: Group, rehearsal: bool, device: str) -> Res
     memory = row.memory | {"operator_calls": calls, "view_calls": views}
     if point.system == "cache_workload":
         hits = 176 if options["max_mb"] else 0
-        memory |= {"cache_hits": hits, "cache_misses": 200 - hits, "cache_evictions": 0, "cache_bytes": 543_210}
-    elif point.system == "pool_workload":
-        memory |= {"pool_reuses": 7, "pool_allocations": 1, "pool_bytes": options["size_mb"] * 2**20}
+        memory |= {"cache_hits": hits, "cache_misses": 200 - hits}
     alone = {"bound_seconds": None, "cost": {}} if point.system in ("plan_build", *BY_THEMSELVES) else {}
     row = longer(row, slow, **alone)
     return replace(row, point=point, memory=memory, provenance=row.provenance | {"device": device})

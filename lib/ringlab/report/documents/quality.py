@@ -136,6 +136,10 @@ class Quality:
         """Tokens of the longest sequences of a task."""
         return max(seq for seq, *_ in self.sizes.phases[task])
 
+    def layers(self, task: str, pattern: str) -> list:
+        """What each layer attends to in the longest sequences of a task."""
+        return learning.Run(task, pattern, 0, self.sizes).layers(self.length(task))
+
     def recalled(self, task: str, pattern: str) -> dict[int, Mean]:
         """The end of each range of distances -> the right answers in it, as a part of 1."""
         each = {end: lambda s, end=end: s["by_distance"][str(end)][1] for end in self.ends(task)}
@@ -156,23 +160,13 @@ class Quality:
 
         The scores between are of fewer held-out sequences, so that they cannot be set beside these.
         """
-        rows, found = self.trained("text", pattern), []
-        for scores in zip(*([s for s in r["scores"] if s["ended"]] for r in rows)):
-            tokens = scores[0]["tokens"]
-            found.append((tokens, self._seconds(pattern, tokens), statistics.fmean(map(bits, scores))))
-        return found
-
-    def _seconds(self, pattern: str, tokens: int) -> float | None:
-        total = 0.0
-        for seq, batch, steps in self.sizes.phases["text"]:
-            some = min(tokens, seq * batch * steps)
+        rows, found, seconds = self.trained("text", pattern), [], 0.0
+        ended = zip(*([s for s in r["scores"] if s["ended"]] for r in rows))
+        for (seq, batch, steps), scores in zip(self.sizes.phases["text"], ended):
             each = self.step("text", pattern, seq)
-            if each is None:
-                return None
-            total, tokens = total + some * each, tokens - some
-            if not tokens:
-                return total
-        return total
+            seconds = None if None in (seconds, each) else seconds + seq * batch * steps * each
+            found.append((scores[0]["tokens"], seconds, statistics.fmean(map(bits, scores))))
+        return found
 
 
 def open_quality(profile: str = "auto", data: str = "") -> Quality:
@@ -425,7 +419,7 @@ def reach_table(q: Quality) -> Table:
 
     return table(
         "How far information can travel through all layers, and how far models recalled",
-        [PATTERN, Column("Each layer", lambda p: _layers(q, p)),
+        [PATTERN, Column("Each layer", lambda p: " and ".join(dict.fromkeys(map(str, q.layers("recall", p))))),
          Column(">Can connect up to", reach),
          Column(">Over half right up to", lambda p: f"{x:,}" if (x := q.farthest("recall", p)) else DASH)],
         [p for p in q.patterns if q.trained("recall", p)],
@@ -434,12 +428,6 @@ def reach_table(q: Quality) -> Table:
         "enough: what passes through several layers is harder to learn. The longest range ends at "
         f"{ends[-1] if ends else 0:,}.",
     )  # fmt: skip
-
-
-def _layers(q: Quality, pattern: str) -> str:
-    run = learning.Run("recall", pattern, 0, q.sizes)
-    names = list(dict.fromkeys(map(str, run.layers(run.phases[-1][0]))))
-    return " and ".join(names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -501,7 +489,7 @@ def _short_steps(q: Quality) -> str:
 def cached(q: Quality, pattern: str) -> int | None:
     """Bytes of K and V of all layers at the longest text; None where no cache is there for the pattern."""
     total = 0
-    for layer in learning.Run("text", pattern, 0, q.sizes).layers(q.length("text")):
+    for layer in q.layers("text", pattern):
         if isinstance(layer, Adaptive | PerHead):
             return None
         how = {"batch": 1, "heads": q.sizes.heads, "head_dim": q.sizes.dim // q.sizes.heads}
