@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import torch
@@ -45,6 +45,17 @@ def bits(scores: dict) -> float:
 
 def accuracy(scores: dict) -> float:
     return scores["accuracy"]
+
+
+def within(low: int, high: int) -> Score:
+    """The part of right answers whose distance is above ``low`` and at most ``high``."""
+
+    def of(score: dict) -> float | None:
+        found = [(right, count) for end, (_, right, count) in score["by_distance"].items() if low < int(end) <= high]
+        total = sum(count for _, count in found)
+        return sum(right * count for right, count in found) / total if total else None
+
+    return of
 
 
 def listed(patterns: Iterable[str]) -> str:
@@ -142,7 +153,7 @@ class Quality:
 
     def recalled(self, task: str, pattern: str) -> dict[int, Mean]:
         """The end of each range of distances -> the right answers in it, as a part of 1."""
-        each = {end: lambda s, end=end: s["by_distance"][str(end)][1] for end in self.ends(task)}
+        each = {end: within(low, end) for low, end in pairwise([0, *self.ends(task)])}
         return {end: right for end, of in each.items() if (right := self.score(task, pattern, of))}
 
     def farthest(self, task: str, pattern: str) -> int | None:
@@ -268,24 +279,13 @@ class Need:
         return -1 if TASKS[self.task].measure == "bits" else 1
 
 
-def _within(low: int, high: int) -> Score:
-    """The part of right answers whose distance is above ``low`` and at most ``high``."""
-
-    def of(score: dict) -> float | None:
-        found = [(right, count) for end, (_, right, count) in score["by_distance"].items() if low < int(end) <= high]
-        total = sum(count for _, count in found)
-        return sum(right * count for right, count in found) / total if total else None
-
-    return of
-
-
 def needs(q: Quality) -> list[Need]:
     """The needs that models here were trained for."""
     ends, found = q.ends("recall"), []
     edges = [0, *(ends[i] for i in (2, 4, -1))] if len(ends) > 5 else []
-    for low, high in zip(edges, edges[1:]):
+    for low, high in pairwise(edges):
         found.append(Need(f"look up what stands {f'{low + 1:,} to' if low else 'up to'} {high:,} tokens back", "recall",
-                          _within(low, high)))  # fmt: skip
+                          within(low, high)))  # fmt: skip
     known = {"copy": "copy strings from anywhere", "lists": "work out nested lists"}
     found += [Need(words, task, accuracy) for task, words in known.items()]
     found.append(Need("predict source code in 4,096 tokens", "text", bits, 4096))
@@ -372,7 +372,7 @@ def scores(q: Quality) -> Table:
     """Accuracy by pattern and range of distances."""
     ends, rows = q.ends("recall"), {p: found for p in q.patterns if (found := q.recalled("recall", p))}
     lines = [[p, *(found[end].cell(100) if end in found else None for end in ends)] for p, found in rows.items()]
-    names = [f">{low + 1:,} to {end:,} (%)" for low, end in zip([0, *ends], ends)]
+    names = [f">{low + 1:,} to {end:,} (%)" for low, end in pairwise([0, *ends])]
     return Table("Data: associative recall by distance", ["Pattern", *names], lines,
                  note=f"Guessing one of the {VALUES} values is right in {100 / VALUES:.2g} %.")  # fmt: skip
 
