@@ -105,7 +105,6 @@ def test_bad_rows_among_good_ones_reach_nothing(first):
 def test_superlinear_rows_are_suspect_and_reach_no_page():
     row = next(r for r in made("000") if rows.is_optimised(r))
     honest, swift = on_ranks(row, 2, 2.15, scheme="ring"), on_ranks(row, 2, 2.25, scheme="ring")
-    assert [r.status for r in trust.judged([row, honest])] == ["ok", "ok"]
     assert trust.judged([row, swift])[1].reason.startswith("superlinear: 2.25 times faster on 2 ranks")
     assert trust.judged([swift])[0].status == "ok"  # nothing to compare with
     slow = replace(row, median=row.median * 9)  # a faster row on one rank is the one that counts
