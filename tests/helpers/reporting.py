@@ -131,9 +131,7 @@ def session_row(point: Point, group: Group, rehearsal: bool, device: str) -> Res
     memory = row.memory | {"operator_calls": calls, "view_calls": views}
     if point.system == "cache_workload":
         hits = 176 if options["max_mb"] else 0
-        memory |= {"cache_hits": hits, "cache_misses": 200 - hits, "cache_evictions": 0, "cache_bytes": 543_210}
-    elif point.system == "pool_workload":
-        memory |= {"pool_reuses": 7, "pool_allocations": 1, "pool_bytes": options["size_mb"] * 2**20}
+        memory |= {"cache_hits": hits, "cache_misses": 200 - hits}
     alone = {"bound_seconds": None, "cost": {}} if point.system in ("plan_build", *BY_THEMSELVES) else {}
     row = longer(row, slow, **alone)
     return replace(row, point=point, memory=memory, provenance=row.provenance | {"device": device})
@@ -164,9 +162,8 @@ class Shown:
     def __init__(self, document, page, names):
         self.tables, self.texts, self.labels, self.drawn, self.stamps = [], [], [], [], []
         with pytest.MonkeyPatch.context() as patch:
-            for kind in ("bars", "lines"):
-                patch.setattr(figures, kind, self._draw)
-            patch.setattr(figures, "panels", lambda each, **_: [self._draw(some) for some in each.values()].clear())
+            patch.setattr(figures, "bars", self._draw_bars)
+            patch.setattr(figures, "lines", self._draw_lines)
             patch.setattr(figures, "show", self._show)
             for name in names:
                 self._keep(getattr(document, name)(page))
@@ -182,11 +179,14 @@ class Shown:
             if isinstance(value, tables.Table):
                 self.tables.append(value)
 
-    def _draw(self, items, **_) -> None:
-        labels = list(items) if isinstance(items, dict) else [b.label for b in items]
-        values = [y for s in items.values() for _, y, *_ in s] if isinstance(items, dict) else [b.value for b in items]
-        self.labels.append(labels)
-        self.drawn += [v for v in values if v is not None]
+    def _draw_bars(self, items, **_) -> None:
+        self.labels.append([b.label for b in items])
+        self.drawn += [b.value for b in items]
+
+    def _draw_lines(self, each, **_) -> None:
+        for series in each.values():
+            self.labels.append([*series])
+            self.drawn += [y for points in series.values() for _, y, *_ in points if y is not None]
 
     def _show(self, fig, name, caption, alt, data=None, *, stamp=""):
         assert alt.strip() and caption.strip()

@@ -105,7 +105,6 @@ def test_bad_rows_among_good_ones_reach_nothing(first):
 def test_superlinear_rows_are_suspect_and_reach_no_page():
     row = next(r for r in made("000") if rows.is_optimised(r))
     honest, swift = on_ranks(row, 2, 2.15, scheme="ring"), on_ranks(row, 2, 2.25, scheme="ring")
-    assert [r.status for r in trust.judged([row, honest])] == ["ok", "ok"]
     assert trust.judged([row, swift])[1].reason.startswith("superlinear: 2.25 times faster on 2 ranks")
     assert trust.judged([swift])[0].status == "ok"  # nothing to compare with
     slow = replace(row, median=row.median * 9)  # a faster row on one rank is the one that counts
@@ -369,11 +368,6 @@ def test_the_finding_says_what_falls_what_it_gains_and_whether_ranks_exchange_an
     assert none[0].endswith("not measured.") and not any("exchange" in line for line in none)
 
 
-def test_scaling_needs_three_numbers_of_ranks():
-    few = page("001", lambda r: r if r.point.world_size <= 2 else replace(r, status="oom"))
-    assert words(few, "001")["scaling"] == "untested" != words(page("001"), "001")["scaling"]
-
-
 def test_lengths_are_those_of_longest_and_one_that_failed_is_named():
     found = ring.answer(page("001")).lines[1]
     budget, pattern = page("001").memory_bytes, suites.RING_DOCUMENT
@@ -482,7 +476,7 @@ def test_rows_without_operator_calls_are_shown():
     def older(r):
         return replace(r, memory={k: v for k, v in r.memory.items() if not k.endswith("_calls")})
 
-    found = shown("002", older, without=("predictions", "predictions_figure"))
+    found = shown("002", older)
     assert "operator calls become" not in found.text and found.tables
     assert words(page("002", older), "002")["launches"] == "untested"
 

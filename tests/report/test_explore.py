@@ -320,7 +320,7 @@ def test_the_explorer_in_a_browser(tmp_path):
         choose("pattern", "dense", "sees: dense, n = 8,192")
         page.js(f"{SET}('length n', '1 kilo')")
         page.until("document.querySelector('.jp-OutputArea [role=alert]')?.textContent.includes('kilo')")
-        assert page.js(ALTS) == "" and page.js(f"{BUTTON}.disabled")
+        page.until(f"({ALTS}) === '' && {BUTTON}.disabled")
         choose("length n", "1K", "sees: dense, n = 1,024")
         assert not page.js("!!document.querySelector('.jp-OutputArea [role=alert]')")
         estimated = page.js(TABLES)

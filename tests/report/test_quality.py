@@ -71,7 +71,7 @@ def test_what_is_not_told_apart_from_the_best(rows):
 
 def test_intervals_are_those_of_student(rows):
     found = document.Quality("cpu", rows).score("text", "Dense", lambda s: s["bits"])
-    assert found.value == pytest.approx(2.0) and found.half == pytest.approx(4.303 * 0.02 / math.sqrt(3))
+    assert found.value == pytest.approx(2.0) and found.half == pytest.approx(4.302653 * 0.02 / math.sqrt(3))
     one = document.Quality("cpu", [r for r in rows if r["kind"] == "timed" or not r["definition"]["seed"]])
     assert one.score("text", "Dense", lambda s: s["bits"]).half is None
     assert document.lines(one)[-1].endswith("; one seed."), "it tells no difference"

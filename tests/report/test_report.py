@@ -107,13 +107,6 @@ def test_report_answers_first_and_judges_every_claim(reports):
     assert "Dense SDPA" in implementations and "another function" in text.split("## How to read the tables")[1][:2000]
 
 
-def test_every_printed_number_has_its_place():
-    data = rows.published()
-    for row in data["rows"]:
-        assert row["speedup"] == pytest.approx(data["rows"][0]["ms"] / row["ms"], abs=0.006)
-        assert row["tokens_per_s"] == pytest.approx(8192e3 / row["ms"], rel=1e-3)
-
-
 def test_without_rows_the_notebook_says_how_to_measure(tmp_path):
     with pytest.raises(FileNotFoundError, match="python -m ringlab measure --profile h200"):
         places.data_folder("h200", str(tmp_path))

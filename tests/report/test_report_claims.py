@@ -359,9 +359,7 @@ def test_what_is_set_against_each_other():
 # the data and the page
 
 
-def test_documents_are_those_of_the_reports():
-    assert {d.report: d.suite for d in DOCUMENTS.values()}.items() <= {
-        name: suite for name, suite in driver.REPORTS.items()}.items()  # fmt: skip
+def test_the_page_of_claims_is_made_after_all_others():
     assert [*driver.REPORTS][-1] == "claims"
 
 
@@ -381,6 +379,10 @@ def test_every_claim_says_what_is_printed_what_was_to_be_met_and_which_points_te
 
 
 def test_every_printed_factor_follows_from_the_printed_rows():
+    first = published("000")["rows"][0]
+    for row in published("000")["rows"]:
+        assert row["speedup"] == pytest.approx(first["ms"] / row["ms"], abs=0.006)
+        assert row["tokens_per_s"] == pytest.approx(8192e3 / row["ms"], rel=1e-3)
     about = published("001")
     found = {(row["ranks"], row["seq_len"]): row for row in about["rows"]}
     for x in about["reductions"]:
@@ -405,7 +407,7 @@ def test_the_ledger_judges_as_each_report_does(whole):
     for number, document in DOCUMENTS.items():
         own = whole.of(document.suite)
         assert len(own.results) == len(made(number)) and own.suite == document.suite
-        found |= {f"{number} {claim['key']}": verdict for claim, verdict in claims_code.judged(own, number)}
+        found |= {f"{number} {claim['key']}": verdict for _, claim, verdict in claims_code.judged(own, number)}
         table = claims_code.ledger(own)
         assert [tables.cell(line[0]).text for line in table.rows] == [
             found[f"{number} {c['key']}"].word for c in published(number)["claims"]

@@ -75,7 +75,7 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
 
 
 def test_pages_are_run_again_only_if_something_changed(place, tmp_path, monkeypatch):
-    one, two = (notebook(tmp_path / f"{n}.ipynb", figure(1, n)) for n in ("one", "two"))
+    one, two = notebook(tmp_path / "one.ipynb", "'fine'"), notebook(tmp_path / "two.ipynb", figure(1, "two"))
     ran = []
 
     def recorded(source, *rest, **more):
@@ -101,13 +101,13 @@ def test_pages_are_run_again_only_if_something_changed(place, tmp_path, monkeypa
     assert runs() == both
     (place / "cpu" / "two.md").unlink()
     assert runs() == both and (place / "cpu" / "two.md").is_file()
-    for name in ("one.html", "figures/one.png"):  # edited by hand
+    for name in ("one.html", "figures/two.png"):  # edited by hand
         (place / "cpu" / name).write_bytes(b"not ours")
         assert runs() == both and (place / "cpu" / name).read_bytes() != b"not ours"
     assert runs(force=True) == both
     assert runs() == []
     notebook(two, figure(1, "new"))
-    assert runs() == both and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"one.png", "new.png"}
+    assert runs() == both and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"new.png"}
 
 
 class Killed(BaseException):
@@ -126,6 +126,7 @@ def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(pl
     changed = {name for name in old if old[name] != new[name]} - {"cpu/data/manifest.json"}
     assert changed >= {"cpu/page.html", "cpu/page.md", "cpu/figures/one.png"}
     replace, stops, stopped = os.replace, 0, tmp_path / "stopped"
+    report(place, notebook(page, figure(1)))
     while True:
         failure, left = (Killed(), FULL)[stops % 2], iter(range(stops))
 
@@ -134,7 +135,6 @@ def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(pl
                 raise failure
             return replace(source, target)
 
-        report(place, notebook(page, figure(1)))
         with monkeypatch.context() as patch:
             patch.setattr(render.os, "replace", stopping)
             try:

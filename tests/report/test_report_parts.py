@@ -34,7 +34,7 @@ COLORS = {"a": theme.BLUE, "b": theme.ORANGE}
     lambda: figures.bars(ITEMS, xlabel="Time (ms)"),
     lambda: figures.bars(ITEMS, xlabel="Times faster", line=1),
     lambda: figures.bars([], xlabel="Times faster", line=1),
-    lambda: figures.lines(LINES, xlabel="Tokens", ylabel="Time (ms)", colors=COLORS, dashed=["b"]),
+    lambda: figures.lines({"Time (ms)": LINES}, xlabel="Tokens", colors=COLORS, dashed=["b"]),
 ])  # fmt: skip
 def test_figures_are_the_same_every_time_and_follow_the_scheme(draw):
     with figures.plt.rc_context({"font.size": 30}):  # a user's own settings

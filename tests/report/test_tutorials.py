@@ -3,13 +3,14 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from reporting import page, run_in_this_process
-from ringlab.measure import provenance, session, timing
+from ringlab.measure import learning, provenance, session, timing
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "tutorials"
 TUTORIALS = sorted(FOLDER.glob("*.ipynb"))
@@ -70,7 +71,9 @@ def test_measure_it_yourself(run):
     assert len(told["results"]) == 6 and "dense, twice the length" in told["lines"]
 
 
-def test_which_attention_learns(run):
+def test_which_attention_learns(run, monkeypatch):
+    """With fewer steps and fewer held-out sequences than a reader has, for these take most of the time."""
+    monkeypatch.setitem(learning.SIZES, "cpu", replace(learning.SIZES["cpu"], held_out=1024))
     told = run("06-which-attention-learns", scale=0.02)
     assert told["reach"][128] == 1 and told["reach"][508] == 0, "four layers of three blocks of 16"
     assert [*told["recall"].index] == [*told["reach"]] == [*told["counts"].index]

@@ -207,15 +207,16 @@ def _value(x: Ratio | float, unit: str) -> str:
 
 
 def by_rows(study: Study, claim: dict) -> Finding:
-    """What the rows that a claim names come to, wherever they were measured: one over another, or by themselves."""
-    rows = claim["rows"]
+    """What the rows that a claim names come to, of the groups in its ``points``: one over another, or by themselves."""
+    rows = ({"group": claim["points"]} if claim["points"] else {}) | claim["rows"]
     quantity, printed, unit = rows.get("quantity", "time"), rows.get("printed"), SIZES.get(claim.get("unit"), 1)
     values, counts = {}, set()
     for where, (a, b) in pairs(study, rows).items():
-        if "second" in rows:
-            x = over(study, a, b, quantity)
+        if quantity == "time":
+            x = study.ratio(a, b) if timed(a) and timed(b) else None
         else:
-            x = (amount := QUANTITIES[quantity](a)) and amount / unit
+            first, second = map(QUANTITIES[quantity], (a, b))
+            x = first and second and first / (second if "second" in rows else unit)
         if printed and x:
             x = x / printed[n] if (n := str(a.point.seq_len)) in printed else None
         if x:
@@ -261,19 +262,10 @@ def pairs(study: Study, rows: dict) -> dict[str, tuple]:
 
 
 def select(study: Study, **wanted) -> list:
-    """Rows by fields of their points, in which a list means any of its values."""
+    """Rows by fields of their points, as ``Study.rows``, but with just these options."""
     wanted = {"passes": "fwd", "causal": False, "options": {}, **wanted}
     options = wanted.pop("options")
-    tests = {k: (lambda have, v=v: have in v) if isinstance(v, list) else v for k, v in wanted.items()}
-    return [r for r in study.rows(**tests) if dict(r.point.options) == options]
-
-
-def over(study: Study, first, second, quantity: str = "time") -> Ratio | float | None:
-    """One row over another: a Ratio of times, or a number by bytes; None unless both are known."""
-    if quantity == "time":
-        return study.ratio(first, second) if timed(first) and timed(second) else None
-    a, b = map(QUANTITIES[quantity], (first, second))
-    return a / b if a and b else None
+    return [r for r in study.rows(**wanted) if dict(r.point.options) == options]
 
 
 QUANTITIES = {

@@ -7,8 +7,9 @@ claim. ``judged`` gives the verdict on every claim of a document.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -21,27 +22,33 @@ from .columns import peak_bytes, rows_of, sent_bytes, timed
 from .documents import optimization as single
 from .documents import ring
 from .documents import session as sparse
-from .published import DOCUMENTS, MB, published
+from .published import MB, number_of, published
 from .study import Study, best, pattern_of
 from .tables import Table, number, size
 from .trust import objection
 
 
-def judged(study: Study, document: str) -> Iterator[tuple[dict, Verdict]]:
+class Entry(NamedTuple):
+    """One claim of one document with its verdict."""
+
+    document: str
+    claim: dict
+    verdict: Verdict
+
+
+def judged(study: Study, document: str) -> list[Entry]:
     """Each claim of a document with its verdict by the rows of ``study``, in the document's order.
 
     Raises KeyError for a claim that names a function which does not exist.
     """
-    for claim in published(document)["claims"]:
-        yield claim, verdict(study, document, claim)
+    return [Entry(document, claim, verdict(study, document, claim)) for claim in published(document)["claims"]]
 
 
 def ledger(study: Study) -> Table:
     """Every claim of the document whose suite a study is about, drawn closed under a count of the verdicts."""
-    document = next(number for number, about in DOCUMENTS.items() if about.suite == study.suite)
-    found = [*judged(study, document)]
+    found = judged(study, number_of(study.suite))
     return Table(
-        counted((verdict for _, verdict in found), "claim"), COLUMNS, [cells(*each) for each in found],
+        counted((e.verdict for e in found), "claim"), COLUMNS, [cells(e.claim, e.verdict) for e in found],
         note="The tolerance follows from what is printed, not from these rows. The page of claims explains the words.",
         folded=True, cards=True,
     )  # fmt: skip
@@ -186,8 +193,7 @@ def two_cards(study: Study, claim: dict, document: str) -> Finding:
 
 def passed(study: Study, claim: dict, document: str) -> Finding:
     """Rows as long as the claim says passed on several ranks; without lengths, any row."""
-    own = dict(ring.PAGES.values())  # the system that a document is about
-    rows = rows_of(study, claim.get("system") or own[document], heads=lambda heads: True)
+    rows = rows_of(study, claim.get("system") or published(document)["system"], heads=lambda heads: True)
     longest = max((k for k, row in rows.items() if k[1] > 1 and peak_bytes(row)), default=None)
     heads = ", with one head" if longest and rows[longest].point.heads == 1 else ""
     ours = f"passed: {longest[0]:,} tokens on {longest[1]} ranks{heads}" if longest else None

@@ -120,50 +120,42 @@ def _rows(items: Sequence[Bar]):
 
 
 def lines(
-    series: dict[str, list[tuple[float, float, float | None, float | None]]],
+    each: Mapping[str, Mapping[str, list[tuple[float, float, float | None, float | None]]]],
     *,
     xlabel: str,
-    ylabel: str,
     colors: Mapping[str, str],
     dashed: Sequence[str] = (),
+    linear: bool = False,
     limit: tuple[float, str] | None = None,
+    height: float = 3.3,
 ):
-    """One line per name over (x, y, low, high), both axes logarithmic base 2 and 10, labelled at the line's end.
+    """Panels one above the other over the same x, each titled by what its y is: a line per name over (x, y, low, high).
 
-    ``colors``: by name. ``limit``: where a vertical line stands, and its label.
+    Lines are labelled at their ends; as in matplotlib's legends, a name that begins with "_" is not. x is logarithmic
+    to base 2.
+
+    Args:
+        colors: by name; ``dashed`` names have no markers.
+        linear: y is, instead of logarithmic.
+        limit: where a vertical line stands in the first panel, and its label.
+        height: of a panel, in inches.
     """
     with drawing(**{"axes.grid": True}):
-        fig, ax = plt.subplots(figsize=(WIDTH, 3.3))
-        _draw(ax, ylabel, series, colors, dashed)
+        fig, axes = plt.subplots(len(each), 1, figsize=(WIDTH, height * len(each)), squeeze=False)
+        for ax, (title, series) in zip(axes[:, 0], each.items()):
+            _draw(ax, title, series, colors, dashed, linear)
         if limit:
             at, label = limit
-            ax.axvline(at, color=RED, lw=1.5, ls=":")
-            ax.annotate(label, (at, 0.02), (-3, 0), xycoords=("data", "axes fraction"), rotation=90,
-                        textcoords="offset points", ha="right", va="bottom", color=RED, fontsize=9)  # fmt: skip
-        ax.set_xlabel(xlabel)
+            axes[0, 0].axvline(at, color=RED, lw=1.5, ls=":")
+            axes[0, 0].annotate(label, (at, 0.02), (-3, 0), xycoords=("data", "axes fraction"), rotation=90,
+                                textcoords="offset points", ha="right", va="bottom", color=RED,
+                                fontsize=9)  # fmt: skip
+        axes[-1, 0].set_xlabel(xlabel)
         return fig
 
 
-def panels(
-    each: dict[str, dict], *, xlabel: str, colors: Mapping[str, str], dashed: Sequence[str] = (), linear: bool = False
-):
-    """Panels one above the other over the same x, by their ylabel, each of ``lines``; ``linear``: in y.
-
-    As in matplotlib's legends, a name that begins with "_" is not shown.
-    """
-    with drawing(**{"axes.grid": True}):
-        fig, axes = plt.subplots(len(each), 1, figsize=(WIDTH, 2.5 * len(each)), squeeze=False)
-        axes = axes[:, 0]
-        for ax, (ylabel, series) in zip(axes, each.items()):
-            _draw(ax, ylabel, series, colors, dashed, linear)
-        axes[-1].set_xlabel(xlabel)
-        return fig
-
-
-def _draw(
-    ax, ylabel: str, series: dict, colors: Mapping[str, str], dashed: Sequence[str] = (), linear: bool = False
-) -> None:
-    ax.set_title(ylabel, loc="left", fontsize=10)  # above, where it takes no width and reads level
+def _draw(ax, title: str, series: Mapping, colors: Mapping[str, str], dashed: Sequence[str], linear: bool) -> None:
+    ax.set_title(title, loc="left", fontsize=10)  # above, where it takes no width and reads level
     ends = []
     for (name, points), marker in zip(series.items(), cycle(MARKERS)):
         color, (x, y, *_) = colors[name], zip(*sorted(points))

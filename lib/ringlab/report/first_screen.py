@@ -317,8 +317,9 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
     if not points:
         raise ValueError(f"no rate is known of {profile.title}, so there is no roofline")
     call = "training" if any(advice.call.passes != "fwd" for advice in advised.values()) else "forward"
-    fig = figures.lines(points, xlabel="Tokens", ylabel=f"Computed: shortest possible time of a {call} call (s)",
-                       colors=dict(LINES.values()), limit=(end, "memory full") if end else None)  # fmt: skip
+    panel = {f"Computed: shortest possible time of a {call} call (s)": points}
+    limit = (end, "memory full") if end else None
+    fig = figures.lines(panel, xlabel="Tokens", colors=dict(LINES.values()), limit=limit)
     full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
     caption = f"Computed for {profile.title}: rooflines over length, lower bounds of the time.{full}"
     ends = "; ".join(f"{name} at least {_seconds(p[-1][1])} at {p[-1][0]:,} tokens" for name, p in points.items())

@@ -29,6 +29,11 @@ DOCUMENTS = {
 BETWEEN = "between"  # what several documents print of one thing
 
 
+def number_of(suite: str) -> str:
+    """The document that the rows of a suite are about."""
+    return next(number for number, document in DOCUMENTS.items() if document.suite == suite)
+
+
 @cache
 def published(number: str) -> dict:
     """A document as data, by its number ("000" to "004"), or what lies ``BETWEEN`` them.

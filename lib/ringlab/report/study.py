@@ -55,7 +55,7 @@ def newest_origin(results: Sequence) -> list:
     return [r for r in results if origin(r) == origin(newest)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Study:
     """Everything a document's tables are filled from; ``rehearsal`` is true if any row is one."""
 
@@ -71,7 +71,6 @@ class Study:
     def __post_init__(self):
         self.results = judged(self.results)
         self._ratios: dict[tuple[int, int], measure.Ratio] = {}  # of rows of this study, each asked for in many tables
-        self.judged: list | None = None  # every claim with its verdict by these rows, made by the page of claims
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
@@ -150,8 +149,9 @@ class Study:
         return [r for r in self.results if objection(r)]
 
     def rows(self, **wanted) -> list:
-        """Results but for the A/A controls whose point has the ``wanted`` fields; ``options`` are matched one by one, a
-        callable is a test.
+        """Results but for the A/A controls whose point has the ``wanted`` fields; ``options`` are matched one by one.
+
+        A list means any of its values, a callable is a test.
         """
         return [r for r in self.results if not r.option("twin") and _matches(r, wanted)]
 
@@ -259,10 +259,12 @@ def cost_of(point, **changes):
 
 def _matches(result, wanted: dict) -> bool:
     for name, value in wanted.items():
+        have = getattr(result.point, name, getattr(result, name, None))
         if name == "options":
             fits = all(result.option(k) == v for k, v in value.items())
+        elif isinstance(value, list):
+            fits = have in value
         else:
-            have = getattr(result.point, name, getattr(result, name, None))
             fits = value(have) if callable(value) else have == value
         if not fits:
             return False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from functools import lru_cache
 
 from ... import hardware
 from .. import claims_code
-from ..claims import COLUMNS, WORDS, Verdict, cells, compared, counted
+from ..claims import COLUMNS, WORDS, cells, compared, counted
+from ..claims_code import Entry
 from ..findings import provenance
 from ..published import DOCUMENTS
 from ..study import Study
@@ -19,22 +20,11 @@ OPEN = ("not reproduced here", "untested")  # these rows do not decide it
 AGAIN = "a steadier run: `make report ARGS=--remeasure` on a machine left alone"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One claim of one document with its verdict."""
-
-    document: str
-    claim: dict
-    verdict: Verdict
-
-
+@lru_cache(maxsize=4)
 def judged(study: Study) -> list[Entry]:
-    """All claims by document, each with the verdict by the rows of its document's suite; made once for a study."""
-
-    if study.judged is None:
-        own = {name: study.of(document.suite) for name, document in DOCUMENTS.items()}
-        study.judged = [Entry(name, *found) for name in DOCUMENTS for found in claims_code.judged(own[name], name)]
-    return study.judged
+    """All claims by document, each with the verdict by the rows of its document's suite."""
+    own = {name: study.of(document.suite) for name, document in DOCUMENTS.items()}
+    return [entry for name in DOCUMENTS for entry in claims_code.judged(own[name], name)]
 
 
 def answer(study: Study) -> Text:

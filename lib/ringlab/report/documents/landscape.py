@@ -265,7 +265,7 @@ def draw(study: Study, ylabel: str) -> tuple | None:
               for name, rows in series(study).items()}  # fmt: skip
     if not points:
         return None
-    fig = figures.lines(points, xlabel="Tokens", ylabel=ylabel, colors=COLORS)
+    fig = figures.lines({ylabel: points}, xlabel="Tokens", colors=COLORS)
     return fig, "; ".join(f"{x} {number(p[-1][1])} ms at {p[-1][0]:,} tokens" for x, p in points.items())
 
 
@@ -321,7 +321,7 @@ def generation(study: Study) -> Text | None:
         speed.setdefault(name, []).append((n, *(t and STEPS / t for t in (r.median, slow, quick))))
         held.setdefault(name, []).append((n, r.memory["cache_bytes"] / 2**20, None, None))
     panels = {"Tokens per second, one layer": speed, "Cache (MiB)": held}
-    fig = figures.panels(panels, xlabel="Position", colors=COLORS | {"Dense": DENSE.color})
+    fig = figures.lines(panels, xlabel="Position", colors=COLORS | {"Dense": DENSE.color}, height=2.5)
     data = table(
         "Data: a step of generation",
         [Column("Pattern", kind), Column(">Position", lambda r: r.point.seq_len + STEPS),
@@ -376,7 +376,7 @@ SOURCES = {  # what a package's own code does where that explains a failed check
 def peers(study: Study) -> Table | Text:
     """Each package on its own function: correct or its error, and its time over this library's, which took turns."""
     order = [*packages.PEERS]
-    rows = sorted(study.rows(system=lambda name: name in order), key=lambda r: order.index(r.point.system))
+    rows = sorted(study.rows(system=order), key=lambda r: order.index(r.point.system))
     rows = [r for r in rows if r.option("version")]
     if not rows:
         names = ", ".join(p.package for p in packages.PEERS.values())

@@ -242,7 +242,7 @@ def draw_lengths(study: Study, name: str, found: list, what: str, looks: dict, l
         return
     looks = looks | {"Its roofline": figures.SKY}
     ordered = {k: series[k] for k in looks if k in series}
-    fig = figures.lines(ordered, xlabel="Tokens", ylabel="Time (ms)", colors=looks, dashed=["Its roofline"])
+    fig = figures.lines({"Time (ms)": ordered}, xlabel="Tokens", colors=looks, dashed=["Its roofline"])
     start = rows.begins([x for x in found if x[2] is not None])
     said = f"Faster than dense attention from {start:,} tokens on" if start else "Not faster than dense attention"
     faster = "; ".join(f"{n:,} tokens {number(x.value)} times" for n, x, *_ in found if x) or "not shown"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from ...measure import quality as suite
 from ...measure.tasks import TASKS, VALUES, distances
 from .. import figures
 from ..columns import Column, table
+from ..compare import quantile
 from ..places import data_folder
 from ..tables import DASH, Cell, Table, Text, number, size, some
 from ..theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
@@ -33,10 +34,37 @@ COLORS = {
     "LongNet and window": PURPLE,
 }  # fmt: skip
 MIXED = ("Window, first layer dense", "Window, last layer dense", "LongNet and window")
-AS_SAID = {"Window, first layer dense": "Window with first layer dense",
-           "Window, last layer dense": "Window with last layer dense"}  # in lists, where commas separate patterns
-STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 95 %, by the number of seeds
 RECALLED = 0.5  # accuracy from which a distance counts as recalled
+PATTERN = Column("Pattern", lambda pattern: pattern)
+Score = Callable[[dict], float | None]  # a number of the held-out scores of a training
+
+
+def bits(scores: dict) -> float:
+    return scores["bits"]
+
+
+def accuracy(scores: dict) -> float:
+    return scores["accuracy"]
+
+
+def within(low: int, high: int) -> Score:
+    """The part of right answers whose distance is above ``low`` and at most ``high``."""
+
+    def of(score: dict) -> float | None:
+        found = [(right, count) for end, (_, right, count) in score["by_distance"].items() if low < int(end) <= high]
+        total = sum(count for _, count in found)
+        return sum(right * count for right, count in found) / total if total else None
+
+    return of
+
+
+def listed(patterns: Iterable[str]) -> str:
+    """Names of patterns, in which commas separate patterns alone.
+
+    >>> listed(["Dense", "Window, last layer dense"])
+    'Dense, Window with last layer dense'
+    """
+    return ", ".join(name.replace(", ", " with ") for name in patterns)
 
 
 @dataclass(frozen=True)
@@ -49,8 +77,14 @@ class Mean:
     @classmethod
     def of(cls, values: list[float]) -> Mean:
         few = len(values)
-        half = STUDENT.get(few, 2.0) * statistics.stdev(values) / math.sqrt(few) if few > 1 else None
+        half = quantile(few - 1) * statistics.stdev(values) / math.sqrt(few) if few > 1 else None
         return cls(statistics.fmean(values), half)
+
+    def percent(self) -> tuple[float, float | None, float | None]:
+        """(value, low, high) of a part of 1, in percent."""
+        if self.half is None:
+            return 100 * self.value, None, None
+        return 100 * self.value, 100 * max(0, self.value - self.half), 100 * min(1, self.value + self.half)
 
     def cell(self, scale: float = 1.0) -> Cell:
         low = "" if self.half is None else f"± {number(self.half * scale, 2)}"
@@ -69,26 +103,23 @@ class Quality:
         mine = [r for r in found if (r["definition"]["task"], r["definition"]["pattern"]) == (task, pattern)]
         return sorted(mine, key=lambda r: r["definition"]["seed"])
 
-    def score(self, task: str, pattern: str, of: Callable[[dict], float | None], seq: int | None = None) -> Mean | None:
-        """The mean over seeds of a number of the last held-out scores at ``seq`` tokens (default: the longest)."""
-        found = []
+    def by_seed(self, task: str, pattern: str, of: Score, seq: int | None = None) -> dict[int, float]:
+        """Seed -> a number of the last held-out scores at ``seq`` tokens (default: the longest)."""
+        found = {}
         for row in self.trained(task, pattern):
             ended = [s for s in row["scores"] if s["ended"] and seq in (None, s["seq"])]
             if ended and (x := of(ended[-1])) is not None:
-                found.append(x)
-        return Mean.of(found) if found else None
+                found[row["definition"]["seed"]] = x
+        return found
 
-    def apart(
-        self, task: str, one: str, other: str, of: Callable[[dict], float | None], seq: int | None
-    ) -> Mean | None:
-        """The mean over seeds of the score of ``one`` minus that of ``other`` with the same seed, as ``score``."""
+    def score(self, task: str, pattern: str, of: Score, seq: int | None = None) -> Mean | None:
+        """The mean over seeds."""
+        found = self.by_seed(task, pattern, of, seq)
+        return Mean.of([*found.values()]) if found else None
 
-        def by_seed(pattern: str) -> dict[int, float]:
-            ended = {r["definition"]["seed"]: [s for s in r["scores"] if s["ended"] and seq in (None, s["seq"])]
-                     for r in self.trained(task, pattern)}  # fmt: skip
-            return {seed: x for seed, some in ended.items() if some and (x := of(some[-1])) is not None}
-
-        first, second = by_seed(one), by_seed(other)
+    def apart(self, task: str, one: str, other: str, of: Score, seq: int | None = None) -> Mean | None:
+        """The mean over seeds of the score of ``one`` minus that of ``other`` with the same seed."""
+        first, second = (self.by_seed(task, pattern, of, seq) for pattern in (one, other))
         both = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
         return Mean.of(both) if both else None
 
@@ -105,11 +136,6 @@ class Quality:
         return [name for name in COLORS if name in there]
 
     @property
-    def tasks(self) -> list[str]:
-        there = {r["definition"]["task"] for r in self.rows if r["kind"] == "trained"}
-        return [name for name in TASKS if name in there]
-
-    @property
     def kind(self) -> str:
         return self.rows[0]["origin"]["device"]
 
@@ -117,15 +143,23 @@ class Quality:
     def sizes(self) -> learning.Sizes:
         return learning.SIZES[self.kind]
 
+    def length(self, task: str) -> int:
+        """Tokens of the longest sequences of a task."""
+        return max(seq for seq, *_ in self.sizes.phases[task])
+
+    def layers(self, task: str, pattern: str) -> list:
+        """What each layer attends to in the longest sequences of a task."""
+        return learning.Run(task, pattern, 0, self.sizes).layers(self.length(task))
+
+    def recalled(self, task: str, pattern: str) -> dict[int, Mean]:
+        """The end of each range of distances -> the right answers in it, as a part of 1."""
+        each = {end: within(low, end) for low, end in pairwise([0, *self.ends(task)])}
+        return {end: right for end, of in each.items() if (right := self.score(task, pattern, of))}
+
     def farthest(self, task: str, pattern: str) -> int | None:
         """The longest distance up to which more than half of the answers are right."""
-        found = None
-        for end in self.ends(task):
-            right = self.score(task, pattern, lambda s, end=end: s["by_distance"][str(end)][1])
-            if right is None or right.value < RECALLED:
-                return found
-            found = end
-        return found
+        right = takewhile(lambda x: x[1].value >= RECALLED, self.recalled(task, pattern).items())
+        return max((end for end, _ in right), default=None)
 
     def ends(self, task: str) -> list[int]:
         """The ends of the ranges of distances of the longest sequences."""
@@ -137,23 +171,13 @@ class Quality:
 
         The scores between are of fewer held-out sequences, so that they cannot be set beside these.
         """
-        rows, found = self.trained("text", pattern), []
-        for scores in zip(*([s for s in r["scores"] if s["ended"]] for r in rows)):
-            tokens = scores[0]["tokens"]
-            found.append((tokens, self._seconds(pattern, tokens), statistics.fmean(s["bits"] for s in scores)))
-        return found
-
-    def _seconds(self, pattern: str, tokens: int) -> float | None:
-        total = 0.0
-        for seq, batch, steps in self.sizes.phases["text"]:
-            some = min(tokens, seq * batch * steps)
+        rows, found, seconds = self.trained("text", pattern), [], 0.0
+        ended = zip(*([s for s in r["scores"] if s["ended"]] for r in rows))
+        for (seq, batch, steps), scores in zip(self.sizes.phases["text"], ended):
             each = self.step("text", pattern, seq)
-            if each is None:
-                return None
-            total, tokens = total + some * each, tokens - some
-            if not tokens:
-                return total
-        return total
+            seconds = None if None in (seconds, each) else seconds + seq * batch * steps * each
+            found.append((scores[0]["tokens"], seconds, statistics.fmean(map(bits, scores))))
+        return found
 
 
 def open_quality(profile: str = "auto", data: str = "") -> Quality:
@@ -180,54 +204,47 @@ def _use_line(q: Quality) -> str:
     """Of the patterns that none beats beyond noise, the one with the quickest step of training, for each need."""
     uses: dict[str, list[str]] = {}
     for need in needs(q):
-        steps = {p: t for p in not_beaten(q, need) if (t := q.step("text", p, _longest(q)))}
+        steps = {p: t for p in not_beaten(q, need) if (t := q.step("text", p, q.length("text")))}
         if steps:
             uses.setdefault(min(steps, key=steps.get), []).append(need.words)
     if not uses:
         return ""
-    said = "; ".join(f"{AS_SAID.get(pattern, pattern)} to {', to '.join(words)}" for pattern, words in uses.items())
-    return f"**Use** {said}. Among the models tied for best these train fastest, timed at {_longest(q):,} tokens."
+    said = "; ".join(f"{listed([pattern])} to {', to '.join(words)}" for pattern, words in uses.items())
+    return f"**Use** {said}. Among the models tied for best these train fastest, timed at {q.length('text'):,} tokens."
 
 
 def _recall_line(q: Quality) -> str:
     by_reach: dict[int, list[str]] = {}
     for pattern in q.patterns:
         if q.trained("recall", pattern):
-            by_reach.setdefault(q.farthest("recall", pattern) or 0, []).append(AS_SAID.get(pattern, pattern))
+            by_reach.setdefault(q.farthest("recall", pattern) or 0, []).append(pattern)
     if not by_reach:
         return ""
     (*far, last), said = sorted(by_reach.items(), reverse=True), []
     for end, names in (*far, (last[0], ["the others"] if far and len(last[1]) > 2 else last[1])):
-        said.append(f"{', '.join(names)} {f'up to {end:,} tokens' if end else 'at no distance'}")
+        said.append(f"{listed(names)} {f'up to {end:,} tokens' if end else 'at no distance'}")
     seeds = min(len(rows) for p in q.patterns if (rows := q.trained("recall", p)))
     sure = "" if seeds >= suite.SEEDS else f" ({seeds} of {suite.SEEDS} seeds so far)"
     return f"**Recall**{sure}: small models recall more than half of what stands back with {'; '.join(said)}."
 
 
-def _longest(q: Quality) -> int:
-    return max(seq for seq, *_ in q.sizes.phases["text"])
-
-
-def _apart(pattern: str, off: Mean) -> str:
-    return f"{AS_SAID.get(pattern, pattern)} ({off.value:+.3f} ± {number(off.half, 2)})"
-
-
 def _text_line(q: Quality, seq: int = 4096) -> str:
-    dense = q.score("text", "Dense", lambda s: s["bits"], seq)
+    dense = q.score("text", "Dense", bits, seq)
     if dense is None:
         return ""
     if dense.half is None:
         return f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens; one seed."
     worse, better, alike = [], [], []
     for pattern in q.patterns:
-        off = q.apart("text", pattern, "Dense", lambda s: s["bits"], seq)
+        off = q.apart("text", pattern, "Dense", bits, seq)
         if pattern != "Dense" and off is not None:
             known = off.half is not None and abs(off.value) > off.half
             (alike if not known else worse if off.value > 0 else better).append((pattern, off))
     said = f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens"
-    said += f"; within noise of it: {', '.join(AS_SAID.get(p, p) for p, _ in alike)}" if alike else ""
-    said += "".join(f"; {word}: {', '.join(_apart(p, off) for p, off in found)}"
-                    for word, found in (("worse", worse), ("better", better)) if found)  # fmt: skip
+    said += f"; within noise of it: {listed(p for p, _ in alike)}" if alike else ""
+    for word, found in (("worse", worse), ("better", better)):
+        names = (f"{listed([p])} ({off.value:+.3f} ± {number(off.half, 2)})" for p, off in found)
+        said += f"; {word}: {', '.join(names)}" if found else ""
     return f"{said}." + (" Why dense is behind: see below the figure of text." if better else "")
 
 
@@ -253,7 +270,7 @@ class Need:
 
     words: str
     task: str
-    of: Callable[[dict], float | None]
+    of: Score
     seq: int | None = None  # default: the longest
 
     @property
@@ -262,27 +279,16 @@ class Need:
         return -1 if TASKS[self.task].measure == "bits" else 1
 
 
-def _within(low: int, high: int) -> Callable[[dict], float | None]:
-    """The part of right answers whose distance is above ``low`` and at most ``high``."""
-
-    def of(score: dict) -> float | None:
-        found = [(right, count) for end, (_, right, count) in score["by_distance"].items() if low < int(end) <= high]
-        total = sum(count for _, count in found)
-        return sum(right * count for right, count in found) / total if total else None
-
-    return of
-
-
 def needs(q: Quality) -> list[Need]:
     """The needs that models here were trained for."""
     ends, found = q.ends("recall"), []
     edges = [0, *(ends[i] for i in (2, 4, -1))] if len(ends) > 5 else []
-    for low, high in zip(edges, edges[1:]):
+    for low, high in pairwise(edges):
         found.append(Need(f"look up what stands {f'{low + 1:,} to' if low else 'up to'} {high:,} tokens back", "recall",
-                          _within(low, high)))  # fmt: skip
+                          within(low, high)))  # fmt: skip
     known = {"copy": "copy strings from anywhere", "lists": "work out nested lists"}
-    found += [Need(words, task, lambda s: s["accuracy"]) for task, words in known.items()]
-    found.append(Need("predict source code in 4,096 tokens", "text", lambda s: s["bits"], 4096))
+    found += [Need(words, task, accuracy) for task, words in known.items()]
+    found.append(Need("predict source code in 4,096 tokens", "text", bits, 4096))
     return [need for need in found if any(q.score(need.task, p, need.of, need.seq) for p in q.patterns)]
 
 
@@ -318,18 +324,18 @@ def choice(q: Quality) -> Table | Text:
         return told
 
     def step(p: str) -> float | None:
-        return q.step("text", p, _longest(q))
+        return q.step("text", p, q.length("text"))
 
     return table(
         "By what a task needs",
         [Column("To …", lambda x: x[0].words), Column("Best", best),
-         Column("Not told apart from it", lambda x: ", ".join(AS_SAID.get(p, p) for p in x[1][1:]) or DASH),
+         Column("Not told apart from it", lambda x: listed(x[1][1:]) or DASH),
          Column("Of these, fastest training", least(step, lambda t: f"{number(t * 1e6)} µs a token")),
          Column("Of these, smallest cache", least(lambda p: cached(q, p), size))],
         found,
-        note="Look up and copy: right answers in sequences of "
-        f"{q.sizes.phases['recall'][-1][0]:,} tokens. Time and cache: at {_longest(q):,} tokens. Not told apart: "
-        "compared seed by seed, the difference from the best is within its 95 % interval." + _short_steps(q),
+        note=f"Look up and copy: right answers in sequences of {q.length('recall'):,} tokens. Time and cache: at "
+        f"{q.length('text'):,} tokens. Not told apart: compared seed by seed, the difference from the best is within "
+        "its 95 % interval." + _short_steps(q),
     )  # fmt: skip
 
 
@@ -341,29 +347,22 @@ def recall_figure(q: Quality) -> Text | None:
     """Accuracy over the distance at which the answer lies, for recall and copying."""
     each, told = {}, []
     for task in ("recall", "copy"):
-        if not (ends := q.ends(task)):
-            continue
-        series = {}
+        series, title = {}, TASKS[task].title
         for pattern in q.patterns:
-            points = []
-            for end in ends:
-                right = q.score(task, pattern, lambda s, end=end: s["by_distance"][str(end)][1])
-                if right is not None:
-                    half = right.half
-                    low, high = (None, None) if half is None else (right.value - half, right.value + half)
-                    points.append((end, 100 * right.value, low and 100 * max(0, low), high and 100 * min(1, high)))
-            if points:
+            if points := [(end, *right.percent()) for end, right in q.recalled(task, pattern).items()]:
                 series[pattern] = points
-                told.append(f"{TASKS[task].title}, {pattern}: {number(points[-1][1], 2)} % at {ends[-1]:,}")
-        each[f"{TASKS[task].title}: right answers (%)"] = series
+                told.append(f"{title}, {pattern}: {number(points[-1][1], 2)} % at {points[-1][0]:,}")
+        if series:
+            each[f"{title}: right answers (%)"] = series
     if not each:
         return Text(["No model was trained on recall or copying."])
-    fig = figures.panels(each, xlabel="Distance of the answer (tokens)", colors=COLORS, dashed=MIXED, linear=True)
+    xlabel = "Distance of the answer (tokens)"
+    fig = figures.lines(each, xlabel=xlabel, colors=COLORS, dashed=MIXED, linear=True, height=2.5)
     ends = q.ends("recall") or q.ends("copy")
-    last = {AS_SAID.get(p, p): x[-1][1] for p, x in (*each.values(),)[0].items()}
+    last = {p: x[-1][1] for p, x in next(iter(each.values())).items()}
     good = [p for p, right in last.items() if right >= 100 * RECALLED]
     rest = max((right for p, right in last.items() if p not in good), default=None)
-    caption = f"Up to {ends[-1]:,} tokens back, over half of the answers are right with {', '.join(good) or 'none'}."
+    caption = f"Up to {ends[-1]:,} tokens back, over half of the answers are right with {listed(good) or 'none'}."
     caption += "" if rest is None else f" With the other patterns {number(rest, 2)} % or less."
     figures.show(fig, "quality-recall", caption, f"{caption} {'; '.join(told)}.", scores(q))
     return None
@@ -371,16 +370,10 @@ def recall_figure(q: Quality) -> Text | None:
 
 def scores(q: Quality) -> Table:
     """Accuracy by pattern and range of distances."""
-    ends = q.ends("recall")
-    columns = [Column("Pattern", lambda p: p)]
-    for low, end in zip([0, *ends], ends):
-
-        def show(p, end=end):
-            right = q.score("recall", p, lambda s: s["by_distance"][str(end)][1])
-            return right and right.cell(100)
-
-        columns.append(Column(f">{low + 1:,} to {end:,} (%)", show))
-    return table("Data: associative recall by distance", columns, [p for p in q.patterns if q.trained("recall", p)],
+    ends, rows = q.ends("recall"), {p: found for p in q.patterns if (found := q.recalled("recall", p))}
+    lines = [[p, *(found[end].cell(100) if end in found else None for end in ends)] for p, found in rows.items()]
+    names = [f">{low + 1:,} to {end:,} (%)" for low, end in pairwise([0, *ends])]
+    return Table("Data: associative recall by distance", ["Pattern", *names], lines,
                  note=f"Guessing one of the {VALUES} values is right in {100 / VALUES:.2g} %.")  # fmt: skip
 
 
@@ -426,21 +419,15 @@ def reach_table(q: Quality) -> Table:
 
     return table(
         "How far information can travel through all layers, and how far models recalled",
-        [Column("Pattern", lambda p: p), Column("Each layer", lambda p: _layers(q, p)),
+        [PATTERN, Column("Each layer", lambda p: " and ".join(dict.fromkeys(map(str, q.layers("recall", p))))),
          Column(">Can connect up to", reach),
          Column(">Over half right up to", lambda p: f"{x:,}" if (x := q.farthest("recall", p)) else DASH)],
         [p for p in q.patterns if q.trained("recall", p)],
-        note=f"Sequences of {q.sizes.phases['recall'][-1][0]:,} tokens. Can connect: the longest distance up to which "
+        note=f"Sequences of {q.length('recall'):,} tokens. Can connect: the longest distance up to which "
         "at least 95 % of the pairs are connected, through any layers; in part: some of them. That is needed, and not "
         "enough: what passes through several layers is harder to learn. The longest range ends at "
         f"{ends[-1] if ends else 0:,}.",
     )  # fmt: skip
-
-
-def _layers(q: Quality, pattern: str) -> str:
-    run = learning.Run("recall", pattern, 0, q.sizes)
-    names = list(dict.fromkeys(map(str, run.layers(run.phases[-1][0]))))
-    return " and ".join(names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -455,7 +442,7 @@ def learning_figure(q: Quality) -> Text | None:
     timed = all(s is not None for x in found.values() for _, s, _ in x)
     each = {p: [(s if timed else t, b, None, None) for t, s, b in x] for p, x in found.items()}
     each, xlabel = {"Held-out bits a byte": each}, f"{'Seconds' if timed else 'Tokens'} of training"
-    fig = figures.panels(each, xlabel=xlabel, colors=COLORS, dashed=MIXED, linear=True)
+    fig = figures.lines(each, xlabel=xlabel, colors=COLORS, dashed=MIXED, linear=True, height=2.5)
     last = {p: x[-1][2] for p, x in found.items()}
     low, high = min(last, key=last.get), max(last, key=last.get)
     caption = f"Text: the models end between {last[low]:.2f} ({low}) and {last[high]:.2f} ({high}) bits a byte."
@@ -476,7 +463,7 @@ def growing(q: Quality) -> Table | None:
     pairs = [(a, b) for a in rows[0] for b in rows[1] if a["definition"]["seed"] == b["definition"]["seed"]]
     apart: dict[int, list[float]] = {}  # means over seeds of each score, by length
     for scores in zip(*(zip(a["scores"], b["scores"]) for a, b in pairs)):
-        off = statistics.fmean(a["bits"] - b["bits"] for a, b in scores)
+        off = statistics.fmean(bits(a) - bits(b) for a, b in scores)
         apart.setdefault(scores[0][0]["seq"], []).append(off)
     if not apart or [*apart.values()][-1][-1] <= 0:
         return None
@@ -492,7 +479,7 @@ def growing(q: Quality) -> Table | None:
 
 def _short_steps(q: Quality) -> str:
     """What a step of training takes in short sequences, where patterns differ little."""
-    seq = q.sizes.phases["recall"][-1][0]
+    seq = q.length("recall")
     each = [t * 1e6 for p in q.patterns if (t := q.step("recall", p, seq))]
     if not each:
         return ""
@@ -502,31 +489,31 @@ def _short_steps(q: Quality) -> str:
 def cached(q: Quality, pattern: str) -> int | None:
     """Bytes of K and V of all layers at the longest text; None where no cache is there for the pattern."""
     total = 0
-    for layer in learning.Run("text", pattern, 0, q.sizes).layers(_longest(q)):
+    for layer in q.layers("text", pattern):
         if isinstance(layer, Adaptive | PerHead):
             return None
         how = {"batch": 1, "heads": q.sizes.heads, "head_dim": q.sizes.dim // q.sizes.heads}
-        total += cache_bytes(layer, max_seq_len=_longest(q), dtype=torch.float32, **how)
+        total += cache_bytes(layer, max_seq_len=q.length("text"), dtype=torch.float32, **how)
     return total
 
 
 def frontier(q: Quality) -> Table:
     """What each pattern reaches and what it costs."""
-    longest = _longest(q)
+    longest = q.length("text")
 
-    def right(task: str) -> Callable:
-        return lambda p: (m := q.score(task, p, lambda s: s["accuracy"])) and m.cell(100)
+    def right(header: str, task: str) -> Column:
+        return Column(header, lambda p: (mean := q.score(task, p, accuracy)) and mean.cell(100))
 
-    def bits(seq: int) -> Callable:
-        return lambda p: (m := q.score("text", p, lambda s: s["bits"], seq)) and m.cell()
+    def text(seq: int) -> Column:
+        return Column(f">Bits a byte, {seq:,}", lambda p: (mean := q.score("text", p, bits, seq)) and mean.cell())
 
-    timed = [(s, f">Step, {s:,} (µs a token)") for s in (4096, longest)]
+    def step(seq: int) -> Column:
+        return Column(f">Step, {seq:,} (µs a token)", lambda p: (t := q.step("text", p, seq)) and number(t * 1e6))
+
     return table(
         "Quality and cost",
-        [Column("Pattern", lambda p: p), Column(">Recall (%)", right("recall")), Column(">Copying (%)", right("copy")),
-         Column(">Lists (%)", right("lists")), Column(">Bits a byte, 4,096", bits(4096)),
-         Column(f">Bits a byte, {longest:,}", bits(longest)),
-         *(Column(name, lambda p, s=s: (t := q.step("text", p, s)) and number(t * 1e6)) for s, name in timed),
+        [PATTERN, right(">Recall (%)", "recall"), right(">Copying (%)", "copy"), right(">Lists (%)", "lists"),
+         text(4096), text(longest), step(4096), step(longest),
          Column(">Cache", lambda p: None if (x := cached(q, p)) is None else size(x))],
         q.patterns,
         note="All models have the same parameters, tokens and steps. Recall, copying, lists: right answers over all "
@@ -540,7 +527,7 @@ def limits(q: Quality) -> Text:
         f"How models of a real size rank: these have {q.sizes.layers} layers of {q.sizes.dim} and saw few tokens.",
         "What an attention could learn if trained longer: a task that is not learned here may be learned later. "
         "What layers cannot connect (see the table above) is never learned.",
-        f"Text at {_longest(q):,} tokens: a few steps alone were trained at that length.",
+        f"Text at {q.length('text'):,} tokens: a few steps alone were trained at that length.",
         "Other sizes of windows and blocks: every sparse layer shows about 2.5 blocks of keys.",
     ], bullets=True)  # fmt: skip
 

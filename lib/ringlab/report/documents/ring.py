@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...measure.suites import CORRECT, HILBERT, HYBRID, LINKS, ROBUST, SDPA, V2_COLLECTIVE
+from ...measure.suites import CORRECT, HILBERT, LINKS, ROBUST, SDPA, V2_COLLECTIVE
 from ...meta_run import MetaCall
 from ...network import Network, predict
 from ...ring import SCHEMES as RUNNABLE
@@ -17,7 +17,7 @@ from .. import columns, figures
 from ..columns import PEAK, ROOFLINE, TIME, Column, beyond, peak_bytes, ratio, rows_of, sent_bytes, table, timed, times
 from ..findings import failures, limits, provenance, reading
 from ..predicted import accuracy
-from ..published import published
+from ..published import number_of, published
 from ..rows import SHORT
 from ..study import Study, pattern_of
 from ..tables import Cell, Table, Text, number, size
@@ -28,22 +28,22 @@ __all__ = [
     "accuracy", "answer", "bytes_figure", "failures", "lengths", "limits", "links", "links_figure", "names",
     "provenance", "reading", "schemes", "speed_figure", "volumes",
 ]  # fmt: skip
-PAGES = {  # by suite: the document, and the system that the page is about
-    "benchmark_summary": ("001", SDPA),
-    "performance_comparison": ("003", "ringlab"),
-    "hybrid_summary": ("004", HYBRID),
-}
+
+
+def _about(study: Study) -> tuple[str, str]:
+    """The number of the document that a page answers, and the system that it is about."""
+    number = number_of(study.suite)
+    return number, published(number)["system"]
 
 
 def _rows(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
     """(tokens, ranks) -> row of a system in the heads that the document has; other rows are no part of its tables."""
-    number, _ = PAGES[study.suite]
-    return rows_of(study, system, heads=published(number)["shape"]["heads"], **wanted)
+    return rows_of(study, system, heads=published(number_of(study.suite))["shape"]["heads"], **wanted)
 
 
 def answer(study: Study) -> Text:
     """The finding first, how long a sequence fits, trust, and what was not measured."""
-    number, system = PAGES[study.suite]
+    number, system = _about(study)
     schemes = number == "003"
     found, fits = _rows(study, system), "**How long a sequence fits**: not known, without a row."
     counts = tuple(sorted({1, *(p for (_, p), row in found.items() if timed(row))}))
@@ -137,7 +137,7 @@ def _paper(header: str, key: str, form: str = "{:,}") -> Column:
 
 def lengths(study: Study) -> Table:
     """001 and 004: time and peak memory by length and ranks, beside what the document prints."""
-    number, system = PAGES[study.suite]
+    number, system = _about(study)
     paper = published(number)
     printed = {(x["seq_len"], x.get("ranks", paper["shape"].get("ranks"))): x for x in paper["rows"]}
     found = {key: row for key, row in _rows(study, system).items() if not columns.simulated(row)}
@@ -163,7 +163,7 @@ PRINTED = {
 
 def speed_figure(study: Study) -> None:
     """001 and 004: how many times as fast several ranks are as one."""
-    _, system = PAGES[study.suite]
+    _, system = _about(study)
     faster = _speed_ups(study, _rows(study, system))
     if not faster:
         return
@@ -379,7 +379,8 @@ def links_figure(study: Study) -> None:
         for line in lines
     )  # fmt: skip
     predicted = {f"_{scheme}": color for scheme, color in LINK_COLORS.items()}
-    fig = figures.panels(each, xlabel="Round trip (ms)", colors=LINK_COLORS | predicted, dashed=[*predicted])
+    colors = LINK_COLORS | predicted
+    fig = figures.lines(each, xlabel="Round trip (ms)", colors=colors, dashed=[*predicted], height=2.5)
     figures.show(fig, "comparison-links", caption, f"{caption} {said}.", stamp=study.stamp)
 
 
