@@ -123,21 +123,47 @@ INLINE float pair(Bfloat low, Bfloat high) {
   return found;
 }
 
+// The first ``count`` items from p on, others 0.
+template <class T>
+INLINE vec read(const T* p, long count) {
+  vec found{};
+  if (count >= WIDTH)
+    for (int i = 0; i < WIDTH; i++) found[i] = number(p[i]);
+  else
+    for (int i = 0; i < count; i++) found[i] = number(p[i]);
+  return found;
+}
+
+// Row i of the matrix x becomes its column i: at each bit of a place (row, lane), halves change sides.
+template <int BIT, int... I>
+INLINE void swap_halves(vec& x, vec& y, std::integer_sequence<int, I...>) {
+  const vec a = x, b = y;
+  x = __builtin_shufflevector(a, b, (I & BIT ? WIDTH + (I ^ BIT) : I)...);
+  y = __builtin_shufflevector(a, b, (I & BIT ? WIDTH + I : I ^ BIT)...);
+}
+template <int BIT = WIDTH / 2>
+INLINE void transpose(vec* x) {
+  for (int i = 0; i < WIDTH; i++)
+    if (!(i & BIT)) swap_halves<BIT>(x[i], x[i | BIT], std::make_integer_sequence<int, WIDTH>{});
+  if constexpr (BIT > 1) transpose<BIT / 2>(x);
+}
+
 // Copies of rows of the inputs in the order in which products read them; what is padded is 0.
 template <class Kind, class T>
 struct Reader {
   static constexpr int item = 1;  // of a row along d
   INLINE void rows(float* __restrict to, const T* __restrict from, long step, long count, long d, long padded) {  // (count, padded)
-    for (long r = 0; r < count; r++, from += step, to += padded) {
-      long x = 0;
-      for (; x + WIDTH <= d; x += WIDTH)
-        for (int i = 0; i < WIDTH; i++) to[x + i] = number(from[x + i]);
-      for (; x < padded; x++) to[x] = x < d ? number(from[x]) : 0;
-    }
+    for (long r = 0; r < count; r++, from += step, to += padded)
+      for (long x = 0; x < padded; x += WIDTH) store(to + x, read(from + x, d - x));
   }
   INLINE void columns(float* to, const T* from, long step, long count, long d) {  // (d, QUERIES)
-    for (long r = 0; r < QUERIES; r++)
-      for (long x = 0; x < d; x++) to[x * QUERIES + r] = r < count ? number(from[r * step + x]) : 0;
+    for (long r = 0; r < QUERIES; r += WIDTH)
+      for (long x = 0; x < d; x += WIDTH) {
+        vec square[WIDTH] = {};
+        for (int i = 0; i < WIDTH && r + i < count; i++) square[i] = read(from + (r + i) * step + x, d - x);
+        transpose(square);
+        for (int i = 0; i < WIDTH && x + i < d; i++) store(to + (x + i) * QUERIES + r, square[i]);
+      }
   }
   INLINE void values(float* to, const T* from, long step, long count, long d, long padded) {
     rows(to, from, step, count, d, padded);
@@ -434,7 +460,16 @@ void run_forward(const Call& call, float scale) {
           Read::rows(k, k_in + key * s_k, s_k, count, d, D);
           Read::values(v, v_in + key * s_v, s_v, count, d, D);
         }
+        const long next = std::max(0L, std::min<long>(KEYS, end - key - KEYS));
         for (long r = 0; r < rows; r += QUERIES) {
+          // Memory reads a part of the next block of keys while the products are computed.
+          for (long j = next * r / padded; j < next * (r + QUERIES) / padded; j++) {
+            const long at = index ? index[(key + KEYS + j) * s_i] : key + KEYS + j;
+            for (long x = 0; x < d; x += 64 / sizeof(T)) {
+              __builtin_prefetch(k_in + at * s_k + x, 0, 2);
+              __builtin_prefetch(v_in + at * s_v + x, 0, 2);
+            }
+          }
           const long some = std::min<long>(QUERIES, rows - r), seen = ahead + r + 1 - key;
           const long mine = call.causal ? std::min(count, seen + some - 1) : count;
           if (mine <= 0) continue;
