@@ -29,7 +29,7 @@ LADDER = Dilated([12, 36], [1, 2])
 
 @pytest.mark.parametrize("name", hardware.profiles())
 def test_the_code_compiles_and_runs_at_a_reduced_length(name):
-    for ranks, n in product((1, 2), (8192, 131072)):
+    for ranks, n in ((1, 131072), (2, 8192)):
         advice = advise(name, n, ranks=ranks, heads=2, head_dim=16, estimates=(name, ranks) == ("gtx1080", 1))
         assert f"\nseq_len = {n}\n" in advice.code() and advice.fits is not False
         names: dict = {}
