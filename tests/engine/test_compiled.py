@@ -140,15 +140,18 @@ def test_tensors_without_memory_or_with_a_pending_sign(compiled):
 def test_a_damaged_file_is_compiled_anew(monkeypatch, tmp_path):
     if why := native.library()[1]:
         pytest.skip(why)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "FLAGS", native.FLAGS.replace("-O3", "-O0"))  # compiled in an eighth of the time
+    whole, damaged = (tmp_path / name / "ringlab" for name in ("whole", "damaged"))
+    damaged.mkdir(parents=True)
     try:
-        for _ in range(2):
+        for folder in (whole, damaged):  # of one path, the system would take what it has loaded
+            monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent))
             native.library.cache_clear()
             assert native.library()[1] is None
-            (made,) = tmp_path.rglob("*.so")
-            made.unlink()
-            made.write_text("")
+            (made,) = folder.glob("*.so")
+            if folder is whole:
+                (damaged / made.name).write_text("")
+        assert made.stat().st_size > 0
     finally:
         native.library.cache_clear()
 
