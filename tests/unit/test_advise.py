@@ -68,9 +68,9 @@ def test_with_a_network_the_scheme_is_the_one_that_is_predicted_to_be_the_fastes
     for line in (Line((0, 1e12), (1.0, 1.0)), Line((0, 1e6), (0.0, 1.0))):
         net = Network((0,) * 4, {"inside": line}, work)
         how = dict(ranks=4, pattern="dense", dtype=torch.float32, memory_bytes=1 << 34)
-        advice = advise("cpu", 2048, network=net, **how)
+        advice = advise("cpu", 512, network=net, **how)
         call = MetaCall(Dense(), dtype=torch.float32, ranks=4, passes="fwd+bwd")
-        told = {scheme: predict(replace(call, scheme=scheme), 2048, net).seconds for scheme in SCHEMES}
+        told = {scheme: predict(replace(call, scheme=scheme), 512, net).seconds for scheme in SCHEMES}
         chosen.append(advice["scheme"])
         assert told[chosen[-1]] == min(told.values())
         assert "predicted time on this network" in advice.choices["scheme"].why
