@@ -12,7 +12,7 @@ sys.modules.setdefault("rfc3987_syntax", None)
 collect_ignore_glob = ["*/conftest.py"]  # they hold no examples, and have one name
 
 # A fixture of many seconds serves the whole file, or what was computed for one of its tests others ask for too.
-COMPILED_ONCE = "test_blocks.py::test_flex"
+COMPILED_ONCE = "test_blocks.py::test_flex", "[fwd-flex]"  # by a compiler that takes seconds to import
 MEASURED_ONCE = (
     "test_documents.py", "test_explore.py", "test_first_screen.py", "test_landscape.py", "test_predicted.py",
     "test_ranks.py", "test_report.py", "test_runs.py", "test_triton.py",
@@ -32,8 +32,8 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            if COMPILED_ONCE in nodeid:
-                return COMPILED_ONCE
+            if any(part in nodeid for part in COMPILED_ONCE):
+                return COMPILED_ONCE[0]
             file = nodeid.split("::", 1)[0]
             return file if file.endswith(MEASURED_ONCE) else nodeid
 

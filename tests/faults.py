@@ -5,9 +5,10 @@
 "links": what happens to link and hosts; "random": 200 jobs of four ranks, one of which is killed.
 """
 
+import os
 import random
 import re
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -96,14 +97,14 @@ def _vanish(host):
 
 
 def _launcher(host):
-    return lambda hosts: hosts.started[host].kill()
+    return lambda hosts: os.kill(hosts.started[host].pid, signal.SIGKILL)
 
 
 def _at_end(hosts):
     """A launcher is killed when its ranks are done: the other one would wait for it."""
     while len(list(hosts.folder.glob("result-*"))) < len(list(hosts.folder.glob("ready-*"))):
         time.sleep(0.01)
-    hosts.started[1].kill()
+    os.kill(hosts.started[1].pid, signal.SIGKILL)
     return time.monotonic()
 
 
@@ -131,12 +132,10 @@ def hosts(kind: str, scheme: str, per_host: int, culprit: int = 1, at: int = 4) 
         script = [HELPERS / "fault_cases.py", kind, scheme, culprit, at, timeout_s, folder, *calls]
         logs = [open(folder / f"log-{host}", "w+") for host in range(2)]
         for host in range(2):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", host,
-                       "--nproc-per-node", per_host, "--master-addr", two_hosts.ADDRESSES[0], "--master-port", 29511,
-                       *script]  # fmt: skip
-            pair.run(host, list(map(str, command)), stdout=logs[host], stderr=subprocess.STDOUT,
-                     env={"PYTHONPATH": f"{HELPERS}:{Path(launch.__file__).parents[2]}", "OMP_NUM_THREADS": "1"}
-                     )  # fmt: skip
+            arguments = ["--nnodes", 2, "--node-rank", host, "--nproc-per-node", per_host,
+                         "--master-addr", two_hosts.ADDRESSES[0], "--master-port", 29511, *script]  # fmt: skip
+            env = {"PYTHONPATH": f"{HELPERS}:{Path(launch.__file__).parents[2]}", "OMP_NUM_THREADS": "1"}
+            pair.run(host, arguments, env, logs[host])
         deadline = time.monotonic() + 90
         while len(list(folder.glob("ready-*"))) < ranks and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -196,7 +196,7 @@ def test_a_plan_grows_with_what_is_visible_and_its_calls_do_not(causal):
     parts = blocks.sliding_window(2, **size), blocks.local_global(2, 4, **size), blocks.bigbird(1, 2, 3, **size)
     for pattern in (*parts, BlockSparse([Random(3)], 64), blocks.hierarchical([(1, 1), (8, 64)], **size)):
         formed, calls = [], []
-        for n in (2**17, 2**19):
+        for n in (2**16, 2**18):
             with Products() as found:
                 calls.append(len(make_plan(pattern, n, causal=causal).calls))
             formed.append(found.total)

@@ -22,10 +22,14 @@ def test_every_path(pattern, causal):
     assert not causal or not all_wrong(paths(Case(pattern, dtype=F32, causal=causal, **SHAPES[0])))
 
 
-@pytest.mark.parametrize("dtype, causal", [(BF16, False), (BF16, True), (F16, True)], ids=str)
-@pytest.mark.parametrize("pattern", [Dense(), *DILATED[:2], BLOCK_SPARSE[0], BLOCK_SPARSE[9]], ids=str)
-def test_every_path_in_half_precision(pattern, dtype, causal):
-    """At most twice the error of one dense call."""
+HALVED = [Dense(), *DILATED[:2], BLOCK_SPARSE[0], BLOCK_SPARSE[9]]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("pattern", HALVED, ids=str)
+def test_every_path_in_half_precision(pattern, dtype):
+    """At most twice the error of one dense call; causal for every other pattern, of the others in the other dtype."""
+    causal = HALVED.index(pattern) % 2 == (dtype == BF16)
     if isinstance(pattern, BlockSparse):  # the last block is of 5 rows
         pattern = replace(pattern, block_size=32)
     assert not all_wrong(paths(Case(pattern, 229, dtype, causal)))
@@ -33,7 +37,7 @@ def test_every_path_in_half_precision(pattern, dtype, causal):
 
 @pytest.mark.parametrize("pattern", [Dense(), *DILATED, blocks.local_global(1, 1, block_size=1)], ids=str)
 def test_every_length(pattern):
-    cases = [Case(pattern, n, causal=n % 2 > 0, d=8) for n in (*range(1, 21), 30, 36, 37, 40, 41, 64, 127, 300)]
+    cases = [Case(pattern, n, causal=n % 2 > 0, d=8) for n in (*range(1, 21), 36, 37, 40, 41, 64, 127)]
     assert not all_wrong(replace(case, execution=Execution(gather=case.n % 3 == 0)) for case in cases)
 
 

@@ -98,7 +98,7 @@ import torch
 from ringlab import Dense, Execution, Ladder, attention
 torch.set_num_threads(1)
 torch.manual_seed(0)
-q, k, v, dout = torch.randn(4, 1, 3072, 2, 16, dtype=torch.float64).unbind()
+q, k, v, dout = torch.randn(4, 1, 2048, 2, 16, dtype=torch.float64).unbind()
 
 def step(execution):
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -107,12 +107,12 @@ def step(execution):
 
 want = step(Execution())
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (size + (100 << 20),) * 2)  # scores: 72 MiB, in tiles 64, then 8; two at once
+resource.setrlimit(resource.RLIMIT_AS, (size + (46 << 20),) * 2)  # scores: 32 MiB, in tiles 29, then 4; two at once
 try:
     step(Execution())
 except RuntimeError as error:
     print("refused:", error)
-ladder = Ladder((2900, 1024, 256))
+ladder = Ladder((1950, 700, 180))
 found = step(Execution(tile=ladder))
 print("level", ladder.level, "apart", max(float((a - b).norm() / b.norm()) for a, b in zip(found, want)))
 """

@@ -33,7 +33,7 @@ def wanted(case: Case, inputs, dout, dlse) -> dict[str, torch.Tensor]:
 
 
 def drawn_case(rng: random.Random) -> Case:
-    n, packed = rng.randint(1, 150), rng.random() < 0.7
+    n, packed = rng.randint(1, rng.choice([40, 120])), rng.random() < 0.7
     heads = rng.choice([(1, 1), (4, 2), (6, 1), (4, 4)])
     batch = 1 if packed else rng.randint(1, 4)
     pattern, execution = rng.choice(PATTERNS), Execution()

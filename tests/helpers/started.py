@@ -1,6 +1,7 @@
 """Processes that tests start, wait for, or read the rows of."""
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -24,6 +25,16 @@ def gone(pids, within_s: float) -> bool:
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not any(map(alive, pids))
+
+
+def torchrun(channel, arguments: list[str], env: dict[str, str], hosts=None, host: int = 0) -> None:
+    """torchrun in a process of ``launch``, which has imported torch; on one of ``links.Hosts`` if they are given."""
+    from torch.distributed.run import main
+
+    os.environ |= env
+    if hosts is not None:
+        hosts.enter(host)
+    main(list(map(str, arguments)))
 
 
 def make(*arguments: str):

@@ -2,22 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from ringlab.measure.learning import SIZES, Run, Sizes, train
+from ringlab.measure.learning import Run, Sizes, train
 
 
 def small(task: str, pattern: str, *phases: tuple[int, int, int], seed: int = 0, held_out: int = 256) -> Run:
     """A run of a few steps of tiny models."""
     blocks = {task: 16}
     return Run(task, pattern, seed, Sizes(16, 4, 4, 1e-2, held_out, blocks, {task: phases or ((32, 4, 6), (64, 2, 4))}))
-
-
-def own(task: str, pattern: str, steps: int) -> Run:
-    """A run with the sizes of a CPU, stopped after some steps of its first phases."""
-    sizes, phases = SIZES["cpu"], []
-    for seq, batch, count in sizes.phases[task]:
-        phases.append((seq, batch, min(count, steps - sum(c for *_, c in phases))))
-    phases = tuple(p for p in phases if p[2])
-    return Run(task, pattern, 0, Sizes(**vars(sizes) | {"phases": {task: phases}, "held_out": 256}))
 
 
 def on_a_rank(run: Run) -> list[float]:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from ringlab.measure import links
 from ringlab.ring.launch import Process
+from started import torchrun
 
 HOSTS, ADDRESSES = ("host-0", "host-1"), links.ADDRESSES
 SOUND = {"open": (True, True), "loss": 0.0, "latency_s": 0.0}  # open: for packets from each host
 
 
 class TwoHosts:
-    """``with TwoHosts() as hosts``: start programs by ``run(0 or 1, command)``, change the link by ``link``.
+    """``with TwoHosts() as hosts``: start torchrun by ``run(0 or 1, arguments)``, change the link by ``link``.
 
     Raises ``links.NotAllowed`` where they cannot be made. All that was started ends with them.
     """
@@ -40,18 +41,16 @@ class TwoHosts:
         for host in range(2):
             self.kill(host)
         for process in self.started:
-            process.wait()
+            process.end()
         self.joins.end()
 
     def link(self, **how) -> None:
         """Change what ``SOUND`` has."""
         self.joins.send(SOUND | how)
 
-    def run(self, host: int, command: list[str], **how) -> subprocess.Popen:
-        env = os.environ | {"GLOO_SOCKET_IFNAME": links.DEVICE} | how.pop("env", {})
-        process = subprocess.Popen(command, env=env, preexec_fn=lambda: self.hosts.enter(host), **how)
-        self.started.append(process)
-        return process
+    def run(self, host: int, arguments: list, env: dict[str, str], log) -> None:
+        said = (log.fileno(),) * 2
+        self.started.append(Process(torchrun, arguments, env, self.hosts, host, output=said))
 
     def pids(self, host: int) -> list[int]:
         """The processes of a host, without zombies."""

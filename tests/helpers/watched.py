@@ -1,4 +1,4 @@
-"""Ranks with monitors, by hand and without torchrun: ``Job`` starts them, and this file as a script is one.
+"""Ranks with monitors, by hand and without torchrun: ``Job`` forks them from a process that has imported torch.
 
 Each works on until a file "stop" is there, and at its exchange 10 the last one does what ``KINDS`` says.
 """
@@ -9,13 +9,14 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from ringlab.ring import joined
+from ringlab.ring.launch import Process
+from started import gone
 
 TOKEN = "5" * 16
 
@@ -27,13 +28,12 @@ class Job:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.folder, self.ranks = folder, []
-        path = os.pathsep.join(filter(None, sys.path))
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MASTER_ADDR": address, "LOCAL_RANK": "0"}
-        env |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        env = {"MASTER_ADDR": address, "LOCAL_RANK": "0", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         for rank in range(ranks):
-            command = [sys.executable, __file__, folder, kind, str(timeout_s)]
+            job = folder, kind, timeout_s, env | {"RANK": str(rank)}
             with open(folder / f"log-{rank}", "w") as log:
-                self.ranks.append(subprocess.Popen(command, env=env | {"RANK": str(rank)}, stderr=log, stdout=log))
+                said = log.fileno()
+                self.ranks.append(Process(_rank, *job, modules=("ringlab.ring.torchrun",), output=(said, said)))
 
     def __enter__(self):
         deadline = time.monotonic() + 90
@@ -48,8 +48,7 @@ class Job:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
         for process in self.ranks:
-            process.kill()
-            process.wait()
+            process.end()
 
     def said(self, name: str) -> str:
         """The text of a file: "failed-RANK", what a rank raised, or "log-RANK"."""
@@ -61,8 +60,8 @@ class Job:
         return self.wait(within_s)
 
     def wait(self, within_s: float) -> list[int]:
-        deadline = time.monotonic() + within_s
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.ranks]
+        assert gone([process.pid for process in self.ranks], within_s), self.said("log-0")
+        return [process.end() for process in self.ranks]
 
 
 def _forks(folder):
@@ -80,7 +79,17 @@ def _raises(folder):
 KINDS = {"forks, and is killed": _forks, "raises much": _raises}
 
 
-def _rank(folder: Path, kind: str, timeout_s: float) -> None:
+def _rank(channel, folder: Path, kind: str, timeout_s: float, env: dict[str, str]) -> None:
+    os.environ |= env
+    try:
+        _works(folder, kind, timeout_s)
+    except Exception as error:
+        shown = {"said": str(error), "notes": getattr(error, "__notes__", [])}
+        (folder / f"failed-{env['RANK']}").write_text(json.dumps(shown))
+        raise
+
+
+def _works(folder: Path, kind: str, timeout_s: float) -> None:
     ports, serve, popen, monitors = [None], socket.create_server, subprocess.Popen, []
 
     def served(*args, **how):
@@ -106,12 +115,3 @@ def _rank(folder: Path, kind: str, timeout_s: float) -> None:
             dist.all_reduce(more, dist.ReduceOp.MIN)
             steps += 1
             time.sleep(0.05)
-
-
-if __name__ == "__main__":
-    try:
-        _rank(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
-    except Exception as error:
-        shown = {"said": str(error), "notes": getattr(error, "__notes__", [])}
-        Path(sys.argv[1], f"failed-{os.environ['RANK']}").write_text(json.dumps(shown))
-        raise

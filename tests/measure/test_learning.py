@@ -8,7 +8,7 @@ import torch
 import trained
 from ringlab import nn as layers
 from ringlab.measure import learning, tasks
-from ringlab.measure.learning import SIZES, build, optimizer_of, patterns, step, train
+from ringlab.measure.learning import SIZES, build, optimizer_of, patterns, train
 from ringlab.measure.tasks import HIDDEN, TASKS
 from ringlab.ring import launch
 from torch.nn import functional as F
@@ -116,7 +116,7 @@ def sdpa(q, k, v, pattern, *, causal, **_):
 
 
 def test_dense_trains_as_with_attention_of_torch(monkeypatch):
-    run = trained.own("text", "Dense", 60)
+    run = trained.small("text", "Dense", (64, 16, 40))
     ours, model = train(run)["losses"], build(run).double()
     batch = TASKS["text"].batch(2, 256, "gradients")
 
@@ -130,7 +130,7 @@ def test_dense_trains_as_with_attention_of_torch(monkeypatch):
     for got, wanted in zip(mine, gradients()):
         assert (got - wanted).norm() <= 1e-12 * max(wanted.norm(), 1e-3)
     theirs = train(run)["losses"]
-    assert len(ours) == 60 and ours[-1] < 0.6 * ours[0]
+    assert len(ours) == 40 and ours[-1] < 0.8 * ours[0]
     assert max(abs(a / b - 1) for a, b in zip(ours, theirs)) < 0.01
 
 
@@ -189,14 +189,14 @@ def test_an_adaptive_layer_refuses_what_it_cannot_run():
 
 
 def test_a_model_learns_to_recall_and_a_window_does_not_see_beyond_its_layers():
-    phases = (32, 32, 160), (128, 8, 30), (256, 4, 30)
+    phases = (32, 32, 120), (128, 8, 20), (256, 4, 20)
+    sizes = learning.Sizes(48, 4, 2, 1e-2, 1024, {"recall": 16}, {"recall": phases})
     scores = {}
     for pattern in ("Dense", "Window"):
-        run = trained.own("recall", pattern, 10**6)
-        sizes = learning.Sizes(**vars(run.sizes) | {"phases": {"recall": phases}, "held_out": 4096})
         scores[pattern] = train(learning.Run("recall", pattern, 0, sizes))["scores"][-1]["by_distance"]
-    assert min(scores["Dense"][d][1] for d in (8, 16, 32)) > 0.9 and scores["Dense"][252][1] > 0.5
-    assert scores["Window"][16][1] > 0.9 and scores["Window"][252][1] < 0.1  # 4 layers of 48 keys: at most 192 back
+    assert min(scores["Dense"][d][1] for d in (16, 32)) > 0.9
+    assert scores["Dense"][128][1] > 0.5 and scores["Dense"][252][1] > 0.3  # 252: from 127 back on
+    assert scores["Window"][16][1] > 0.9 and scores["Window"][252][1] < 0.1  # 2 layers of 48 keys: at most 96 back
 
 
 def test_a_training_that_is_killed_three_times_ends_with_the_same_numbers(tmp_path):
@@ -222,10 +222,10 @@ def trained_alone(run, folder) -> dict:
 
 @pytest.mark.parametrize("pattern", ["Dense", "Window", "LongNet and window"])
 def test_two_ranks_have_the_losses_of_one(pattern):
-    run = trained.small("recall", pattern, (64, 8, 50))
+    run = trained.small("recall", pattern, (64, 8, 20))
     alone = train(run)["losses"]
     for losses in launch.launch(trained.on_a_rank, 2, run, timeout_s=300.0):
-        assert len(losses) == 50 and max(abs(a - b) for a, b in zip(losses, alone)) < 1e-5
+        assert len(losses) == 20 and max(abs(a - b) for a, b in zip(losses, alone)) < 1e-5
 
 
 def test_time_that_is_over_stops_at_a_checkpoint_and_a_loss_that_is_no_number_ends_the_run(tmp_path):
@@ -243,4 +243,4 @@ def test_the_sizes_of_each_device_begin_where_every_pattern_sees_all():
             assert task in TASKS and phases[0][0] <= 2 * sizes.blocks[task]
     run = trained.small("recall", "Dense")
     assert run.id != trained.small("recall", "Window").id and run.id == trained.small("recall", "Dense").id
-    assert isinstance(optimizer_of(build(run), run), torch.optim.AdamW) and callable(step)
+    assert isinstance(optimizer_of(build(run), run), torch.optim.AdamW)

@@ -15,18 +15,17 @@ import faults
 import pytest
 import watched
 from ringlab.measure import links
-from ringlab.ring import watch
-from started import gone
+from ringlab.ring import launch, watch
+from started import gone, torchrun
 from watched import TOKEN
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("kind, scheme, ranks, culprit", [
-    ("kill", "ring", 4, 3), ("segv", "plan", 3, 0), ("stop", "all_gather", 4, 2), ("stop", "ulysses", 2, 1),
-    ("hang", "plan", 2, 0), ("peer", "ulysses", 3, 2), ("dtype", "ring", 4, 1), ("scale", "plan", 3, 2),
-    ("layout", "all_gather", 3, 0), ("order", "plan", 4, 2), ("more", "ulysses", 3, 1), ("fewer", "ring", 4, 0),
-    ("scheme", "plan", 2, 1), ("fewer", "ring", 2, 1),
+    ("kill", "ring", 4, 3), ("segv", "plan", 3, 0), ("stop", "ulysses", 2, 1), ("dtype", "ring", 4, 1),
+    ("layout", "all_gather", 3, 0), ("order", "plan", 4, 2), ("more", "ulysses", 3, 1), ("fewer", "ring", 2, 1),
+    ("scheme", "plan", 2, 1),
 ])  # fmt: skip
 def test_ranks_of_one_host(kind, scheme, ranks, culprit):
     judged = faults.here(kind, scheme, ranks, culprit, at=4)
@@ -75,6 +74,12 @@ STRANGERS = {
 }  # fmt: skip
 
 
+def _connected(address) -> socket.socket:
+    made = socket.create_connection(address)
+    time.sleep(0.01)  # until it is accepted: what finds the queue full tries again after a second
+    return made
+
+
 def _figure(pid: int, name: str) -> int:
     return int(re.search(rf"^{name}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
 
@@ -83,12 +88,12 @@ def test_strangers_neither_end_nor_slow_a_monitor_nor_make_it_grow(tmp_path):
     with watched.Job(tmp_path) as job:
         monitor, address, kept = job.monitors[0], ("127.0.0.1", job.port), []
         for line in STRANGERS.values():
-            kept.append(socket.create_connection(address))
+            kept.append(_connected(address))
             with suppress(OSError):
                 kept[-1].sendall(line)
-        kept.append(socket.create_connection(address))
+        kept.append(_connected(address))
         _endless(kept[-1])
-        kept += [socket.create_connection(address) for _ in range(600)]
+        kept += [_connected(address) for _ in range(150)]
         kept[-1].settimeout(2.0)
         with pytest.raises(TimeoutError):  # it is heard, and told nothing
             kept[-1].recv(1)
@@ -120,9 +125,9 @@ def test_a_traceback_of_many_bytes_arrives(tmp_path):
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_monitor_that_is_killed_is_named_and_no_other_on_its_host(tmp_path, killed):
-    with watched.Job(tmp_path, timeout_s=8.0) as job:
+    with watched.Job(tmp_path, timeout_s=5.0) as job:
         os.kill(job.monitors[killed], signal.SIGKILL)
-        assert job.wait(10.0) != [0, 0]
+        assert job.wait(7.0) != [0, 0]
         host = socket.gethostname()
         assert f"{host} (rank {killed}) does not answer {host}" in job.said(f"log-{1 - killed}")
         assert gone(job.monitors[1 - killed :][:1], 10.0)
@@ -139,8 +144,8 @@ def test_monitors_meet_over_ipv6(tmp_path):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as why:
         pytest.skip(str(why))
-    with watched.Job(tmp_path, address="::1", timeout_s=4.0) as job:
-        time.sleep(4)
+    with watched.Job(tmp_path, address="::1", timeout_s=3.0) as job:
+        time.sleep(3)
         assert job.stop() == [0, 0], job.said("log-0")
 
 
@@ -151,19 +156,19 @@ def test_a_job_goes_on_with_fewer_ranks_from_its_checkpoint(tmp_path):
     """Two launchers of two ranks; the second is killed, and the first goes on with two ranks to the same losses."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    script, steps = ROOT / "notebooks" / "tutorials" / "train_elastic.py", 60
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    script, steps = ROOT / "notebooks" / "tutorials" / "train_elastic.py", 40
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3",
+    arguments = [
+        "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic",
-        "--rdzv-conf=keep_alive_interval=1,last_call_timeout=5", script, tmp_path / "checkpoint.pt", str(steps),
+        "--rdzv-conf=keep_alive_interval=1,last_call_timeout=5", script, tmp_path / "checkpoint.pt", steps,
     ]  # fmt: skip
     logs = [open(tmp_path / f"log-{i}", "w") for i in range(2)]
     started = []
     try:
         for log in logs:
-            started.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+            started.append(launch.Process(torchrun, arguments, env, output=(log.fileno(),) * 2))
             while socket.socket().connect_ex(("127.0.0.1", port)):  # the first one holds the store
                 time.sleep(0.1)
         deadline, lines = time.monotonic() + 120, []
@@ -175,22 +180,25 @@ def test_a_job_goes_on_with_fewer_ranks_from_its_checkpoint(tmp_path):
             time.sleep(0.02)
             lines = printed()
         children = Path(f"/proc/{started[1].pid}/task/{started[1].pid}/children").read_text().split()
-        started[1].kill()
+        os.kill(started[1].pid, signal.SIGKILL)
         assert gone(list(map(int, children)), 10.0), "ranks end with their launcher"
-        assert started[0].wait(max(1.0, deadline - time.monotonic())) == 0, (tmp_path / "log-0").read_text()[-3000:]
+        assert gone([started[0].pid], max(1.0, deadline - time.monotonic()))
+        assert started[0].end() == 0, (tmp_path / "log-0").read_text()[-3000:]
     finally:
         for process, log in zip(started, logs):
-            process.kill()
-            process.wait()
+            process.end()
             log.close()
     lines = printed()
     ranks = [int(count) for _, count, _ in lines]
     assert ranks == sorted(ranks, reverse=True) and set(ranks) == {4, 2}, "on fewer ranks to the end"
     by_step = {int(step): float(loss) for step, _, loss in lines}
     assert sorted(by_step) == list(range(steps)) and len(lines) - steps <= 1, "from the last checkpoint"
-    alone = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", script, tmp_path / "alone.pt", str(steps)],
-        env=env, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for step, count, loss in LINE.findall(alone.stdout):
+    with open(tmp_path / "alone", "w+") as log:
+        process = launch.Process(torchrun, ["--standalone", script, tmp_path / "alone.pt", steps], env,
+                                 output=(log.fileno(),) * 2)  # fmt: skip
+        assert gone([process.pid], 60.0) and process.end() == 0
+        log.seek(0)
+        alone = LINE.findall(log.read())
+    assert len(alone) == steps
+    for step, count, loss in alone:
         assert count == "1" and abs(by_step[int(step)] - float(loss)) < 1e-4 * float(loss), step

@@ -22,9 +22,9 @@ FAULTS = {
     "exit": "rank 1 left with exit code 7 before it was done",
     "kill": "rank 1 was ended by SIGKILL before it was done",
     "leave": "rank 1 left with exit code 0 before it was done",
-    "hang": "rank 1 hangs: after 3 s it has begun 3 exchanges, others 3",
-    "stop": "rank 1 is stopped: after 3 s it has begun 3 exchanges, others 3",
-    "more": "rank 1 made other calls: after 3 s it has begun 10 exchanges, others 9",
+    "hang": "rank 1 hangs: after 2 s it has begun 3 exchanges, others 3",
+    "stop": "rank 1 is stopped: after 2 s it has begun 3 exchanges, others 3",
+    "more": "rank 1 made other calls: after 2 s it has begun 10 exchanges, others 9",
     "heads": f"{DIFFERS} what is computed: heads is 8 / 8 on rank 1, 4 / 4 on the others",
     "scheme": f"{DIFFERS} what is computed: scheme is ring on rank 1, plan on the others",
     "rows": f"{DIFFERS} which rows move: rank 0 against rank 1, rank 1 against rank 2",
@@ -39,7 +39,7 @@ def server():
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
-    timeout_s = 3.0 if "after 3 s" in FAULTS[kind] else 60.0
+    timeout_s = 2.0 if "after 2 s" in FAULTS[kind] else 60.0
     start = time.monotonic()
     with pytest.raises(RankFailed) as failure:
         launch.launch(inject, 3, kind, case_of(3, "plan"), 1, 2, timeout_s=timeout_s)

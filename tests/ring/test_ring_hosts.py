@@ -196,24 +196,15 @@ def test_gloo_ranks_find_their_machines(names):
     assert [[control for *_, control in each][:2] for each in everyone] == [[header + hosts, header]] * 4
 
 
-def on_other_machines(hosts):
-    """What this rank is told, whose ranks are on ``hosts`` by rank."""
-    group._hosts[dist.group.WORLD] = hosts[dist.get_rank()]
-    q = torch.zeros(1, 8, 2, 8)
-    return told(attention, q, q, q, Dense(), group=dist.group.WORLD, scheme="plan")
+def unlike(hosts):
+    """What this rank is told: in its first call, of documents on one rank alone; then with ``hosts`` by rank."""
+    q, rank, how = torch.zeros(1, 8, 2, 8), dist.get_rank(), {"group": dist.group.WORLD, "scheme": "plan"}
+    first = told(attention, q, q, q, Dense(), **how, **({"cu_seqlens": [0, 5, 24]} if rank == 0 else {}))
+    group._hosts[dist.group.WORLD] = hosts[rank]
+    return first, told(attention, q, q, q, Dense(), **how)
 
 
-def test_ranks_whose_machines_differ_are_told():
-    said = "ranks disagree about what is computed: hosts is (0, 1, 0) on rank 2, (0, 0, 2) on the others"
-    assert launch(on_other_machines, 3, [(0, 0, 2), (0, 0, 2), (0, 1, 0)]) == [said] * 3
-
-
-def first_calls():
-    """What this rank is told, whose first call is of documents on one rank and of a whole sequence on the others."""
-    q, how = torch.zeros(1, 8, 2, 8), {"cu_seqlens": [0, 5, 24]} if dist.get_rank() == 0 else {}
-    return told(attention, q, q, q, Dense(), group=dist.group.WORLD, scheme="plan", **how)
-
-
-def test_ranks_whose_first_calls_differ_are_told():
-    said = "ranks disagree about what is computed: pass is documents on rank 0, forward on the others"
-    assert launch(first_calls, 3, timeout_s=30.0) == [said] * 3
+def test_ranks_whose_first_calls_or_machines_differ_are_told():
+    what = "pass is documents on rank 0, forward on the others", "hosts is (0, 1, 0) on rank 2, (0, 0, 2) on the others"
+    said = tuple(f"ranks disagree about what is computed: {each}" for each in what)
+    assert launch(unlike, 3, [(0, 0, 2), (0, 0, 2), (0, 1, 0)], timeout_s=30.0) == [said] * 3

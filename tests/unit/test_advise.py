@@ -29,7 +29,7 @@ LADDER = Dilated([12, 36], [1, 2])
 
 @pytest.mark.parametrize("name", hardware.profiles())
 def test_the_code_compiles_and_runs_at_a_reduced_length(name):
-    for ranks, n in product((1, 2), (8192, 131072)):
+    for ranks, n in ((1, 131072), (2, 8192)):
         advice = advise(name, n, ranks=ranks, heads=2, head_dim=16, estimates=(name, ranks) == ("gtx1080", 1))
         assert f"\nseq_len = {n}\n" in advice.code() and advice.fits is not False
         names: dict = {}
@@ -68,9 +68,9 @@ def test_with_a_network_the_scheme_is_the_one_that_is_predicted_to_be_the_fastes
     for line in (Line((0, 1e12), (1.0, 1.0)), Line((0, 1e6), (0.0, 1.0))):
         net = Network((0,) * 4, {"inside": line}, work)
         how = dict(ranks=4, pattern="dense", dtype=torch.float32, memory_bytes=1 << 34)
-        advice = advise("cpu", 2048, network=net, **how)
+        advice = advise("cpu", 512, network=net, **how)
         call = MetaCall(Dense(), dtype=torch.float32, ranks=4, passes="fwd+bwd")
-        told = {scheme: predict(replace(call, scheme=scheme), 2048, net).seconds for scheme in SCHEMES}
+        told = {scheme: predict(replace(call, scheme=scheme), 512, net).seconds for scheme in SCHEMES}
         chosen.append(advice["scheme"])
         assert told[chosen[-1]] == min(told.values())
         assert "predicted time on this network" in advice.choices["scheme"].why

@@ -96,11 +96,11 @@ def test_two_sequences_take_twice_the_memory_of_one(scheme):
 @pytest.mark.parametrize("scheme", ["plan", "ring", "all_gather", "ulysses"])
 def test_the_rank_that_holds_most_is_among_the_few_that_are_run(scheme, monkeypatch):
     rng = random.Random(scheme)
-    for _ in range(8):
-        ranks, layout = rng.randint(5, 8), rng.choice(["contiguous", "zigzag"])
+    for _ in range(5):
+        ranks, layout = rng.randint(5, 7), rng.choice(["contiguous", "zigzag"])
         call = {"ranks": ranks, "layout": layout, "scheme": scheme, "causal": rng.random() < 0.5, "heads": 8,
                 "head_dim": 16, "passes": rng.choice(["fwd", "fwd+bwd"])}  # fmt: skip
-        pattern, n = rng.choice([WIDE, LADDER, Dense()]), rng.randint(600, 1300)
+        pattern, n = rng.choice([WIDE, LADDER, Dense()]), rng.randint(300, 700)
         every = estimate(pattern, seq_len=n, **call)
         with monkeypatch.context() as patch:
             patch.setattr(meta_run, "FEW_RANKS", 1)
