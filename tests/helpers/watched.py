@@ -33,7 +33,7 @@ class Job:
             job = folder, kind, timeout_s, env | {"RANK": str(rank)}
             with open(folder / f"log-{rank}", "w") as log:
                 said = log.fileno()
-                self.ranks.append(Process(_rank, *job, modules=("ringlab.ring.torchrun",), output=(said, said)))
+                self.ranks.append(Process(_rank, *job, modules=("ringlab.ring.launch",), output=(said, said)))
 
     def __enter__(self):
         deadline = time.monotonic() + 90
