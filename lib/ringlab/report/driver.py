@@ -160,6 +160,9 @@ class Pages:
 
     def _report(self, source: Path, study: Study, about: dict, kernel: render.Kernel) -> tuple[dict, list[Path]]:
         """(entry for the manifest, files) of one notebook, run and rendered."""
+        if source.stem == "quality" and (rows := quality.read(self.data)):  # it is of rows of its own
+            newest = max((row["origin"] for row in rows), key=lambda origin: origin["utc"])
+            about = about | {"measured": newest["utc"], "commit": newest["commit"], "dirty": newest.get("dirty")}
         subtitle, by = " · ".join([study.profile.name, *index.facts(about)]), about["made_by"]
         made = (
             f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "

@@ -160,7 +160,8 @@ def _memory(study: Study, most: dict[str, tuple[int, int]]) -> str:
     said = " or ".join(f"{sparse:,} tokens {WORDS[passes]}" for passes, (sparse, _) in most.items())
     dense = " or ".join(f"{whole:,}" for _, whole in most.values())
     return (
-        f"**{size(study.memory_bytes)} hold {said}** with {field.ADVISED}, computed; dense attention {dense}. "
+        f"**{size(study.memory_bytes)} hold {said}** with {field.ADVISED}, computed for memory that holds nothing "
+        f"else; dense attention {dense}. "
         "Sparse patterns save time in such a call, not memory; in generation their cache is smaller."
     )
 

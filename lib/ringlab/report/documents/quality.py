@@ -14,7 +14,7 @@ import torch
 
 from ... import hardware
 from ...adaptive import Adaptive
-from ...block_patterns import PerHead
+from ...block_patterns import BlockSparse, PerHead
 from ...kv_cache import cache_bytes
 from ...measure import learning
 from ...measure import quality as suite
@@ -210,7 +210,17 @@ def _use_line(q: Quality) -> str:
     if not uses:
         return ""
     said = "; ".join(f"{listed([pattern])} to {', to '.join(words)}" for pattern, words in uses.items())
-    return f"**Use** {said}. Among the models tied for best these train fastest, timed at {q.length('text'):,} tokens."
+    widths = {task: _width(q.layers(task, "Window")[0]) for task in ("recall", "text")}
+    windows = f" A window shows at most {widths['recall']} tokens in each layer, {widths['text']} for source code."
+    return (
+        f"**Use** {said}.{windows * any('Window' in pattern for pattern in uses)} Among the models tied for best these "
+        f"train fastest, timed at {q.length('text'):,} tokens."
+    )
+
+
+def _width(window: BlockSparse) -> int:
+    """The most keys that a query sees in a causal window."""
+    return (window.parts[0].before + 1) * window.block_size
 
 
 def _recall_line(q: Quality) -> str:
