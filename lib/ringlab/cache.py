@@ -43,7 +43,7 @@ class PatternCache:
     wait for one build. If a build fails, its caller gets the error and the next thread tries. A build may use the cache
     for other keys. A value larger than ``max_bytes`` is returned but not stored.
 
-    The bytes of a value are those of all storages under its tensors (in sequences, dicts, dataclasses and objects),
+    The bytes of a value are those of all storages under its tensors (in lists, tuples, dicts, dataclasses, objects),
     each counted once. Values are built outside inference mode, so that training can use them, and must not require
     grad. A copied or unpickled cache is empty and has the same bounds.
 
@@ -129,13 +129,13 @@ class PatternCache:
 
 
 def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors in a value, in sequences, dicts, dataclasses and objects."""
+    """The tensors in a value, in lists, tuples, dicts, dataclasses and objects."""
     if isinstance(value, torch.Tensor):
         yield value
     elif id(value) not in seen and not isinstance(value, type | types.ModuleType | types.FunctionType):
         seen.add(id(value))
         held = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", ())
-        for one in held.values() if isinstance(held, dict) else held:
+        for one in [*held.values()] if isinstance(held, dict) else held:  # another thread may add to a ``__dict__``
             yield from _tensors(one, seen)
 
 

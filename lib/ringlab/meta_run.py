@@ -172,11 +172,11 @@ class FirstCall(Execution):
 
     def cached(self, key, build):
         def built():
-            self.run.real = True
+            before, self.run.real = self.run.real, True  # a build may use the cache, too
             try:
                 return build()
             finally:
-                self.run.real = False
+                self.run.real = before
 
         return super().cached(key, built)
 

@@ -32,7 +32,7 @@ constexpr int FEW = 8, SPAN = 128;       // so few queries read each key where i
 constexpr float LOG2E = 1.44269504088896341f, INF = INFINITY;
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
 typedef float unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
@@ -51,7 +51,7 @@ INLINE vec exp2_of(vec x) {
   p = p * f + all(2.402224243e-1f);
   p = p * f + all(6.931470037e-1f);
   p = p * f + all(1.f);
-  const vec power = (vec)(((ivec)whole - (0x4b400000 - 127)) << 23);
+  const vec power = (vec)(((uvec)whole - (0x4b400000u - 127u)) << 23);
   return x < all(-126.f) ? vec{} : p * power;
 }
 

@@ -91,6 +91,13 @@ def test_long_sequences_are_cut_into_nodes_and_strips(shape, causal):
         assert not all_wrong([case])
 
 
+@pytest.mark.parametrize("block, n", [(128, 300), (128, 330), (64, 2050), (96, 300)])
+def test_a_short_last_block_cuts_the_plan_of_whole_ones(block, n):
+    """A strip falls away or is cut, 1,024 keys at a time end inside the block, or do not divide by it."""
+    for pattern in (blocks.local_global(1, 1, block_size=block), blocks.bigbird(1, 1, 1, block_size=block)):
+        assert not all_wrong(Case(pattern, n, dtype, True, 1, 2, 1, d=8) for dtype in (F32, F64))
+
+
 @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):

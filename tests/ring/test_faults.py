@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("kind, scheme, ranks, culprit", [
     ("kill", "ring", 4, 3), ("segv", "plan", 3, 0), ("stop", "ulysses", 2, 1), ("dtype", "ring", 4, 1),
     ("layout", "all_gather", 3, 0), ("order", "plan", 4, 2), ("more", "ulysses", 3, 1), ("fewer", "ring", 2, 1),
-    ("scheme", "plan", 2, 1),
+    ("scheme", "plan", 2, 1), ("scale", "plan", 3, 2),
 ])  # fmt: skip
 def test_ranks_of_one_host(kind, scheme, ranks, culprit):
     judged = faults.here(kind, scheme, ranks, culprit, at=4)

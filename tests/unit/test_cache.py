@@ -77,6 +77,20 @@ def test_a_failed_build_and_a_value_that_requires_grad_are_not_stored(build):
     assert store.get("k", lambda: 7) == 7 and store.stats() == CacheStats(misses=2, entries=1)
 
 
+def test_a_value_may_grow_while_its_bytes_are_counted():
+    """As an object does whose properties are computed, and kept, when another thread first asks for them."""
+
+    class Grows:
+        @property
+        def __dict__(self):
+            value.more = torch.zeros(9)
+            return {}
+
+    value = SimpleNamespace(inner=Grows(), rows=torch.zeros(4))
+    store = PatternCache()
+    assert store.get("k", lambda: value) is value and store.stats().bytes == 16
+
+
 def test_clear_drops_entries_and_counts_and_copies_have_the_same_bounds():
     store = PatternCache(100, 7)
     for _ in range(2):

@@ -79,7 +79,7 @@ def plan_for(
     def build() -> Plan:
         size = pattern.block_size
         whole = pattern.count(n) * size
-        if n == whole or LONG % size:  # calls of LONG keys may end inside a block
+        if n == whole or LONG % size:  # a call of LONG keys from inside a block might lie wholly behind n
             return make_plan(*key(n)[1:])
         # Sequences of as many blocks share a plan: documents of a batch have hundreds of lengths.
         return execution.cached(key(whole), lambda: make_plan(*key(whole)[1:])).before(n)

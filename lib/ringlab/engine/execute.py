@@ -68,7 +68,10 @@ class View:
         return replace(self, first=first, head=head, index=index)
 
     def ends_by(self, n: int, nodes: int) -> bool:
-        """Whether the rows of all nodes are among the first ``n`` of the tensor; they are neighbours, or gathered."""
+        """Whether the rows of all nodes are among the first ``n`` of the tensor.
+
+        They are neighbours, or gathered: each, or ``rows`` neighbours from the one that is told.
+        """
         if self.index is None:
             return self.first + (nodes - 1) * self.node_step + self.rows <= n
         return int(self.index.max()) + self.rows - self.index.shape[1] < n
@@ -147,7 +150,7 @@ class Call:
         return replace(self, heads=len(mine), q=self.q.from_head(first, end), k=self.k.from_head(first, end), bias=bias)
 
     def before(self, n: int) -> Iterator[Call]:
-        """The call for those of its rows that are among the first ``n``: nodes that lose as many stay together."""
+        """The call, without a bias, for its rows among the first ``n``: nodes that lose as many stay together."""
         if all(view.ends_by(n, self.nodes) for view in (self.q, self.k)):
             yield self
             return
@@ -194,7 +197,10 @@ class Plan:
         return [one for _, _, calls in self.blocks for call in calls for one in call.by_heads()]
 
     def before(self, n: int) -> Plan:
-        """The plan of the first ``n`` positions alone, for calls whose rows are neighbours or gathered."""
+        """The plan of the first ``n`` positions alone.
+
+        For calls without a bias, of rows that are neighbours or gathered, each of which keeps some of its keys.
+        """
 
         def cut(calls: tuple[Call, ...]) -> tuple[Call, ...]:
             return tuple(part for call in calls for part in call.before(n))

@@ -213,6 +213,8 @@ def by_rows(study: Study, claim: dict) -> Finding:
     values, counts = {}, set()
     for where, (a, b) in pairs(study, rows).items():
         if quantity == "time":
+            if "second" not in rows:
+                raise KeyError(f"the rows of claim {claim['key']} have no second: a time is shown over another")
             x = study.ratio(a, b) if timed(a) and timed(b) else None
         else:
             first, second = map(QUANTITIES[quantity], (a, b))
@@ -262,7 +264,7 @@ def pairs(study: Study, rows: dict) -> dict[str, tuple]:
 
 
 def select(study: Study, **wanted) -> list:
-    """Rows by fields of their points, as ``Study.rows``, but with just these options."""
+    """Rows by fields of their points, as ``Study.rows``; their options must be exactly these."""
     wanted = {"passes": "fwd", "causal": False, "options": {}, **wanted}
     options = wanted.pop("options")
     return [r for r in study.rows(**wanted) if dict(r.point.options) == options]

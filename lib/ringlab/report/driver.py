@@ -162,7 +162,8 @@ class Pages:
         """(entry for the manifest, files) of one notebook, run and rendered."""
         if source.stem == "quality" and (rows := quality.read(self.data)):  # it is of rows of its own
             newest = max((row["origin"] for row in rows), key=lambda origin: origin["utc"])
-            about = about | {"measured": newest["utc"], "commit": newest["commit"], "dirty": newest.get("dirty")}
+            named = {"measured": "utc", "device": "device_name"}
+            about = about | {key: newest.get(named.get(key, key)) for key in (*named, "commit", "dirty", "torch")}
         subtitle, by = " · ".join([study.profile.name, *index.facts(about)]), about["made_by"]
         made = (
             f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "

@@ -211,7 +211,7 @@ def _use_line(q: Quality) -> str:
         return ""
     said = "; ".join(f"{listed([pattern])} to {', to '.join(words)}" for pattern, words in uses.items())
     widths = {task: _width(q.layers(task, "Window")[0]) for task in ("recall", "text")}
-    windows = f" A window shows at most {widths['recall']} tokens in each layer, {widths['text']} for source code."
+    windows = f" A layer's window shows at most {widths['recall']} tokens, {widths['text']} for source code."
     return (
         f"**Use** {said}.{windows * any('Window' in pattern for pattern in uses)} Among the models tied for best these "
         f"train fastest, timed at {q.length('text'):,} tokens."
