@@ -45,7 +45,7 @@ def rows() -> list[dict]:
 
 def test_the_finding(rows):
     use, recall, text, trust = document.answer(document.Quality("cpu", rows)).lines
-    near, far = "look up what stands up to 32 tokens back", "look up what stands 129 to 508 tokens back"
+    near, far = "look up what stands up to 32 tokens back", "look up what stands 33 to 508 tokens back"
     assert f"Window to {near}, to copy strings" in use and "work out nested lists; LongNet and window to" in use
     assert use.index(far) > use.index("LongNet and window"), "the fastest of those that reach all"
     assert "predict source code in 4,096 tokens" in use[use.index("LongNet and window") :], "Window is worse there"
@@ -117,7 +117,7 @@ def test_the_page_is_made_only_where_models_were_trained(rows, tmp_path):
     (folder / quality.NAME).write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert len(quality.read(folder)) == len(rows)
     study = first_screen.Study(hardware.get_profile("cpu"), [], folder)
-    assert first_screen._learned(study)[0].startswith("**Use**")
+    assert first_screen._learned(study)[0].startswith("**What small models learned**")
     assert first_screen._learned(first_screen.Study(study.profile, [], tmp_path)) == []
     names = {}
     given = {"profile": "cpu", "data": str(folder)}

@@ -43,7 +43,7 @@ def _kind(row) -> str:
     """What a rejected row is of."""
     if row.point.system in PEERS:
         return "of other packages"
-    return "faster than its ranks allow" if reason(row).startswith("superlinear") else "of this library"
+    return "faster than so many ranks can be" if reason(row).startswith("superlinear") else "of this library"
 
 
 def gaps_line(study: Study) -> str:

@@ -268,11 +268,12 @@ def _decisions(study: Study, advised: dict) -> Table:
     measured = any(isinstance(cell, Cell) and cell.text[0].isdigit() for line in lines for cell in line[3:5])
     return Table(
         "What to use, by length",
-        [">Tokens", "Use", ">Of all pairs", ">Forward", ">Training", ">Window, forward",
+        [">Tokens", "Advised", ">Of all pairs", ">Forward", ">Training", ">Window, forward",
          ">Dense, forward"],
         lines,
-        note="Use: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the sequence, "
-        "so that a query sees keys from all of it. Window: about 2,048 neighbours and one global block. ≥ marks a "
+        note="Advised: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the "
+        "sequence, so that a query sees keys from all of it. Window: about 2,048 neighbours and a global block, in "
+        "blocks of 128 tokens, longer ones from half a million tokens on, which show more. ≥ marks a "
         f"computed lower bound{', other times are measured' if measured else ''}. Beside a time stands the peak of "
         f"memory, computed.{across} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
         "answers for other lengths and shapes.",

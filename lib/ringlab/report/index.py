@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from . import theme
+from .documents.landscape import ADVISED
 from .first_screen import OVERVIEW
 from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
@@ -26,8 +27,8 @@ SAID = {
     "overview_note": "Times are computed lower bounds (≥) of a forward call; real calls take longer, see Trust. They "
     "are for LongNet's pattern whose first segment has 2,048 tokens, as in its paper: its cost grows as the length "
     "does, and still a query sees keys from all of the sequence. A window is often faster, but shows neighbours of a "
-    "query. Cost and reach choose here, not what a model learns: where small models were trained, the line that begins "
-    "with “Use” tells that. Fits: in memory, one call of attention, forward and in training.",
+    "query. Cost and reach choose here, not what a model learns: see “What small models learned”, where some were "
+    "trained. Fits: in memory, one call of attention, forward and in training.",
     "columns": ("Report", "Answer", "Files"),
 }
 
@@ -98,7 +99,7 @@ def _overview(found: list[dict]) -> dict | None:
     rows = [[screen["title"], *screen["overview"]] for screen in screens]
     if not rows:
         return None
-    columns = ["Device", *(f"{n:,} tokens" for n in OVERVIEW)]
+    columns = [f"Device, with {ADVISED}", *(f"{n:,} tokens" for n in OVERVIEW)]
     return {"columns": columns, "rows": rows, "note": SAID["overview_note"]}
 
 

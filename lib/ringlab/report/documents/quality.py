@@ -202,19 +202,22 @@ def lines(q: Quality) -> list[str]:
 
 def _use_line(q: Quality) -> str:
     """Of the patterns that none beats beyond noise, the one with the quickest step of training, for each need."""
-    uses: dict[str, list[str]] = {}
+    uses: dict[str, list[Need]] = {}
     for need in needs(q):
         steps = {p: t for p in not_beaten(q, need) if (t := q.step("text", p, q.length("text")))}
         if steps:
-            uses.setdefault(min(steps, key=steps.get), []).append(need.words)
+            mine = uses.setdefault(min(steps, key=steps.get), [])
+            if need.span and mine and mine[-1].span and mine[-1].span[1] == need.span[0]:  # one range of distances
+                need = Need.of_recall(mine.pop().span[0], need.span[1])
+            mine.append(need)
     if not uses:
         return ""
-    said = "; ".join(f"{listed([pattern])} to {', to '.join(words)}" for pattern, words in uses.items())
+    said = "; ".join(f"{listed([pattern])} to {', to '.join(x.words for x in mine)}" for pattern, mine in uses.items())
     widths = {task: _width(q.layers(task, "Window")[0]) for task in ("recall", "text")}
-    windows = f" A layer's window shows at most {widths['recall']} tokens, {widths['text']} for source code."
     return (
-        f"**Use** {said}.{windows * any('Window' in pattern for pattern in uses)} Among the models tied for best these "
-        f"train fastest, timed at {q.length('text'):,} tokens."
+        f"**What small models learned**, of {q.sizes.layers} layers: use {said}. Of patterns that tie for best this is "
+        f"the one that trains fastest. A layer's window shows at most {widths['recall']} tokens, {widths['text']} for "
+        f"source code, and LongNet begins at {q.layers('recall', 'LongNet')[0].segment_lengths[0]}."
     )
 
 
@@ -282,6 +285,12 @@ class Need:
     task: str
     of: Score
     seq: int | None = None  # default: the longest
+    span: tuple[int, int] | None = None  # distances of what is looked up
+
+    @classmethod
+    def of_recall(cls, low: int, high: int) -> Need:
+        words = f"look up what stands {f'{low + 1:,} to' if low else 'up to'} {high:,} tokens back"
+        return cls(words, "recall", within(low, high), span=(low, high))
 
     @property
     def sign(self) -> int:
@@ -293,10 +302,8 @@ def needs(q: Quality) -> list[Need]:
     """The needs that models here were trained for."""
     ends, found = q.ends("recall"), []
     edges = [0, *(ends[i] for i in (2, 4, -1))] if len(ends) > 5 else []
-    for low, high in pairwise(edges):
-        found.append(Need(f"look up what stands {f'{low + 1:,} to' if low else 'up to'} {high:,} tokens back", "recall",
-                          within(low, high)))  # fmt: skip
-    known = {"copy": "copy strings from anywhere", "lists": "work out nested lists"}
+    found += [Need.of_recall(low, high) for low, high in pairwise(edges)]
+    known = {"copy": f"copy strings from anywhere in {q.length('copy'):,} tokens", "lists": "work out nested lists"}
     found += [Need(words, task, accuracy) for task, words in known.items()]
     found.append(Need("predict source code in 4,096 tokens", "text", bits, 4096))
     return [need for need in found if any(q.score(need.task, p, need.of, need.seq) for p in q.patterns)]
