@@ -1,6 +1,7 @@
 """What all tests of reports share."""
 
 from dataclasses import fields
+from functools import lru_cache
 
 import pytest
 from ringlab.measure import stats
@@ -24,6 +25,7 @@ def quick():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "RESAMPLES", 200)
+        patch.setattr(stats, "_draws", lru_cache(stats._draws.__wrapped__))  # what was drawn before is 2,000 long
         patch.setattr(first_screen, "LENGTHS", first_screen.OVERVIEW[:2])
         patch.setattr(index, "OVERVIEW", first_screen.OVERVIEW[:2])
         patch.setattr(MetaCall, "at", once)
