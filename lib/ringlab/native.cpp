@@ -206,20 +206,26 @@ struct Reader<Pairs, Bfloat> {
 };
 #endif
 
-struct Steps { int64_t batch, row, head; };
-
-struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
-  const void *q, *k, *v, *dout;
-  const float* bias;
-  const void* final_out;
-  void* out;
-  float *lse, *dq, *dk, *dv;
-  const int64_t* index;  // of the forward: key j is row index[j] of k and v
-  int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads, bias_key;
-  Steps of_q, of_k, of_v, of_dout, of_bias, of_final_out, of_out, of_lse, of_dq, of_dk, of_dv, of_index;
-
+// A tensor: its first item, and how far apart its entries, rows, heads and the items of a row are.
+struct Rows {  // (batch, rows, heads, d)
+  void* data;
+  int64_t batch, row, head, item;
   template <class T>
-  T* place(T* p, Steps by, long b, long h, long row = 0) const { return p + b * by.batch + h * by.head + row * by.row; }
+  T* at(long b, long h, long r = 0) const { return (T*)data + b * batch + h * head + r * row; }
+};
+struct Items {  // (batch, heads, rows)
+  void* data;
+  int64_t batch, head, row, unused;
+  template <class T>
+  T* at(long b, long h, long r = 0) const { return (T*)data + b * batch + h * head + r * row; }
+};
+
+struct Call {  // kernels/compiled.py fills it, up to index for a forward; every field has 8 bytes
+  double scale;
+  int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads;
+  Rows q, k, v, bias, out;
+  Items lse, index;  // of the forward: key j is row index[j] of k and v
+  Rows dout, dq, dk, dv;
 };
 
 // Add a bias, of the first query and key at ``bias``, over ``scale``, to scores (keys, QUERIES).
@@ -349,17 +355,17 @@ void run_few(const Call& call, float scale) {
     for (long item = 0; item < all_heads * parts; item++) {
       const long b = item / parts / call.heads, h = item / parts % call.heads, start = item % parts * part;
       const long end = std::min<long>(call.keys, start + part);
-      const T *k_in = call.place((const T*)call.k, call.of_k, b, h), *v_in = call.place((const T*)call.v, call.of_v, b, h);
+      const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
       float* mine = found + item * few * row;
       std::fill(mine, mine + few * row, 0.f);
       for (long i = 0; i < few; i++) {
-        Reader<Single, T>::rows(q + i * D, call.place((const T*)call.q, call.of_q, b, h, i), 0, 1, d, D);
+        Reader<Single, T>::rows(q + i * D, call.q.at<const T>(b, h, i), 0, 1, d, D);
         mine[i * row + D] = -INF;
       }
       for (long key = start; key < end; key += SPAN) {
         const long count = std::min<long>(SPAN, end - key);
-        const float* rows = (const float*)(k_in + key * call.of_k.row);
-        long step = call.of_k.row;
+        const float* rows = (const float*)(k_in + key * call.k.row);
+        long step = call.k.row;
         const bool there = in_place && d == D;
         if (!there) Reader<Single, T>::rows(copy, k_in + key * step, step, count, d, D), rows = copy, step = D;
         for (long j = 0; j < count; j += WIDTH)
@@ -371,16 +377,16 @@ void run_few(const Call& call, float scale) {
             }
             store(scores + i * SPAN + j, sums_of(sum));
           }
-        rows = (const float*)(v_in + key * call.of_v.row), step = call.of_v.row;
+        rows = (const float*)(v_in + key * call.v.row), step = call.v.row;
         if (!there) Reader<Single, T>::rows(copy, v_in + key * step, step, count, d, D), rows = copy, step = D;
         for (long i = 0; i < few; i++) {
           float *p = scores + i * SPAN, *out = mine + i * row, *top = out + D;
-          const float* bias = call.bias ? call.place(call.bias, call.of_bias, b, h, i) + key * call.bias_key : nullptr;
+          const float* bias = call.bias.data ? call.bias.at<float>(b, h, i) + key * call.bias.item : nullptr;
           vec most = all(*top);
           for (long j = count; j % WIDTH; j++) p[j] = -INF;
           if (bias)
             for (long j = 0; j < count; j++)
-              p[j] = bias[j * call.bias_key] == -INF ? -INF : p[j] + bias[j * call.bias_key] / scale;
+              p[j] = bias[j * call.bias.item] == -INF ? -INF : p[j] + bias[j * call.bias.item] / scale;
           for (long j = 0; j < count; j += WIDTH) most = larger(most, load(p + j));
           float highest = *top, total = 0;
           for (int c = 0; c < WIDTH; c++) highest = most[c] > highest ? most[c] : highest;
@@ -410,18 +416,18 @@ void run_few(const Call& call, float scale) {
         add_scaled(first, next, d, keep, add);
         top[1] = top[1] * keep + other[1] * add, *top = highest;
       }
-      float* lse = call.place(call.lse, call.of_lse, b, h, i);
+      float* lse = call.lse.at<float>(b, h, i);
       if (call.narrow)
-        finish(call, first, *top * scale, top[1], call.place((T*)call.out, call.of_out, b, h, i), lse);
+        finish(call, first, *top * scale, top[1], call.out.at<T>(b, h, i), lse);
       else
-        finish(call, first, *top * scale, top[1], call.place((float*)call.out, call.of_out, b, h, i), lse);
+        finish(call, first, *top * scale, top[1], call.out.at<float>(b, h, i), lse);
     }
   }
 }
 
 template <class Kind, class T>
 void run_forward(const Call& call, float scale) {
-  if (!call.index && (call.queries == 1 || (call.queries <= FEW && !call.causal))) return run_few<T>(call, scale);
+  if (!call.index.data && (call.queries == 1 || (call.queries <= FEW && !call.causal))) return run_few<T>(call, scale);
   typedef Reader<Kind, T> Read;
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, chunks = (call.queries + CHUNK - 1) / CHUNK;
   const long depth = (d + Read::item - 1) / Read::item;
@@ -435,13 +441,13 @@ void run_forward(const Call& call, float scale) {
     for (long item = 0; item < call.batch * call.heads * chunks; item++) {
       const long b = item / (call.heads * chunks), h = item / chunks % call.heads, start = item % chunks * CHUNK;
       const long rows = std::min<long>(CHUNK, call.queries - start), ahead = start + call.keys - call.queries;
-      const T* q_in = call.place((const T*)call.q, call.of_q, b, h, start);
-      const T *k_in = call.place((const T*)call.k, call.of_k, b, h), *v_in = call.place((const T*)call.v, call.of_v, b, h);
-      const float* bias = call.bias ? call.place(call.bias, call.of_bias, b, h, start) : nullptr;
-      const int64_t* index = call.index ? call.place(call.index, call.of_index, b, h) : nullptr;
-      const long s_k = call.of_k.row, s_v = call.of_v.row, s_i = call.of_index.row;
+      const T* q_in = call.q.at<const T>(b, h, start);
+      const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
+      const float* bias = call.bias.data ? call.bias.at<float>(b, h, start) : nullptr;
+      const int64_t* index = call.index.data ? call.index.at<int64_t>(b, h) : nullptr;
+      const long s_k = call.k.row, s_v = call.v.row, s_i = call.index.row;
       for (long r = 0; r < rows; r += QUERIES)
-        Read::columns(q + r * D, q_in + r * call.of_q.row, call.of_q.row, std::min<long>(QUERIES, rows - r), d);
+        Read::columns(q + r * D, q_in + r * call.q.row, call.q.row, std::min<long>(QUERIES, rows - r), d);
       const long padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
       std::fill(sums, sums + padded * D, 0.f);
       std::fill(top, top + padded, -INF);
@@ -474,7 +480,7 @@ void run_forward(const Call& call, float scale) {
           const long mine = call.causal ? std::min(count, seen + some - 1) : count;
           if (mine <= 0) continue;
           product<Kind, false>(mine, QUERIES, depth, k, D, 1, q + r * D, QUERIES, scores, QUERIES);
-          if (bias) add_bias(scores, bias + r * call.of_bias.row + key * call.bias_key, call.of_bias.row, call.bias_key, mine, some, scale);
+          if (bias) add_bias(scores, bias + r * call.bias.row + key * call.bias.item, call.bias.row, call.bias.item, mine, some, scale);
           if (call.causal) hide(scores, mine, seen);
           softmax<Kind, T>(scores, mine, scale * LOG2E, top + r, sum + r, sums + r * D, D);
           const long items = (mine + Read::item - 1) / Read::item;
@@ -482,11 +488,11 @@ void run_forward(const Call& call, float scale) {
         }
       }
       for (long r = 0; r < rows; r++) {
-        float* lse = call.place(call.lse, call.of_lse, b, h, start + r);
+        float* lse = call.lse.at<float>(b, h, start + r);
         if (call.narrow)
-          finish(call, sums + r * D, top[r] * scale, sum[r], call.place((T*)call.out, call.of_out, b, h, start + r), lse);
+          finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<T>(b, h, start + r), lse);
         else
-          finish(call, sums + r * D, top[r] * scale, sum[r], call.place((float*)call.out, call.of_out, b, h, start + r), lse);
+          finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<float>(b, h, start + r), lse);
       }
     }
   }
@@ -509,17 +515,17 @@ void run_backward(const Call& call, float scale) {
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < call.batch * call.heads; item++) {
       const long b = item / call.heads, h = item % call.heads;
-      const T *q_in = call.place((const T*)call.q, call.of_q, b, h), *k_in = call.place((const T*)call.k, call.of_k, b, h);
-      const T *v_in = call.place((const T*)call.v, call.of_v, b, h), *dout_in = call.place((const T*)call.dout, call.of_dout, b, h);
-      const T* out_in = call.place((const T*)call.final_out, call.of_final_out, b, h);
+      const T *q_in = call.q.at<const T>(b, h), *k_in = call.k.at<const T>(b, h);
+      const T *v_in = call.v.at<const T>(b, h), *dout_in = call.dout.at<const T>(b, h);
+      const T* out_in = call.out.at<const T>(b, h);
       for (long r = 0; r < padded; r++) {
-        const float found = r < call.queries ? *call.place(call.lse, call.of_lse, b, h, r) : -INF;
+        const float found = r < call.queries ? *call.lse.at<float>(b, h, r) : -INF;
         lse[r] = found == -INF ? INF : found;  // a row that sees nothing has probabilities of 0
       }
       for (long r = 0; r < call.queries; r += QUERIES) {
         const long some = std::min<long>(QUERIES, call.queries - r);
-        Read::columns(q_t, out_in + r * call.of_final_out.row, call.of_final_out.row, some, d);
-        Read::columns(dout_t, dout_in + r * call.of_dout.row, call.of_dout.row, some, d);
+        Read::columns(q_t, out_in + r * call.out.row, call.out.row, some, d);
+        Read::columns(dout_t, dout_in + r * call.dout.row, call.dout.row, some, d);
         for (int c = 0; c < QUERIES; c += WIDTH) {
           vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
           for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
@@ -528,25 +534,25 @@ void run_backward(const Call& call, float scale) {
       }
       for (long first = 0; first < call.keys; first += PANEL) {
         const long held = std::min<long>(PANEL, call.keys - first);
-        Read::rows(k, k_in + first * call.of_k.row, call.of_k.row, held, d, D);
-        Read::rows(v, v_in + first * call.of_v.row, call.of_v.row, held, d, D);
+        Read::rows(k, k_in + first * call.k.row, call.k.row, held, d, D);
+        Read::rows(v, v_in + first * call.v.row, call.v.row, held, d, D);
         std::fill(dk, dk + PANEL * D, 0.f);
         std::fill(dv, dv + PANEL * D, 0.f);
         for (long r = 0; r < call.queries; r += QUERIES) {
           const long some = std::min<long>(QUERIES, call.queries - r), seen = ahead + r + 1 - first;
           const long end = call.causal ? std::min(held, seen + some - 1) : held;
           if (end <= 0) continue;
-          Read::rows(q, q_in + r * call.of_q.row, call.of_q.row, some, d, D);
-          Read::rows(dout, dout_in + r * call.of_dout.row, call.of_dout.row, some, d, D);
-          Read::columns(q_t, q_in + r * call.of_q.row, call.of_q.row, some, d);
-          Read::columns(dout_t, dout_in + r * call.of_dout.row, call.of_dout.row, some, d);
+          Read::rows(q, q_in + r * call.q.row, call.q.row, some, d, D);
+          Read::rows(dout, dout_in + r * call.dout.row, call.dout.row, some, d, D);
+          Read::columns(q_t, q_in + r * call.q.row, call.q.row, some, d);
+          Read::columns(dout_t, dout_in + r * call.dout.row, call.dout.row, some, d);
           std::fill(dq, dq + QUERIES * D, 0.f);
           for (long key = 0; key < end; key += KEYS) {
             const long mine = std::min<long>(KEYS, end - key);
             product<Single, false>(mine, QUERIES, d, k + key * D, D, 1, q_t, QUERIES, p, QUERIES);
-            if (call.bias) {
-              const float* bias = call.place(call.bias, call.of_bias, b, h, r) + (first + key) * call.bias_key;
-              add_bias(p, bias, call.of_bias.row, call.bias_key, mine, some, scale);
+            if (call.bias.data) {
+              const float* bias = call.bias.at<float>(b, h, r) + (first + key) * call.bias.item;
+              add_bias(p, bias, call.bias.row, call.bias.item, mine, some, scale);
             }
             if (call.causal) hide(p, mine, seen - key);
             product<Single, false>(mine, QUERIES, d, v + key * D, D, 1, dout_t, QUERIES, ds, QUERIES);
@@ -562,7 +568,7 @@ void run_backward(const Call& call, float scale) {
             product<Single, true>(some, D, mine, ds, 1, QUERIES, k + key * D, D, dq, D);
           }
           for (long i = 0; i < some; i++) {
-            float* to = call.place(call.dq, call.of_dq, b, h, r + i);
+            float* to = call.dq.at<float>(b, h, r + i);
             if (first)
               add_scaled(to, dq + i * D, d, 1, scale);
             else
@@ -570,8 +576,8 @@ void run_backward(const Call& call, float scale) {
           }
         }
         for (long j = 0; j < held; j++) {
-          write_scaled(call.place(call.dk, call.of_dk, b, h, first + j), dk + j * D, d, scale);
-          write_scaled(call.place(call.dv, call.of_dv, b, h, first + j), dv + j * D, d, 1);
+          write_scaled(call.dk.at<float>(b, h, first + j), dk + j * D, d, scale);
+          write_scaled(call.dv.at<float>(b, h, first + j), dv + j * D, d, 1);
         }
       }
     }
@@ -605,7 +611,8 @@ extern "C" double multiply(int64_t threads, int64_t rounds, int64_t bf16) {
   return run_multiply<Single>(threads, rounds);
 }
 
-static void any_forward(const Call* call, double scale) {
+static void any_forward(const Call* call) {
+  const float scale = call->scale;
   if (call->dtype == 0) run_forward<Single, float>(*call, scale);
   if (call->dtype == 1) run_forward<Single, _Float16>(*call, scale);
 #ifdef __AVX512BF16__
@@ -615,20 +622,21 @@ static void any_forward(const Call* call, double scale) {
 #endif
 }
 
-static void any_backward(const Call* call, double scale) {
+static void any_backward(const Call* call) {
+  const float scale = call->scale;
   if (call->dtype == 0) run_backward<float>(*call, scale);
   if (call->dtype == 1) run_backward<_Float16>(*call, scale);
   if (call->dtype == 2) run_backward<Bfloat>(*call, scale);
 }
 
 // 1 where there is no memory, 0 else.
-static int run(void (*pass)(const Call*, double), const Call* call, double scale) {
+static int run(void (*pass)(const Call*), const Call* call) {
   try {
-    pass(call, scale);
+    pass(call);
   } catch (const std::bad_alloc&) {
     return 1;
   }
   return 0;
 }
-extern "C" int forward(const Call* call, double scale) { return run(any_forward, call, scale); }
-extern "C" int backward(const Call* call, double scale) { return run(any_backward, call, scale); }
+extern "C" int forward(const Call* call) { return run(any_forward, call); }
+extern "C" int backward(const Call* call) { return run(any_backward, call); }

@@ -249,6 +249,21 @@ def test_a_cache_made_in_inference_mode_serves_outside_and_narrow_values_come_ba
     assert reference.error(torch.cat([first, *rest], 1), want, 1.0) <= 1e-12
 
 
+@pytest.mark.parametrize("pattern", [blocks.sliding_window(1, block_size=16), DILATED[0]], ids=str)
+def test_a_step_that_fails_can_be_done_again(pattern, monkeypatch):
+    """In any of the steps that are prepared together."""
+    q, k, v = tensors(2, 60, 4, 2, 16, F64)
+    cache = KVCache(pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=60, dtype=F64)
+    outs = []
+    for t in range(60):
+        some = [x[:, t : t + 1] for x in (q, k, v)]
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(live_rows, "one_query", lambda *args: (_ for _ in ()).throw(MemoryError()))
+            attention(*some, pattern, causal=True, cache=cache)
+        outs.append(attention(*some, pattern, causal=True, cache=cache))
+    assert reference.error(torch.cat(outs, 1), reference.attention(q, k, v, pattern, causal=True)[0], 1.0) <= EXACT[F64]
+
+
 @pytest.mark.parametrize(("lengths", "rates", "at"), [([4, 16], [1, 1], 2), ([4, 16], [1, 1], 3), ([8, 64], [1, 2], 7)])
 def test_a_value_that_was_dropped_leaves_nothing_behind(lengths, rates, at):
     """Heads with fewer rows are read beyond them, with those that have more: what lay there has weight 0, NaN too."""

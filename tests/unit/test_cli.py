@@ -102,7 +102,7 @@ def test_measure_takes_suites_groups_and_minutes(capsys, monkeypatch, tmp_path):
         assert said(capsys, *how, *more)[0] == 0
     every = sum(len(make(hardware.get_profile("cpu"), device="cpu")) for make in suites.SUITES.values())
     assert len(asked[0][0]) == every > 20 and asked[1] == (["implementations", "lengths"], tmp_path, None)
-    assert len(asked[2][0]) == 4 and asked[2][2] == 8.5
+    assert len(asked[2][0]) == 5 and asked[2][2] == 8.5
     for more, message in (
         (["--group", "length"], "unknown group 'length'; known here: implementations; lengths; "),
         (["--suite", "kernels"], "suite 'kernels' has no points for 'cpu' here: it is for a GPU"),

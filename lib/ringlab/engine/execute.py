@@ -308,9 +308,11 @@ def forward(
             whole, views = _whole_call(plan, 1, q, k, v)
         if whole is not None:  # one call writes every row: its result becomes the output
             out, lse = kernel.forward(*views, causal and whole.causal, scale)  # (b', m, h, d), (b', h, m)
-            out, lse = out.reshape(q.shape).to(q.dtype), lse.transpose(1, 2).reshape(b, n, heads)
+            if len(out) > b:
+                out, lse = out.reshape(q.shape), lse.transpose(1, 2).reshape(b, n, heads).transpose(1, 2)
             if len(plan.blocks[0][1]) == 1:
-                return out, lse.transpose(1, 2)
+                return out.to(q.dtype), lse
+            out, lse = out.to(q.dtype), lse.transpose(1, 2)
         else:
             make = torch.empty if results is None else results.lend
             out = make(q.shape, dtype=q.dtype, device=q.device)

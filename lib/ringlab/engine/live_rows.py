@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from .execute import Plan
 ONE_READ = 2 << 20  # so many bytes are rather read in vain than left out by another pair of products
 NEVER = -(1 << 40)  # the last query of a row that none sees
 RUN = 16  # so many positions one after another are on one rank
+AHEAD = 64  # so many steps of one position are looked at together
 CONVERTED = 4096  # rows of half precision that are converted together
 
 
@@ -85,6 +87,7 @@ class LiveRows:
         for t in (*rows, self.shown, self.positions, self.counts, self.firsts, self.length, self.peak, self.until,
                   self.all_seen):  # fmt: skip
             t.copy_(t[index])
+        self._ahead = None
 
     def reset(self) -> None:
         for t in (self.k, self.v, self.counts, self.length, self.peak):
@@ -220,6 +223,7 @@ class LiveRows:
 
     def _refresh(self, entries: list[int]) -> None:
         """Make new what is known of the rows, after some came or went, or a segment ended."""
+        self._ahead = None
         rules, length = self.rules, self.length[entries]
         positions, there = self._rows(entries)
         bits = rules.visible(positions, length).masked_fill_(~there[:, :, None], 0)  # (entries, tables, seers, m)
@@ -237,54 +241,78 @@ class LiveRows:
     def _step(self, entries: list[int], q, k, v, out, lse, scale: float, kernel: Kernel) -> None:
         """Write out (b, c, h, d) and lse (b, c, h) of one new position of each of ``entries``, and take their rows."""
         rules, g, every = self.rules, self.rules.heads // self.rules.kv_heads, len(entries) == len(self.k)
-        each = slice(None) if every else torch.tensor(entries)
-        t, counts = self.length[each], self.counts[each]  # (entries,), (entries, tables)
-        asked, shown, last = rules.row(t)  # (entries, tables, seers) twice, (entries, tables)
-        given = k[each, 0], v[each, 0]  # (entries, h_kv, d)
+        if self._ahead is None or self._ahead.entries != entries:
+            self._ahead = self._look_ahead(entries)
+        ahead, each = self._ahead, slice(None) if every else torch.tensor(entries)
+        step, given = ahead.steps[-1], (k[each, 0], v[each, 0])  # (entries, h_kv, d)
         if rules.ranks > 1:
-            mine = rules.owns(t)[:, None]
-            given = (x.masked_fill(~mine[:, :, None].to(x.device), 0) for x in given)
-            shown, last = shown.masked_fill(~mine[:, :, None], 0), last.masked_fill(~mine, NEVER)
-        used = int(counts.max())
-        level = bool((counts == used).all())
-        slots = torch.tensor(entries)[:, None], torch.arange(rules.tables), counts  # (entries, tables)
-        at, head = (slice(None), slice(None), used) if every and level else slots, torch.arange(rules.kv_heads)
+            given = (x.masked_fill(~step.mine[..., None].to(x.device), 0) for x in given)
+        if every and step.level:
+            at = rows_at = slice(None), slice(None), step.used
+        else:
+            at = torch.tensor(entries)[:, None], torch.arange(rules.tables), step.counts  # (entries, tables)
+            rows_at = at[0], torch.arange(rules.kv_heads), step.counts.expand(-1, rules.kv_heads)
         for rows, x in zip((self.k, self.v), given):
-            rows[at if every and level else (slots[0], head, counts.expand(-1, len(head)))] = x
-        self.positions[at] = t[:, None].int()
-        self.shown[at[0], at[1], :, at[2]] = shown.to(self.shown)
-        plain = False  # whether each query sees each row, once
-        if rules.bits == 1:
-            self.all_seen[each] &= (shown > 0).flatten(1).all(1)
-            plain = level and bool(self.all_seen[each].all() and (asked > 0).all())
-        everything = range(len(entries)), slice(0, rules.tables), 0, used + 1
-        reads = [everything] if plain else self._reads(each, asked, counts)
-        for some, tables, start, stop in reads:
+            rows[rows_at] = x
+        self.positions[at] = step.positions
+        self.shown[at[0], at[1], :, at[2]] = step.shown
+        everything = range(len(entries)), slice(0, rules.tables), 0, step.used + 1
+        for some, tables, start, stop in [everything] if step.plain else self._reads(step):
             heads = slice(None) if rules.shared else tables
             for run in even_runs([(entries[x], x) for x in some]):
                 i, j = (_slice([(x,) for x in column]) for column in zip(*run))
                 bias = None
-                if not plain:
-                    seen = self.shown[i, tables, :, start:stop] & asked[j, tables, :, None].to(self.shown)
+                if not step.plain:
+                    seen = self.shown[i, tables, :, start:stop] & step.mask[j, tables, :, None]
                     bias = log_counts(seen, rules.bits, lse.dtype)  # (entries, tables, seers, m)
                 rows = self.k[i, heads, start:stop], self.v[i, heads, start:stop]
                 o, l = one_query(q[i, 0].unflatten(1, (-1, g))[:, heads], *rows, bias, scale, kernel)
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
-        kept = last + rules.max_crop > t[:, None]  # (entries, tables)
-        leaves = (last + 1 + rules.max_crop).masked_fill_(~kept, rules.n + 1).amin(1)
-        self.until[each] = until = torch.minimum(self.until[each], leaves)
-        self.counts[each] += kept
+        self.counts[each] += step.kept
         self.length[each] += 1
-        if due := [entry for entry, ends in zip(entries, (self.length[each] >= until).tolist()) if ends]:
-            self._drop(due, self.length[due])
-            self._refresh(due)
+        ahead.steps.pop()
+        if not ahead.steps:
+            self._ahead = None
+            if ahead.due:
+                self._drop(ahead.due, self.length[ahead.due])
+                self._refresh(ahead.due)
 
-    def _reads(self, each, asked: Tensor, counts: Tensor) -> list[tuple[Sequence[int], slice, int, int]]:
+    def _look_ahead(self, entries: list[int]) -> _Ahead:
+        """What the next positions of ``entries``, one at a time, see and leave, until a row is dropped."""
+        rules = self.rules
+        t, counts = self.length[entries], self.counts[entries]  # (entries,), (entries, tables)
+        t = t[:, None] + torch.arange(min(AHEAD, rules.n - int(t.max())))  # (entries, steps)
+        asked, shown, last = (x.unflatten(0, t.shape) for x in rules.row(t.flatten()))
+        mine = rules.owns(t)[..., None]  # (entries, steps, 1)
+        shown, last = shown.masked_fill(~mine[..., None], 0), last.masked_fill(~mine, NEVER)
+        kept = last + rules.max_crop > t[..., None]  # (entries, steps, tables)
+        leaves = (last + 1 + rules.max_crop).masked_fill_(~kept, rules.n + 1).amin(2)
+        until = torch.minimum(self.until[entries][:, None], leaves.cummin(1).values)  # (entries, steps)
+        due = t + 1 >= until
+        steps = int(due.any(0).int().argmax()) + 1 if due.any() else t.shape[1]
+        counts = counts[:, None] + kept.cumsum(1) - kept.long()  # (entries, steps, tables): before each step
+        used = counts.amax((0, 2))
+        level = (counts == used[:, None]).all(2).all(0)
+        plain = torch.zeros_like(level)  # whether each query sees each row, once
+        if rules.bits == 1:
+            unseen = (shown == 0).flatten(2).any(2)  # (entries, steps)
+            all_seen = self.all_seen[entries][:, None] & (unseen.cumsum(1) == 0)
+            plain = level & all_seen.all(0) & (asked > 0).flatten(2).all(2).all(0)
+            self.all_seen[entries] = all_seen[:, steps - 1]
+        asks = (asked.unsqueeze(-1) >> torch.arange(rules.bits) & 1).bool().any(3)  # (entries, steps, tables, bits)
+        firsts = self.firsts[entries][:, None].masked_fill(~asks, rules.slots).amin(-1)  # (entries, steps, tables)
+        self.until[entries] = until[:, steps - 1]
+        columns = t[..., None].int(), mine, counts, kept, firsts, asked, *(x.to(self.shown) for x in (asked, shown))
+        numbers = firsts.amin((0, 2)), used, level, plain
+        each = zip(*(x[:, :steps].unbind(1) for x in columns), *(x[:steps].tolist() for x in numbers))
+        due = [entry for entry, ends in zip(entries, due[:, steps - 1].tolist()) if ends]
+        return _Ahead(entries, [_Step(*one) for one in each][::-1], due)
+
+    def _reads(self, step: _Step) -> list[tuple[Sequence[int], slice, int, int]]:
         """(numbers of entries, tables, first slot, end) to read for new queries; what sees alike is read together."""
-        by_bits = asked.unsqueeze(-1) >> torch.arange(self.rules.bits) & 1  # (entries, tables, seers, bits)
-        firsts = self.firsts[each].masked_fill(~by_bits.bool().any(2), self.rules.slots).amin(-1)  # (entries, tables)
-        one = range(len(asked)), slice(0, asked.shape[1]), int(firsts.min()), int(counts.max()) + 1
+        asked, counts, firsts = step.asked, step.counts, step.firsts
+        one = range(len(asked)), slice(0, asked.shape[1]), step.first, step.used + 1
         if one[2] < one[3] and self._bytes([one]) <= ONE_READ:
             return [one]
         alike: dict[tuple, list[int]] = {}
@@ -315,6 +343,31 @@ class LiveRows:
         tables = range(self.rules.tables)
         rows = sum(len(entries) * len(tables[some]) * (stop - start) for entries, some, start, stop in reads)
         return rows * 2 * self.k.shape[3] * self.k.element_size() * (self.rules.kv_heads // len(tables))
+
+
+class _Step(NamedTuple):
+    """One new position of some entries: what it sees, and what it leaves for later ones."""
+
+    positions: Tensor  # (entries, 1)
+    mine: Tensor  # (entries, 1), whether the new row is kept on this rank
+    counts: Tensor  # (entries, tables), slots in use before
+    kept: Tensor  # (entries, tables), whether a later query sees the new row
+    firsts: Tensor  # (entries, tables), the first slot that is seen
+    asked: Tensor  # (entries, tables, seers), the bits by which the query sees
+    mask: Tensor  # the same, where ``LiveRows.shown`` is
+    shown: Tensor  # (entries, tables, seers), those of the new row
+    first: int  # of all of ``firsts``
+    used: int  # the most of ``counts``
+    level: bool  # whether all ``counts`` are equal
+    plain: bool  # whether the query sees each row, once
+
+
+class _Ahead(NamedTuple):
+    """The next steps of some entries, the next one last; after them the entries ``due`` drop rows."""
+
+    entries: list[int]
+    steps: list[_Step]
+    due: list[int]
 
 
 def _slices(entries: list[int]) -> Iterator[slice]:

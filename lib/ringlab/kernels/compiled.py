@@ -6,7 +6,7 @@ a time in short calls.
 
 from __future__ import annotations
 
-import ctypes
+import struct
 
 import torch
 from torch import Tensor
@@ -53,56 +53,48 @@ class Compiled:
 
         ``merge``: join the results with those of other keys that are there, in fp32.
         """
-        tensors = {"q": q, "k": k, "v": v, "bias": bias, "out": out, "lse": lse, "index": index}
-        _run("forward", tensors, causal, scale, merge)
+        _run("forward", (q, k, v, bias, out, lse, index), causal, scale, merge)
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
         dout, out = (t.to(q.dtype) if t.stride(3) == 1 else t.to(q.dtype).contiguous() for t in (dout, out))
         dq, dk, dv = (torch.empty(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
-        read = {"q": q, "k": k, "v": v, "dout": dout, "bias": bias, "final_out": out, "lse": lse}
-        _run("backward", read | {"dq": dq, "dk": dk, "dv": dv}, causal, scale, False)
+        _run("backward", (q, k, v, bias, out, lse, None, dout, dq, dk, dv), causal, scale, False)
         return dq, dk, dv
+
+
+_KEYS = getattr(torch._C, "_TorchDispatchModeKey", None)  # None: a torch that does not tell
+_MODES = (getattr(torch._C, "_get_dispatch_mode", None), getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None))
 
 
 def _is_recorded() -> bool:
     """Whether torch.fx records the operators that are called; False with a torch that does not tell."""
-    keys = getattr(torch._C, "_TorchDispatchModeKey", None)
-    before = getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None)
-    modes = (getattr(torch._C, "_get_dispatch_mode", None), before)
-    return keys is not None and any(mode is not None and mode(keys.PROXY) is not None for mode in modes)
+    return _KEYS is not None and any(mode is not None and mode(_KEYS.PROXY) is not None for mode in _MODES)
 
 
-# The tensors of a call in the order of the fields in native.cpp; all but lse and index (b, h, m) are (b, m, h, d).
-TENSORS = ("q", "k", "v", "dout", "bias", "final_out", "out", "lse", "dq", "dk", "dv", "index")
-
-
-def _run(function: str, tensors: dict[str, Tensor | None], causal: bool, scale: float, merge: bool) -> None:
-    q, bias = tensors["q"], tensors["bias"]
+def _run(function: str, tensors: tuple[Tensor | None, ...], causal: bool, scale: float, merge: bool) -> None:
+    """Call native.cpp; ``tensors`` are those of its ``Call``, in that order."""
+    q, k, _, bias, out, _, index, *_ = tensors
     if _is_recorded():
         why = "torch.fx cannot record the compiled kernel"
         raise NotImplementedError(f"{why}; use torch.export, or backend='cpu_flash'")
     if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
         return
-    pointers, steps = [], []
-    for name in TENSORS:
-        t = tensors.get(name)
-        if t is not None and t.is_neg():
-            t = tensors[name] = t.resolve_neg()
-        if t is None:
-            pointers.append(0)
-            steps += 0, 0, 0
-            continue
-        batch, row, head, *_ = (t.transpose(1, 2) if name in ("lse", "index") else t).stride()
-        pointers.append(t.data_ptr())
-        if not pointers[-1] and t.numel():
-            raise NotImplementedError(f"the compiled kernel needs plain tensors, got {type(t).__name__}")
-        steps += batch, 0 if name == "bias" and t.shape[1] == 1 else row, head
-    keys = tensors["k"].shape[1] if tensors.get("index") is None else tensors["index"].shape[2]
-    numbers = *q.shape[:1], q.shape[2], q.shape[1], keys, q.shape[3], DTYPES.index(q.dtype)
-    narrow = "out" in tensors and tensors["out"].dtype != torch.float32
+    batch, queries, heads, d = q.shape
+    narrow = function == "forward" and out.dtype != torch.float32
     if narrow and merge:
         raise ValueError("results are merged in float32")
-    more = causal, merge, narrow, torch.get_num_threads(), 1 if bias is None else bias.stride(3)
-    values = *pointers, *numbers, *more, *steps
-    if getattr(native.library()[0], function)((ctypes.c_int64 * len(values))(*values), ctypes.c_double(scale)):
-        raise MemoryError(f"no memory for the scratch of {torch.get_num_threads()} threads")
+    threads, keys = torch.get_num_threads(), k.shape[1] if index is None else index.shape[2]
+    values = [batch, heads, queries, keys, d, DTYPES.index(q.dtype), causal, merge, narrow, threads]
+    if bias is not None and bias.shape[1] == 1:
+        tensors = *tensors[:3], bias.expand(-1, queries, -1, -1), *tensors[4:]
+    tensors = [t.resolve_neg() if t is not None and t.is_neg() else t for t in tensors]  # which _run then holds
+    for t in tensors:
+        if t is None:
+            values += 0, 0, 0, 0, 0
+            continue
+        pointer = t.data_ptr()
+        if not pointer and t.numel():
+            raise NotImplementedError(f"the compiled kernel needs plain tensors, got {type(t).__name__}")
+        values += (pointer, *t.stride()) if t.dim() == 4 else (pointer, *t.stride(), 0)
+    if getattr(native.library()[0], function)(struct.pack(f"d{len(values)}q", scale, *values)):
+        raise MemoryError(f"no memory for the scratch of {threads} threads")

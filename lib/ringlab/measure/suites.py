@@ -381,7 +381,7 @@ ROWS_KEPT = 256  # rows that each branch of the ladder keeps of a segment, as Lo
 
 
 def landscape_ladder(seq_len: int, **how) -> Dilated:
-    """LongNet's geometric ladder up to the whole sequence: segments of 256 x 4^i at rate 4^i, each keeping 256 rows.
+    """LongNet's geometric ladder within the sequence: segments of 256 x 4^i at rate 4^i, each keeping 256 rows.
 
     >>> str(landscape_ladder(16384))
     'dilated [256, 1024, 4096, 16384] / [1, 4, 16, 64]'
@@ -427,7 +427,7 @@ def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
     """
     ns = _lengths(rehearsal, 4096, 16384, 65536, *([] if cpu else [262_144]))
     step = point.but(system=GENERATION, causal=True)
-    kinds = ((n, p) for n in ns for p in (Dense(), LANDSCAPE_WINDOW, landscape_ladder(n)))
+    kinds = ((n, p) for n in ns for p in (Dense(), LANDSCAPE_WINDOW, landscape_ladder(n), ladder(n)))
     steps = [step.but(seq_len=n - STEPS, pattern=p) for n, p in kinds]  # where segments are full
     groups = [Group(GENERATION, (*steps, again(steps[0])))]
     if rehearsal:
@@ -443,7 +443,8 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     """The field on one page, two and a half minutes on two CPU cores, most of them dense attention at the longest.
 
     ``landscape``: each system over three lengths, forward; FlexAttention at the longest only, because it compiles for
-    ten seconds. ``landscape training``: forward and backward at the two shorter ones. Then those of ``model_groups``.
+    ten seconds. ``landscape training``: forward and backward at the two shorter ones. ``advised``: the pattern that
+    ``advise`` proposes, at lengths of the first screen's table. Then those of ``model_groups``.
     The other packages that are installed have groups of their own, by ``peer_groups``; they take about a minute.
     """
     ns = _lengths(rehearsal, *([1024, 4096, 16384] if device == "cpu" else [4096, 16384, 65536]))
@@ -461,9 +462,12 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
     trained = [p for p in points if p.seq_len in ns[:2] and p.system != "flex" and p == p.first]
     trained = [p.but(passes="fwd+bwd") for p in trained]
     half = 2048 if device == "cpu" else 8192
+    advised = [window.but(seq_len=n, pattern=ladder(n)) for n in (8192, 32768, *([] if device == "cpu" else [131_072]))]
+    advised = [dense(advised[0]), *(p.but(passes=passes) for p in advised for passes in ("fwd", "fwd+bwd"))]
     # Dense attention takes seconds, and is what all others are compared with.
     return [
         Group(LANDSCAPE, dict.fromkeys(points), rounds=8), Group(LANDSCAPE_TRAINING, trained, rounds=8),
+        *([] if rehearsal else [Group("advised", advised, rounds=5)]),
         *model_groups(window, device == "cpu", rehearsal),
         *peer_groups(window, half, SHORTEST if rehearsal else 8 * half),
     ]  # fmt: skip
