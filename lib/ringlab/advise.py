@@ -92,7 +92,7 @@ class Evidence:
 
     @property
     def text(self) -> str:
-        word = "faster than" if self.faster else "slower than" if self.slower else "not told apart from"
+        word = "faster than" if self.faster else "slower than" if self.slower else "within noise of"
         sides = [f"{self.about}={x}" if x in ("True", "False") else x for x in (self.setting, self.against)]
         said = f"{sides[0]} {self.figures} {word} {sides[1]}, {self.label}, {self.origin}"
         return said if self.counts else f"{said}: decides nothing"

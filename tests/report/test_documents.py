@@ -213,8 +213,11 @@ def test_efficiency_is_time_over_roofline():
 
 
 def test_a_kernel_has_a_time_or_a_reason_and_what_its_rules_say():
-    found = {row[0]: row[1:] for row in single.kernels_table(page("000")).rows}
+    about = page("000")
+    found = {name: row[1:] for row in single.kernels_table(about).rows for name in row[0].split(", ")}
     assert found["cpu_flash"][0].text[0].isdigit() and found["cudnn"][0].sub == "needs a CUDA device, this is cpu"
+    assert any("cudnn, flash_attn_2, flash" in row[0] for row in single.kernels_table(about).rows), "refused alike"
+    assert single.failures(about) is None and single.failures(page("000", spoiling("000", ["wrong"], 9))).rows
     assert found["cudnn"][1].text == "refused" and found["xformers"][1].text == "fp32, fp16"
     h200 = single.kernels_table(page("000", None, "h200"))
     rules = {row[0]: text(row[2]) for row in h200.rows}
@@ -290,7 +293,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     assert "every row ran on one" in "".join(single.limits(alone).lines)
     assert "Unstable times: 2, as" in said and "Naive (ours), fp16, 8,192 tokens, forward" in said
     assert "unstable" in single.implementations(about).markdown
-    failed = single.failures(about)
+    failed = findings.failures(about)
     (refused,) = failed.rows  # they agree in shape and reason
     assert refused[0].count("kernel") == 7 and failed.caption.startswith("7 of ") and "CUDA" not in said
     assert all(name in refused[0] for name in ("cudnn", "flash_attn_2", "flash_attn_3", "xformers", "efficient"))
@@ -385,6 +388,9 @@ def test_a_roofline_is_of_the_threads_of_the_row():
     found = cells_of(ring.lengths(two), "Roofline (ms)")
     assert {text(found[n, p][0]) for n, p in found if p == 1} == {"20.0"}
     assert {text(found[n, p][0]) for n, p in found if p == 2 and found[n, p][0]} == {"10.0"}
+    bounds = two.frame().groupby(["world_size", "threads"])["bound_s"].min()
+    assert bounds[1, 1] == 0.02 and bounds[2, 1] == 0.01, "in the data too"
+    assert "1 thread a rank, dense attention too." in ring.names(two).note
 
 
 def test_schemes_that_send_as_much_share_a_name():
@@ -464,12 +470,13 @@ def test_times_stand_beside_rooflines(number):
 
 @pytest.mark.parametrize("number, name", [("002", "Published (ms)"), ("004", "Published tokens/s")])
 def test_no_published_time_of_a_gpu_stands_beside_one_of_a_cpu_in_a_rehearsal(number, name):
-    """The other figures of the document stay."""
+    """Where memory is measured beside it, the memory of the document stays."""
     for rehearsal in (False, True):
         profile = "gtx1080" if number == "002" or rehearsal else "cpu"
         about = page(number, None, profile, rehearsal)
         found = (session.block_sparse if number == "002" else ring.lengths)(about).columns
-        assert (f">{name}" in found) != rehearsal and ">Published (MB)" in found
+        assert (f">{name}" in found) != rehearsal
+        assert (">Published (MB)" in found) == (number == "002" or not rehearsal)
 
 
 def test_rows_without_operator_calls_are_shown():

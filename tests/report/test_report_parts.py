@@ -88,6 +88,8 @@ def test_a_table_names_its_rows_aligns_numbers_and_wraps_text():
     assert '<th scope="row">a</th><td class="n">1,234</td>' in table.html
     assert '<td class="w">needs' in table.html and "<td>" not in table.html
     assert "\n| a | 1,234 | needs a device that is not here |" in table.markdown
+    empty = tables.Table("t", ["Name"])
+    assert "<table" not in empty.html and empty.markdown == "**t**: not measured."
 
 
 @pytest.fixture

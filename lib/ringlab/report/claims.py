@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from .. import hardware
 from ..measure import Ratio
-from .columns import peak_bytes, per_token, sent_bytes, timed
+from .columns import beyond, peak_bytes, per_token, sent_bytes, timed
 from .published import BETWEEN, DOCUMENTS, KB, MB, published
 from .study import Study, best
 from .tables import Cell, interval, number
+from .trust import objection, status
 
 # word: (class of its style, the word for several claims, meaning)
 WORDS = {
@@ -24,7 +25,7 @@ WORDS = {
     "contradicts itself": (
         "odd",
         "contradict themselves",
-        "Printed figures disagree, or one factor changes two things.",
+        "Its printed figures or own records disagree, or one factor changes two things.",
     ),
     "does not hold": ("bad", "do not hold", "A property that an implementation which passes its checks does not have."),
     "holds": ("good", "hold", "Tested here at every length and number of ranks that was measured."),
@@ -100,6 +101,8 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
     """
     values, unit = finding.values, claim.get("unit", "×")
     ours = finding.ours or in_words(values, unit, finding.what)
+    if study.rehearsal and "tokens/s" in (ours or ""):
+        ours = None  # a rate of this CPU, which says nothing of the GPU's
     if finding.impossible:
         return Verdict("impossible as printed", ours, finding.impossible, finding.apart)
     if finding.contradiction:
@@ -198,7 +201,8 @@ def _value(x: Ratio | float, unit: str) -> str:
     view, tail = UNITS.get(unit, lambda x: x), unit if unit == "×" else f" {unit}" if unit else ""
     if isinstance(x, Ratio):
         low, high = x.ci if x.high == math.inf else map(view, x.ci)
-        return f"{number(view(x.value))}{tail} ({interval(low, high)})"
+        doubt = "" if beyond(x) or x.high == math.inf else "; within noise"
+        return f"{number(view(x.value))}{tail} ({interval(low, high)}{doubt})"
     return f"{number(view(x))}{tail}"
 
 
@@ -227,7 +231,8 @@ def by_rows(study: Study, claim: dict) -> Finding:
     systems = (rows | rows["first"]).get("system")
     absent = [s for s in systems if not any(_name(s) in w for w in values)] if isinstance(systems, list) else []
     one_fails = values and _met(claim, values)[0] is False  # then the others decide nothing
-    missing = " and ".join(map(_name, absent)) if values and not one_fails else ""
+    spoilt = {r.point.system: f" ({status(r)})" for r in study.rows(system=absent) if objection(r)}
+    missing = " and ".join(_name(s) + spoilt.get(s, "") for s in absent) if values and not one_fails else ""
     if len(counts) < rows.get("counts", 0):
         missing = "three numbers of ranks or more, which a law needs"
     return Finding(

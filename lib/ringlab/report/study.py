@@ -230,7 +230,10 @@ def best(results):
 
 
 def _flat(result) -> dict:
-    point = result.point
+    point, own, every = result.point, threads(result), result.provenance.get("threads")
+    # The stored roofline is that of all threads of the machine.
+    limited = own and every and result.provenance.get("device") == "cpu"
+    share = min(1, own * point.world_size / every) if limited else 1
     return {
         "point": point.id, "group": result.group, "system": point.system, "pattern": str(pattern_of(point)),
         "options": " ".join(f"{k}={v}" for k, v in point.options), "batch": point.batch, "seq_len": point.seq_len,
@@ -239,7 +242,8 @@ def _flat(result) -> dict:
         "not_quoted_because": objection(result), "median_s": result.median,
         "ci_low_s": result.ci[0] if result.ci else None, "ci_high_s": result.ci[1] if result.ci else None,
         "q1_s": result.q1, "q3_s": result.q3, "samples": len(result.seconds), "unstable": result.unstable,
-        "bound_s": result.bound_seconds, "share_of_sgemm": result.share,
+        "bound_s": result.bound_seconds and result.bound_seconds / share, "threads": own,
+        "share_of_sgemm": result.share,
         **{f"error_{k}": v for k, v in result.errors.items()}, **result.memory, **result.cost,
         **{f"ranks_{k}": " ".join(map(str, v)) if isinstance(v, list) else v for k, v in result.ranks.items()},
         "others_cores": result.provenance.get("others_cores"),

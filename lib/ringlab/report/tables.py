@@ -72,7 +72,7 @@ class Table(Shown):
     """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
 
     ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for each row, as suits words.
-    Without rows the table says "not measured".
+    Without rows the table is one line that says so.
 
     >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
     **Times**
@@ -92,15 +92,14 @@ class Table(Shown):
     cards: bool = False
 
     def __post_init__(self):
-        if not self.rows:  # one dash after another says no more
-            self.columns, self.rows, self.note, self.marked = ["What"], [["not measured"]], "", ()
-            self.folded = self.cards = False
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.caption!r} has {len(self.columns)} columns, a row has {len(row)}")
 
     @property
     def html(self) -> str:
+        if not self.rows:
+            return f"<p><strong>{escape(self.caption)}</strong>: not measured.</p>"
         rows, marked = [[cell(x) for x in row] for row in self.rows], set(self.marked)
         kinds = [_column_class(name, [row[i] for row in rows]) for i, name in enumerate(self.columns)]
         names = [escape(c.lstrip(">")) for c in self.columns]
@@ -125,6 +124,8 @@ class Table(Shown):
 
     @property
     def markdown(self) -> str:
+        if not self.rows:
+            return f"**{markdown_text(self.caption)}**: not measured."
         lines = [f"**{markdown_text(self.caption)}**", ""]
         lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in self.columns) + " |")
         lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in self.columns) + "|")
@@ -204,12 +205,13 @@ def breakable(text: str) -> str:
 
 
 def inline_html(text: str) -> str:
-    """The inline marks that ``Text`` and notes use, as HTML.
+    """The inline marks that ``Text`` and notes use, as HTML. A link names the Markdown of another report.
 
-    >>> inline_html("**3.1x** by `a<b`")
-    '<strong>3.1x</strong> by <code>a&lt;b</code>'
+    >>> inline_html("**3.1x** by `a<b`, [landscape](landscape.md)")
+    '<strong>3.1x</strong> by <code>a&lt;b</code>, <a href="landscape.html">landscape</a>'
     """
     text = escape(text, quote=False)
+    text = re.sub(r"\[([^]]+)\]\((\w+)\.md\)", r'<a href="\2.html">\1</a>', text)
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
     text = re.sub(r"\*([A-Za-z][^*]*?)\*", r"<em>\1</em>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)

@@ -52,30 +52,29 @@ def _sorted(entries: list[Entry]) -> list[Entry]:
 
 def decider(study: Study, entry: Entry) -> str:
     """The run that would decide a claim which these rows leave open."""
-    needs = entry.claim.get("needs", "")
-    if needs in hardware.profiles():
-        if needs != study.profile.name or study.rehearsal:
-            return _report(hardware.get_profile(needs))
-    elif needs:
+    needs, untested = entry.claim.get("needs", ""), entry.verdict.word == "untested"
+    if needs and needs not in hardware.profiles():
         return needs
+    if entry.claim.get("theirs") and not untested:
+        return "the original's code on a GTX 1080"
+    if needs and (needs != study.profile.name or study.rehearsal):
+        return _report(hardware.get_profile(needs))
     if study.rehearsal:
         return _report(study.profile)
-    if entry.verdict.word == "untested":
-        return AGAIN
-    return "the original's code on a GTX 1080"
+    return AGAIN if untested else "the original's code on a GTX 1080"
 
 
 def _report(profile) -> str:
     return f"`make report GPU={profile.name}` on a machine with that device"
 
 
-def claims(study: Study, *words: str) -> Table | Text:
+def claims(study: Study, *words: str) -> Table | None:
     """The claims with one of these verdicts, the strongest first: where each is printed, our figure, why, and by which
     rows of which report. The table is drawn closed but for what is wrong as printed.
     """
     found = [e for e in _sorted(judged(study)) if e.verdict.word in words]
     if not found:
-        return Text([f"No claims {WORDS[words[0]][1]}."])
+        return None
     columns = [*COLUMNS, "Tested by", *(["Decided by"] if words[0] in OPEN else [])]
     meanings = [f"{word.capitalize()}: {WORDS[word][2]}" for word in words]
     return Table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -17,7 +18,7 @@ from ...kernels.base import DeviceSpec
 from .. import columns, figures, findings, rows
 from ..columns import MASK, PASS, PEAK, ROOFLINE, TIME, TOKENS, Column, beyond, shown, table, times
 from ..evidence import evidence
-from ..findings import failures, provenance, reading
+from ..findings import provenance, reading
 from ..rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
 from ..study import Study, best, together, with_rates
 from ..tables import Cell, Code, Table, Text, number, size
@@ -311,7 +312,7 @@ def reuse(study: Study) -> Text:
         won, lost = (sum(beyond(x) == sign for x in used) for sign in (1, -1))
         ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
         pool_line = (
-            f"of {len(used)} calls {won} are faster with it, {lost} slower, "
+            f"of {len(used)} call{'s' * (len(used) > 1)} {won} are faster with it, {lost} slower, "
             f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast). Strided views write results "
             "in place and borrow nothing but an fp32 accumulator; gathered copies borrow their buffers."
         )
@@ -351,12 +352,26 @@ def kernels_table(study: Study) -> Table:
         allowed = ", ".join(dtype for dtype, reason in why.items() if not reason)
         return Cell(allowed or "refused", "; ".join({x: 1 for x in why.values() if x}), "" if allowed else "none")
 
-    return table(
+    found: dict[tuple, list[str]] = {}  # those that are refused alike share a line
+    for name in kernels.order(card if study.device_type == "cuda" else torch.device("cpu")):
+        cells = here(name), by_rule(name)
+        found.setdefault(cells if {c.kind for c in cells} == {"none"} else (name, *cells), []).append(name)
+    return Table(
         f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
-        [Column("Kernel", lambda x: x), Column(">Time here (ms)", here), Column(f"On {gpu.title}", by_rule)],
-        kernels.order(card if study.device_type == "cuda" else torch.device("cpu")), folded=True,
+        ["Kernel", ">Time here (ms)", f"On {gpu.title}"],
+        [[", ".join(names), *cells[-2:]] for cells, names in found.items()], folded=True,
         note="The first that is not refused is chosen. Rules are stated needs; nothing was called on that device.",
     )  # fmt: skip
+
+
+def failures(study: Study) -> Table | None:
+    """Every point that is not quoted, but for the refusals that stand in the table of kernels."""
+
+    def told(r) -> bool:
+        s = switches(r.point)
+        return r.status == "unsupported" and s == FULL | {"backend": s["backend"]}
+
+    return findings.failures(replace(study, results=[r for r in study.results if not told(r)]))
 
 
 def folded(study: Study) -> Table | None:
@@ -386,8 +401,8 @@ def folded(study: Study) -> Table | None:
     def pairs(plan, p) -> float:
         return plan.pairs(p.causal) / (p.heads * p.seq_len)
 
-    def rate(row) -> Cell | None:
-        return Cell(f"{number(row.share)}×") if columns.timed(row) and row.share else None
+    def over_roofline(row) -> str | None:
+        return f"{number(row.median / row.bound_seconds)}×" if columns.timed(row) and row.bound_seconds else None
 
     return table(
         "Nested branches: branch by branch → folded, each visible pair once",
@@ -397,12 +412,10 @@ def folded(study: Study) -> Table | None:
          Column(">Merges a row", both(merges)),
          Column(">Predicted gain", lambda x: Cell(f"{number(x['gain'])}×", f"chosen: {x['chosen']}")),
          columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto"),
-         Column(">Rate", lambda x: rate(x["auto"]))],
+         Column(">Time over roofline", lambda x: over_roofline(x["auto"]))],
         lines, folded=True,
         note="A key that M branches show counts once, with log M added to its scores. The gain is the time branch by "
-        "branch over the time chosen; predicted for the forward pass. Pairs: queries times keys that are computed. "
-        "Rate: FLOP/s of a call branch by branch, over those of torch's product of two 2,048 × 2,048 matrices in turns "
-        "with it.",
+        "branch over the time chosen; predicted for the forward pass. Pairs: queries times keys that are computed.",
     )  # fmt: skip
 
 

@@ -322,7 +322,7 @@ def not_beaten(q: Quality, need: Need) -> list[str]:
 
 
 def choice(q: Quality) -> Table | Text:
-    """For each need the best pattern, those that are not told apart from it, and which of them cost least."""
+    """For each need the best pattern, those within noise of it, and which of them cost least."""
     found = [(need, some) for need in needs(q) if (some := not_beaten(q, need))]
     if not found:
         return Text(["One seed tells no difference from noise: train more seeds."])
@@ -346,12 +346,12 @@ def choice(q: Quality) -> Table | Text:
     return table(
         "By what a task needs",
         [Column("To …", lambda x: x[0].words), Column("Best", best),
-         Column("Not told apart from it", lambda x: listed(x[1][1:]) or DASH),
+         Column("Within noise of it", lambda x: listed(x[1][1:]) or DASH),
          Column("Of these, fastest training", least(step, lambda t: f"{number(t * 1e6)} µs a token")),
          Column("Of these, smallest cache", least(lambda p: cached(q, p), size))],
         found,
         note=f"Look up and copy: right answers in sequences of {q.length('recall'):,} tokens. Time and cache: at "
-        f"{q.length('text'):,} tokens. Not told apart: compared seed by seed, the difference from the best is within "
+        f"{q.length('text'):,} tokens. Within noise: compared seed by seed, the difference from the best is within "
         "its 95 % interval." + _short_steps(q),
     )  # fmt: skip
 
