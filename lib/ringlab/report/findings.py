@@ -55,8 +55,7 @@ def gaps_line(study: Study) -> str:
     if missing := missing_points(study):
         gaps.append(f"{len(missing)} point{'s' * (len(missing) > 1)} of this profile")
     if failed := study.failed:
-        be = "is" if len(failed) == 1 else "are"
-        gaps.append(f"{len(failed)} of {len(study.results)} points {be} not quoted (listed below)")
+        gaps.append(f"{len(failed)} of {len(study.results)} points (not quoted, listed below)")
     return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
 
 
@@ -73,9 +72,7 @@ def limits(study: Study, *more: str) -> Text:
     if crowded := [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]:
         lines.append(f"How fast this machine is when quiet: other processes used up to {max(crowded):g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
-        lines.append(
-            f"Whether {len(unbound)} time{'s are' if len(unbound) > 1 else ' is'} possible: the roofline is not known."
-        )
+        lines.append(f"Whether all times are possible: the roofline of {len(unbound)} is not known.")
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Unstable times: {len(unstable)}, as {some(unstable)}.")
@@ -120,10 +117,8 @@ def failures(study: Study) -> Table | None:
 # what the numbers mean
 
 
-WORDS = {
-    "head groups": "each group of heads runs one branch",
-    "offsets by branch": "branch i starts at row i mod its rate",
-}
+WORDS = {"head groups": "each group of heads runs one branch",
+         "offsets by branch": "branch i starts at row i mod its rate"}  # fmt: skip
 
 
 def reading(study: Study) -> Text:
@@ -147,9 +142,9 @@ def reading(study: Study) -> Text:
     if study.rows(system="dense_sdpa"):
         other = "a sparse pattern leaves out keys, so it computes another function than dense attention."
         lines.append(f"**Faster than dense**: {other}")
-    shown = {word for r in study.results for word in WORDS if word in str(pattern_of(r.point))}
-    if shown:
-        lines.append(f"**Patterns**: {'; '.join(f'{x}: {said}' for x, said in WORDS.items() if x in shown)}.")
+    names = {str(pattern_of(r.point)) for r in study.results}
+    if used := [f"*{x}*: {said}" for x, said in WORDS.items() if any(x in name for name in names)]:
+        lines.append(f"**Patterns**: {'; '.join(used)}.")
     return Text(lines, bullets=True, summary="What the numbers mean")
 
 
@@ -169,10 +164,10 @@ STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
 
 def provenance(study: Study) -> Table:
     """Where the rows come from: each fact with the values it took, one where all rows agree."""
-    others = [r.provenance["others_cores"] for r in study.results if r.provenance.get("others_cores") is not None]
-    crowded = any(r.provenance.get("crowded") for r in study.results)
-    quiet = f"no: others used up to {max(others, default=0):g} of its cores" if crowded else "yes"
-    found = {"Machine quiet": quiet if others else None} | {
+    crowded = [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]
+    known = any("others_cores" in r.provenance for r in study.results)
+    quiet = f"no: others used up to {max(crowded):g} of its cores" if crowded else "yes" if known else None
+    found = {"Machine quiet": quiet} | {
         name: _spread([r.provenance.get(key) for r in study.results], size if key == "device_memory_bytes" else _plain)
         for key, name in NAMES.items()
     }

@@ -69,9 +69,8 @@ def first_screen(study: Study) -> FirstScreen:
     measured = not study.rehearsal and bool(field.ranked(study))
     bounded = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)
                and a.fits is not False and a.proposals[0].bound_s}  # fmt: skip
-    there = [_there(study, known)] if study.rehearsal else []
     lines = [fastest(study) if measured else _roofline(bounded), _memory(study, most), *_learned(study), _call(known),
-             *there, _trust(study)]  # fmt: skip
+             *([_there(study, known)] if study.rehearsal else []), _trust(study)]  # fmt: skip
     found = [_measured_figure(study)] if measured else []
     if bounded:
         there = replace(study.profile, memory_bytes=study.memory_bytes)
@@ -126,13 +125,12 @@ def _training(study: Study) -> str:
     n = max((r.point.seq_len for e in field.FIELD for r in e.timed(study, **field.TRAINING)), default=0)
     if not (found := field.standing(study, n, **field.TRAINING)):
         return ""
-    first = [(entry, row) for rank, entry, row in found if rank == 1]
-    names = [f"{entry.name} ({number(row.median * 1e3)} ms)" for entry, row in first]
     dense = next((row for rank, entry, row in found if entry is field.DENSE and rank > 1), None)
-    if ratio := study.ratio(dense, first[0][1]):
-        unsure = ", unstable" * ratio.unstable
-        less = f", {number(ratio.value, 2)} times as fast as torch's dense attention{unsure})"
-        names[0] = names[0].removesuffix(")") + less
+    less = ""
+    if ratio := study.ratio(dense, found[0][2]):
+        less = f", {number(ratio.value, 2)} times as fast as torch's dense attention{', unstable' * ratio.unstable}"
+    names = [f"{entry.name} ({number(row.median * 1e3)} ms{less if row is found[0][2] else ''})"
+             for rank, entry, row in found if rank == 1]  # fmt: skip
     said = "is the fastest" if len(names) == 1 else "are fastest, within noise of each other"
     return f" In training at {n:,} tokens {' and '.join(names)} {said}."
 

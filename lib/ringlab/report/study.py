@@ -30,7 +30,8 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never mixes two of them."""
     found = settle(store.read(folder))
-    return Study(profile, folder=folder, **found | {"results": widened(found["results"], found["pace"])})
+    rows = [replace(r, unstable=r.unstable or wide(r)) for r in found["results"]]  # by intervals within the run
+    return Study(profile, folder=folder, **found | {"results": widened(rows, found["pace"])})
 
 
 def settle(everything: Sequence) -> dict:
@@ -40,7 +41,7 @@ def settle(everything: Sequence) -> dict:
     before = earlier(everything, kept)
     pace = spread([*kept, *before])
     again = reproduced(kept, before, pace)
-    kept = [replace(r, unstable=True) if wide(r) or again.get((r.group, r.point.id)) is False else r for r in kept]
+    kept = [replace(r, unstable=True) if again.get((r.group, r.point.id)) is False else r for r in kept]
     return {"results": kept, "left_out": len(newest) - len(kept), "pace": pace, "turns": turns(kept, before),
             "again": again}  # fmt: skip
 

@@ -314,7 +314,8 @@ def time_figure(study: Study) -> None:
     most, line = max(over, key=lambda x: x[0].value, default=(None, None))
     caption = "Time over length of the systems that passed their checks; both axes are logarithmic."
     if most:
-        n, ranks = line["row"].point.seq_len, {e: rank for rank, e, _ in standing(study, line["row"].point.seq_len)}
+        n = line["row"].point.seq_len
+        ranks = {e: rank for rank, e, _ in standing(study, n)}
         tied = [e.name for e in ranks if ranks[e] == ranks[line["entry"]] and e is not line["entry"]]
         less = f" (with {' and '.join(tied)} within noise of it)" if tied else ""
         where = f"{line['entry'].name}{less} at {n:,} tokens"
