@@ -470,13 +470,14 @@ def test_times_stand_beside_rooflines(number):
 
 @pytest.mark.parametrize("number, name", [("002", "Published (ms)"), ("004", "Published tokens/s")])
 def test_no_published_time_of_a_gpu_stands_beside_one_of_a_cpu_in_a_rehearsal(number, name):
-    """Where memory is measured beside it, the memory of the document stays."""
+    """Nor any other figure of the document. The roofline says whose it is."""
     for rehearsal in (False, True):
         profile = "gtx1080" if number == "002" or rehearsal else "cpu"
         about = page(number, None, profile, rehearsal)
         found = (session.block_sparse if number == "002" else ring.lengths)(about).columns
         assert (f">{name}" in found) != rehearsal
-        assert (">Published (MB)" in found) == (number == "002" or not rehearsal)
+        assert (">Published (MB)" in found) != rehearsal
+        assert any("Roofline of a CPU" in x for x in found) == rehearsal
 
 
 def test_rows_without_operator_calls_are_shown():
@@ -512,6 +513,15 @@ def test_the_share_of_dense_is_by_density_and_pass():
 def test_every_row_that_a_verdict_rests_on_stands_in_the_data_of_the_figure():
     lines = [line for line in shown("002").table("Data: time over length").rows if line[1] == 8192]
     assert [line[0].text for line in lines] == ["This library", "Row by row", "Batched", "Dense SDPA"]
+
+
+def test_dense_attention_of_another_page_stands_beside_the_window_as_not_timed_in_turns():
+    suite = suites.landscape(hardware.get_profile("cpu"), device="cpu", rehearsal=False)
+    other = [made_up(p, g, False) for g in suite for p in g.points if p.system == "dense_sdpa" and p.seq_len == 16384]
+    about = replace(page("002"), whole=study_of([*page("002").results, *other]))
+    n, ratio, dense, _ = session.over_dense(about)[-1]
+    assert n == 16384 and dense in other and not ratio.paired
+    assert "16,384 tokens" in session.answer(about).lines[0] and "not timed in turns" in session.answer(about).lines[0]
 
 
 def test_a_refused_kernel_says_why():

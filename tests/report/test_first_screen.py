@@ -41,7 +41,7 @@ def test_the_finding_is_the_fastest_row_and_its_ratio_to_dense():
     assert f"{tables.number(dense.median / quick.median, 2)} times as fast as torch's dense" in said
     trained = next(r for r in study().results if r.point == quick.point.but(passes="fwd+bwd"))
     took = tables.number(trained.median * 1e3)
-    assert f"In training at 4,096 tokens Sliding window is the fastest: {took} ms, " in said
+    assert f"In training at 4,096 tokens Sliding window ({took} ms, " in said and ") is the fastest. " in said
 
 
 def test_what_the_run_does_not_tell_apart_is_named_together():
@@ -52,7 +52,7 @@ def test_what_the_run_does_not_tell_apart_is_named_together():
     said = first_screen.fastest(study(change=even))
     tied, within, _ = said.partition("are within noise of it")
     named = re.findall(r"Sliding window|BigBird|Local and global|LongNet from 256|LongNet from 2,048", tied)
-    assert len(named) == 5 and within
+    assert len(named) == 5 and within and " are fastest, within noise of each other." in said
 
     def but_bigbird(r):
         return longer(even(r), 2) if "random" in str(r.point.pattern) else even(r)
@@ -139,6 +139,9 @@ def test_a_rehearsal_shows_no_time_of_this_machine(monkeypatch):
     bound = ringlab.advise("gtx1080", 131072, passes="fwd").proposals[0].bound_s
     assert f"takes at least {tables.number(bound * 1e3)} ms" in found.lines[0]
     assert found.table.rows[-1][4].text == "does not fit" and "measured" not in found.lines[0] + found.lines[1]
+    there = found.lines[-2]
+    assert "fp32 by the kernel `efficient`; `flash` is refused: needs compute capability 8.0" in there
+    assert "`make report GPU=gtx1080`" in there and "`make report" not in "".join(screen().lines)
 
 
 def test_a_device_of_unknown_rates_and_memory_has_a_first_screen():

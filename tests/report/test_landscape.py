@@ -303,6 +303,10 @@ def test_the_answer_follows_the_rows():
     assert "16,384 tokens, forward, measured: Local and global takes" in other[0]
     tied = document.answer(page(as_fast())).lines[0]
     assert "Local and global is within noise of it" in tied
+    dear = page(slower(3, lambda r: not any(of(name)(r) for name in ("Dense, ours", "Dense SDPA"))))
+    assert "(Dense, ours; within noise)" in document.answer(dear).lines[1]
+    costs = {line[0]: line[5] for line in document.ranking(page()).rows}
+    assert costs["Dense, ours"].sub == "within noise" and not costs["Dense SDPA"].sub
     assert re.search(r"\*\*A visible pair\*\* costs .* what it costs in dense SDPA, at 16,384 tokens", first[1])
     assert document.answer(page(lambda r: replace(r, status="crashed", reason="gone"))).lines[0].endswith("was timed.")
 
@@ -414,6 +418,10 @@ def test_density_and_cost_of_a_pair_are_counted():
     assert document.over_dense(there, row).value == pytest.approx(ratio)
     lost = page(lambda r: replace(r, **LOST | {"status": "oom"}) if of("Dense SDPA")(r) else r)
     assert document.over_dense(lost, ENTRIES["Sliding window"].at(lost, 4096)) is None, "dense was not timed there"
+    note = document.ranking(there).note
+    pairs = cost.count_pairs(suites.landscape_ladder(16384), 16384, 8)
+    assert f"LongNet from 256 computes {100 * (pairs[0] / pairs[1] - 1):.1f} % of its pairs twice" in note
+    assert "2,048" not in note, "its branches nest and are folded"
     ladder = suites.landscape_ladder(4096)
     assert (ladder.segment_lengths, ladder.dilation_rates) == ((256, 1024, 4096), (1, 4, 16))
 

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 
+import nbformat
 import pytest
 import seaborn
 from bs4 import BeautifulSoup
@@ -117,6 +118,16 @@ def test_our_pages_show_each_thing_once(executed, tmp_path):
     assert 'profile: str = "cpu"' not in html + text
 
 
+def test_a_dry_run_is_folded_under_its_head(executed, tmp_path):
+    executed.cells.insert(1, nbformat.v4.new_markdown_cell("## Times"))
+    for name, head in (("measured", ""), ("rehearsed", "Dry run on a CPU")):
+        render.render(executed, render.Page(name, dry_run=head), tmp_path)
+        found = BeautifulSoup((tmp_path / f"{name}.html").read_text(), "html.parser")
+        folds = [x for x in found("details") if x.find("h2")]
+        assert [x.summary.text for x in folds] == [head] * bool(head)
+        assert not folds or (folds[0].find("table") and folds[0].find("figure"))
+
+
 def manifest(**more) -> dict:
     report = {"name": "page", "title": "A page", "headline": "It is fast.", **more}
     about = {"profile": "x", "device": "a CPU", "measured": "2026-01-02T03:04:05Z", "commit": "0123456789abcdef"}
@@ -159,6 +170,15 @@ def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys)
     index.write_index(tmp_path)
     assert (tmp_path / "index.html").stat().st_mtime_ns == before
     assert json.loads((tmp_path / "whole" / "data" / "manifest.json").read_text())["complete"] is True
+
+
+def test_the_index_links_the_explorer_where_it_is(tmp_path):
+    (tmp_path / "reports").mkdir()
+    for there in (False, True):
+        if there:
+            render.write(tmp_path / "notebooks" / "explore.ipynb", "a notebook")
+        pages = [p.read_text() for p in index.write_index(tmp_path / "reports")]
+        assert all(("../notebooks/explore.ipynb" in text) == there and "explore.ipynb" in text for text in pages)
 
 
 def test_plan(tmp_path):

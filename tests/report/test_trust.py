@@ -120,7 +120,22 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert [r.point.seq_len for r in side.study.results if r.unstable] == marked
     shown = "\n".join([findings.trust_line(found), *findings.limits(found).lines])
     assert f"{count - len(marked)} of {count} times agree with an earlier run" in shown
+    twice = [r.point.seq_len for r in found.results if found.again[r.group, r.point.id]]
+    first = found.results[[r.point.seq_len for r in found.results].index(64)]
+    assert all(found.ratio(r, first).unstable for r in found.results if r.point.seq_len in twice)
     assert f"Unstable times: {len(marked)} of {count};" in shown and f"Unstable times: {len(marked)}, as" in shown
+
+
+def test_a_row_of_a_wide_interval_is_unstable_and_a_lone_run_says_so(tmp_path):
+    rows = rows_at([1.0])
+    broad = replace(rows[0], ci=(rows[0].median * 0.86, rows[0].median * 1.12))
+    write_rows(tmp_path, [sampled(broad, [0.1 * x for x in (1, 1, 1, 1.5, 1.5, 1.5)]), *rows[1:]])
+    found = study.read_study(hardware.get_profile("cpu"), tmp_path)
+    assert trust.wide(broad) and not trust.wide(rows[0]) and not trust.wide(replace(broad, ci=(0.0, math.inf)))
+    assert [r.unstable for r in found.results] == [True, False, False]
+    lone = "There is no second run"
+    assert lone in findings.reading(found).markdown
+    assert lone not in findings.reading(replace(found, turns=0.1)).markdown
 
 
 def test_a_ratio_is_of_the_rows_that_are_asked_for(tmp_path):

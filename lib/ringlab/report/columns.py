@@ -31,8 +31,15 @@ class Column:
 
 
 def table(caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:
-    """A table with a row for each line."""
-    return Table(caption, [c.header for c in columns], [[c.show(x) for c in columns] for x in lines], **more)
+    """A table with a row for each line; in a rehearsal a roofline says whose it is."""
+    found = (r for x in lines for r in (x.values() if isinstance(x, dict) else (x,)) if getattr(r, "rehearsal", False))
+    whose = next((f"Roofline of {r.provenance.get('device_name')}" for r in found), "Roofline")
+    return Table(
+        caption,
+        [c.header.replace("Roofline", whose) for c in columns],
+        [[c.show(x) for c in columns] for x in lines],
+        **more,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -169,7 +169,8 @@ class Pages:
             f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
             f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
         )
-        page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, made)
+        dry_run = f"Dry run on {study.device}" if study.rehearsal and source.stem not in ("claims", "quality") else ""
+        page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, dry_run, made)
         notebook = render.execute(source, self.given, kernel, cell_timeout_s=self.cell_timeout_s)
         title, headline = render.title_of(notebook), render.headline_of(notebook)
         return {"name": source.stem, "title": title, "headline": headline}, render.render(notebook, page, self.folder)

@@ -9,9 +9,9 @@ from collections import Counter
 from ..measure import suites
 from ..measure.peers import PEERS
 from .rows import SHORT, label, pass_of
-from .study import Study
+from .study import Study, pattern_of
 from .tables import Cell, Table, Text, number, size, some
-from .trust import NORMAL, objection, reason, status
+from .trust import NORMAL, WIDEST, objection, reason, status
 
 # ---------------------------------------------------------------------------------------------------------------------
 # trust, and what is missing
@@ -55,7 +55,7 @@ def gaps_line(study: Study) -> str:
     if missing := missing_points(study):
         gaps.append(f"{len(missing)} point{'s' * (len(missing) > 1)} of this profile")
     if failed := study.failed:
-        gaps.append(f"{len(failed)} of {len(study.results)} points are not quoted (listed below)")
+        gaps.append(f"{len(failed)} of {len(study.results)} points (not quoted, listed below)")
     return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
 
 
@@ -72,7 +72,7 @@ def limits(study: Study, *more: str) -> Text:
     if crowded := [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]:
         lines.append(f"How fast this machine is when quiet: other processes used up to {max(crowded):g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
-        lines.append(f"Whether {len(unbound)} times are possible: their roofline is not known.")
+        lines.append(f"Whether all times are possible: the roofline of {len(unbound)} is not known.")
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
         lines.append(f"Unstable times: {len(unstable)}, as {some(unstable)}.")
@@ -117,15 +117,21 @@ def failures(study: Study) -> Table | None:
 # what the numbers mean
 
 
+WORDS = {"head groups": "each group of heads runs one branch",
+         "offsets by branch": "branch i starts at row i mod its rate"}  # fmt: skip
+
+
 def reading(study: Study) -> Text:
     """One line for each kind of number, folded."""
+    lone = "" if study.turns else " There is no second run, so intervals of speed-ups are those within this run."
     lines = [
         "**Time**: the median of repeated calls in a process of its own, with a 95 % interval that also holds how far "
-        "the machine's speed drifted during the run. *Unstable*: the samples vary by more than 20 %, drift, or "
-        "disagree with an earlier run. The **roofline** is the shortest time that this device's peak rates allow.",
+        "the machine's speed drifted during the run. *Unstable*: the samples vary by more than 20 % or drift, "
+        f"their interval within the run is wider than {100 * WIDEST:.0f} % of the median, or they disagree with an "
+        "earlier run. The **roofline** is the shortest time that this device's peak rates allow.",
         "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the two times. The "
         "**noise floor** is the largest factor by which the same work differed when it was measured twice. A speed-up "
-        "whose interval reaches into it is marked *within noise*.",
+        "whose interval reaches into it is marked *within noise*." + lone,
         "**Checks**: each row was compared with the float64 reference in the process that timed it. Errors are "
         "relative norms. A row that fails, or is faster than its roofline, is listed with the reason and not shown.",
         "**Peak memory** includes q, k, v and the output, and is given as a multiple of them too.",
@@ -136,6 +142,9 @@ def reading(study: Study) -> Text:
     if study.rows(system="dense_sdpa"):
         other = "a sparse pattern leaves out keys, so it computes another function than dense attention."
         lines.append(f"**Faster than dense**: {other}")
+    names = {str(pattern_of(r.point)) for r in study.results}
+    if used := [f"*{x}*: {said}" for x, said in WORDS.items() if any(x in name for name in names)]:
+        lines.append(f"**Patterns**: {'; '.join(used)}.")
     return Text(lines, bullets=True, summary="What the numbers mean")
 
 
@@ -155,7 +164,10 @@ STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
 
 def provenance(study: Study) -> Table:
     """Where the rows come from: each fact with the values it took, one where all rows agree."""
-    found = {
+    crowded = [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]
+    known = any("others_cores" in r.provenance for r in study.results)
+    quiet = f"no: others used up to {max(crowded):g} of its cores" if crowded else "yes" if known else None
+    found = {"Machine quiet": quiet} | {
         name: _spread([r.provenance.get(key) for r in study.results], size if key == "device_memory_bytes" else _plain)
         for key, name in NAMES.items()
     }

@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import quantiles
 
+from .. import kernels
 from ..advise import Advice, advise, ladder
 from ..estimate import longest
 from ..hardware import Profile
 from ..kernels.base import accumulation_dtype
 from ..measure import quality as trainings
-from ..measure import suites
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import Problem, choose, contiguous
 from ..ring.volume import sent_bytes
 from . import figures
+from .columns import beyond
 from .documents import landscape as field
 from .documents import quality
 from .documents.session import percent
@@ -69,7 +70,7 @@ def first_screen(study: Study) -> FirstScreen:
     bounded = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)
                and a.fits is not False and a.proposals[0].bound_s}  # fmt: skip
     lines = [fastest(study) if measured else _roofline(bounded), _memory(study, most), *_learned(study), _call(known),
-             _trust(study)]  # fmt: skip
+             *([_there(study, known)] if study.rehearsal else []), _trust(study)]  # fmt: skip
     found = [_measured_figure(study)] if measured else []
     if bounded:
         there = replace(study.profile, memory_bytes=study.memory_bytes)
@@ -114,25 +115,24 @@ def fastest(study: Study) -> str:
     advised, dense = named.get(field.ADVISED), named.get(field.DENSE.name)
     if ratio := study.ratio(dense, advised):
         speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as torch's dense attention"
+        speed += "" if beyond(ratio) else " (within noise)"
         said += f" {field.ADVISED}, which the table below advises, takes {speed}."
     return f"{said}{_training(study)} This ranks speed, not how well a model learns."
 
 
 def _training(study: Study) -> str:
-    """The fastest in training, at the longest length that was timed."""
-    group = {"group": suites.LANDSCAPE_TRAINING}
-    found = [(row, entry) for entry in field.FIELD for row in entry.rows(study, **group)
-             if row.median and not objection(row)]  # fmt: skip
-    n = max((row.point.seq_len for row, _ in found), default=0)
-    there = {entry.name: row for row, entry in found if row.point.seq_len == n}
-    if not there:
+    """The fastest in training, at the longest length that was timed, with all that the run does not tell apart."""
+    n = max((r.point.seq_len for e in field.FIELD for r in e.timed(study, **field.TRAINING)), default=0)
+    if not (found := field.standing(study, n, **field.TRAINING)):
         return ""
-    name = min(there, key=lambda x: there[x].median)
-    ratio, less = study.ratio(there.get(field.DENSE.name), there[name]), ""
-    if ratio and name != field.DENSE.name:
-        unsure = " (unstable)" * ratio.unstable
-        less = f", {number(ratio.value, 2)} times as fast as torch's dense attention{unsure}"
-    return f" In training at {n:,} tokens {name} is the fastest: {number(there[name].median * 1e3)} ms{less}."
+    dense = next((row for rank, entry, row in found if entry is field.DENSE and rank > 1), None)
+    less = ""
+    if ratio := study.ratio(dense, found[0][2]):
+        less = f", {number(ratio.value, 2)} times as fast as torch's dense attention{', unstable' * ratio.unstable}"
+    names = [f"{entry.name} ({number(row.median * 1e3)} ms{less if row is found[0][2] else ''})"
+             for rank, entry, row in found if rank == 1]  # fmt: skip
+    said = "is the fastest" if len(names) == 1 else "are fastest, within noise of each other"
+    return f" In training at {n:,} tokens {' and '.join(names)} {said}."
 
 
 def _measured_figure(study: Study) -> Figure:
@@ -186,6 +186,19 @@ def _call(advice: Advice) -> str:
         f"{SHAPE['head_dim']}, {dtype}, not causal; without projections, other layers and an optimizer. Training: "
         "forward and backward of it."
     )
+
+
+def _there(study: Study, advice: Advice) -> str:
+    """What a call runs as on the device that is not here, and how to measure it there."""
+    gpu, dtype = study.profile, advice["dtype"]
+    how = f"`make report GPU={gpu.name}` measures it on that machine."
+    try:
+        found = kernels.expected(gpu.kind, gpu.capability, dtype, SHAPE["head_dim"])
+    except NotImplementedError as error:
+        return f"**On {gpu.title}**: {error}. {how}"
+    flash = f"; `flash` is refused: {found.refusals['flash']}" if "flash" in found.refusals else ""
+    kind = SHORT[str(dtype).removeprefix("torch.")]
+    return f"**On {gpu.title}** calls run in {kind} by the kernel `{found.name}`{flash}. {how}"
 
 
 def _trust(study: Study) -> str:

@@ -15,12 +15,13 @@ from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
 from .tables import inline_html, markdown_text
 
+EXPLORER = "../notebooks/explore.ipynb"  # beside the folder of reports
 PAGES = {"html": "HTML", "md": "Markdown"}  # endings, as a link calls them
 SAID = {
     "title": "Which attention, how long a sequence, how fast",
     "explained": "A measurement is shown only if its output matches a float64 reference and its time is physically "
     "possible. Each page lists the rejected ones with the reason. For other lengths, shapes and GPUs ask "
-    "`.venv/bin/python -m ringlab advise`, or the explorer: `make lab`, then `notebooks/explore.ipynb`.",
+    "`.venv/bin/python -m ringlab advise`, or the explorer: `make lab`, then",
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
@@ -80,7 +81,8 @@ def write_index(reports: Path) -> list[Path]:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     templates.filters |= {"inline": theme.inline, "marked": inline_html, "text": markdown_text}
-    templates.globals |= {**SAID, "css": css()}
+    explorer = EXPLORER if (reports / EXPLORER).is_file() else ""
+    templates.globals |= {**SAID, "css": css(), "explorer": explorer}
     with locked(reports, wait=True):  # runs of two profiles may end at once
         folders = sorted(p for p in reports.iterdir() if any((p / "data" / name).exists() for name in DATA))
         found = [_section(p) for p in folders]

@@ -13,7 +13,7 @@ import torch
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
 from .places import REHEARSAL, data_folder
-from .trust import apart, earlier, judged, objection, reproduced, spread, threads, turns, widened
+from .trust import apart, earlier, judged, objection, reproduced, spread, threads, turns, wide, widened
 
 
 def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
@@ -30,7 +30,8 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never mixes two of them."""
     found = settle(store.read(folder))
-    return Study(profile, folder=folder, **found | {"results": widened(found["results"], found["pace"])})
+    rows = [replace(r, unstable=r.unstable or wide(r)) for r in found["results"]]  # by intervals within the run
+    return Study(profile, folder=folder, **found | {"results": widened(rows, found["pace"])})
 
 
 def settle(everything: Sequence) -> dict:
@@ -65,6 +66,7 @@ class Study:
     left_out: int = 0  # rows of another machine, device or engine in the same folder
     suite: str = ""  # the suite of points that these rows answer; empty: all that lie there
     pace: float = 0.0  # how far the machine's pace varied from group to group, in the intervals of all times already
+    whole: Study | None = None  # the rows of all suites, where these are of one
     turns: float = 0.0  # how far a ratio of calls that took turns is from that of an earlier run
     again: dict[tuple[str, str], bool] = field(default_factory=dict)  # (group, point) -> agreed with an earlier run
 
@@ -77,7 +79,7 @@ class Study:
         theirs = {name for other in suites.SUITES if other != suite for name in self._groups(other)}
         foreign = theirs - self._groups(suite)
         kept = [r for r in self.results if r.group not in foreign]
-        return replace(self, results=kept, suite=suite)
+        return replace(self, results=kept, suite=suite, whole=self)
 
     def _groups(self, suite: str) -> set[str]:
         return {group.name for group in self.asked(suite)}
@@ -164,7 +166,9 @@ class Study:
             found = measure.ratio(slow, fast)
             if found.paired and found.high == math.inf:  # too few rounds in common: each by itself may have enough
                 found = measure.ratio(replace(slow, run=""), fast)
-            found = replace(apart(found, self.pace, self.turns), noise_floor=self.noise_floor)
+            doubted = any(self.again.get((r.group, r.point.id)) is False for r in (slow, fast))
+            found = replace(apart(found, self.pace, self.turns), noise_floor=self.noise_floor,
+                            unstable=found.unstable or doubted)  # fmt: skip
             self._ratios[key] = slow, fast, found  # the rows too, or other rows could get their ids
         return self._ratios[key][2]
 

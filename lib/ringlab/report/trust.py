@@ -21,6 +21,7 @@ from .tables import number
 
 SUPERLINEAR = 1.1  # times the number of ranks; caches may add a little, never more
 PLACEMENT = ("group", "layout", "scheme")  # options that say how ranks share a point's work, not which work it is
+WIDEST = 0.25  # of its median is the interval of a stable time, within its run
 FEWEST = 3  # pairs of groups, below which they say nothing of the rest
 NORMAL = 1.96  # standard deviations on either side of 95 %
 MIDDLE = 0.6745  # standard deviations on either side of a half
@@ -158,6 +159,11 @@ def reproduced(kept: Sequence, before: Sequence, between: float) -> dict[tuple[s
             (low, high), (least, most) = r.ci, newest[at].ci
             found[at] = found.get(at, True) and low <= most and least <= high
     return found
+
+
+def wide(result) -> bool:
+    """Whether its own interval is too wide for a stable time; not where there are too few samples for one."""
+    return bool(result.median and result.ci) and WIDEST * result.median < result.ci[1] - result.ci[0] < math.inf
 
 
 def widened(results: Sequence, between: float) -> list:

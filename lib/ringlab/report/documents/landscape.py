@@ -6,7 +6,11 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from ... import kernels
 from ...advise import ladder
+from ...engine import folding
 from ...measure import peers as packages
 from ...measure import suites as suite
 from ...measure.model_systems import STEPS
@@ -14,7 +18,7 @@ from .. import columns, figures
 from ..columns import ROOFLINE, TIME, TOKENS, Column, table, times
 from ..findings import failures, limits, provenance, reading
 from ..rows import SHORT, pass_of
-from ..study import Study, best, pattern_of, together
+from ..study import Study, best, cost_of, pattern_of, together
 from ..tables import Cell, Table, Text, interval, number, size
 from ..theme import INK
 from ..trust import objection, reason, status
@@ -55,13 +59,13 @@ class Entry:
         return sorted(mine, key=lambda r: r.point.seq_len)
 
     def timed(self, study: Study, **wanted) -> list:
-        """Its timed forward rows on one device, not causal."""
-        found = self.rows(study, group=suite.LANDSCAPE, passes="fwd", causal=False, world_size=1, **wanted)
-        return [r for r in found if columns.timed(r)]
+        """Its timed rows on one device, not causal, by default of a forward call."""
+        wanted = {"group": suite.LANDSCAPE, "passes": "fwd", "causal": False, "world_size": 1, **wanted}
+        return [r for r in self.rows(study, **wanted) if columns.timed(r)]
 
-    def at(self, study: Study, seq_len: int):
+    def at(self, study: Study, seq_len: int, **wanted):
         """The fastest of them at a length, None where there is none."""
-        return best(self.timed(study, seq_len=seq_len))
+        return best(self.timed(study, seq_len=seq_len, **wanted))
 
 
 def _always(pattern) -> Callable[[int], object]:
@@ -83,6 +87,7 @@ FIELD = (
           _always(suite.LOCAL_GLOBAL), figures.RED),
 )  # fmt: skip
 DENSE = FIELD[0]
+TRAINING = {"group": suite.LANDSCAPE_TRAINING, "passes": "fwd+bwd"}  # the same calls, forward and backward
 COLORS = {e.name: e.color for e in FIELD}
 SYSTEM = Column("System", lambda line: line["entry"].name)
 
@@ -108,12 +113,12 @@ def lengths(study: Study) -> list[int]:
         r.point.seq_len for r in DENSE.timed(study)})  # fmt: skip
 
 
-def standing(study: Study, seq_len: int) -> list[tuple[int, Entry, object]]:
-    """(rank, entry, row) of the right systems at a length, the fastest first.
+def standing(study: Study, seq_len: int, **wanted) -> list[tuple[int, Entry, object]]:
+    """(rank, entry, row) of the right systems at a length, the fastest first, by default of a forward call.
 
     Systems that the run does not tell apart share a rank with the fastest among them.
     """
-    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT and (r := e.at(study, seq_len))]
+    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT and (r := e.at(study, seq_len, **wanted))]
     ranked: list[tuple[int, Entry, object]] = []
     head = None
     for place, (entry, row) in enumerate(sorted(found, key=lambda x: x[1].median), 1):
@@ -156,7 +161,7 @@ def fastest(study: Study) -> str:
     entry, row = found[0][1:]
     said = f"**{row.point.seq_len:,} tokens, forward, measured: {entry.name} takes {number(row.median * 1e3)} ms**"
     said += f" ({interval(*row.ci, 1e3, 2)})"
-    dense = next((r for _, e, r in found if e is DENSE is not entry), None)
+    dense = next((r for rank, e, r in found if e is DENSE and rank > found[0][0]), None)
     if ratio := study.ratio(dense, row):
         turns = "" if ratio.paired else ", not timed in turns with it"
         less = f"**{number(ratio.value, 2)} times as fast as torch's dense attention**"
@@ -171,14 +176,18 @@ def over_dense(study: Study, row):
     return pair_cost(study, row, DENSE.at(study, row.point.seq_len))
 
 
+def _noise(ratio) -> str:
+    return "" if columns.beyond(ratio) else "within noise"
+
+
 def _pair_line(study: Study) -> str:
     """At the longest length at which dense attention was timed too."""
     for n in reversed(lengths(study)):
         if found := [(x, e) for _, e, r in standing(study, n) if e is not DENSE and (x := over_dense(study, r))]:
             (low, cheap), (high, dear) = (f(found, key=lambda x: x[0].value) for f in (min, max))
-            said = f"**{number(low.value)}×** ({cheap.name})"
-            if dear is not cheap:
-                said += f" to **{number(high.value)}×** ({dear.name})"
+            ends = dict.fromkeys(((low, cheap), (high, dear)))
+            said = " to ".join(f"**{number(x.value)}×** ({'; '.join(filter(None, (e.name, _noise(x))))})"
+                               for x, e in ends)  # fmt: skip
             return f"**A visible pair** costs {said} what it costs in dense SDPA, at {n:,} tokens."
     return "**A visible pair**: not compared with dense SDPA, which was not timed beside a sparse function."
 
@@ -211,26 +220,42 @@ def ranking(study: Study) -> Table:
     found = ranked(study)
     p = found[0][2].point if found else None
     shape = f", {p.seq_len:,} tokens, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, forward" if p else ""
+
+    def over(line) -> Cell | None:
+        cost = over_dense(study, line["row"])
+        return cost and Cell(times(cost).text, "" if line["entry"] is DENSE else _noise(cost))
+
+    twice = "".join(f" {e.name} computes {percent(share, 2)} of its pairs twice, which its cost of a pair includes."
+                    for _, e, r in found if (share := _again(study, r)))  # fmt: skip
     return table(
         f"Ranked by time{shape}",
         [SYSTEM, Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
          DENSITY.of("row"),
-         Column(">Cost of a pair, dense = 1", lambda x: (cost := over_dense(study, x["row"])) and times(cost).text),
+         Column(">Cost of a pair, dense = 1", over),
          Column("A query sees", lambda x: Cell(x["entry"].states, str(pattern_of(x["row"].point))))],
         [{"rank": rank, "entry": e, "row": r} for rank, e, r in found],
         marked=[i for i, (rank, *_) in enumerate(found) if rank == 1],
         note="The ranking is by speed: the variants compute different things and are not interchangeable. Rows share a "
-        "rank where their difference is within noise. Each visible pair is counted once; LongNet's branches compute "
-        "some twice, which its cost of a pair includes.",
+        "rank where their difference is within noise. Each visible pair is counted once." + twice,
         cards=True,
     )  # fmt: skip
 
 
+def _again(study: Study, row) -> float:
+    """The share of its pairs that a call computes more than once: those in several branches, unless they are folded."""
+    p, found = row.point, cost_of(row.point)
+    again = found.pairs / found.distinct_pairs - 1
+    if again and study.device_type == "cpu":
+        dtype = getattr(torch, p.dtype)
+        kernel = kernels.choose("cpu", dtype, p.head_dim).kernel
+        if folding.faster(pattern_of(p), p.seq_len, p.heads, p.kv_heads, p.causal, dtype, kernel):
+            return 0.0
+    return again
+
+
 def training(study: Study) -> Table:
     """Forward and backward of the right systems by length, the fastest first, beside dense attention."""
-    group = suite.LANDSCAPE_TRAINING
-    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT for r in e.rows(study, group=group)]
-    found = [(e, r) for e, r in found if columns.timed(r)]
+    found = [(e, r) for e in FIELD if verdict(study, e).word == RIGHT for r in e.timed(study, **TRAINING)]
     dense = {r.point.seq_len: r for e, r in found if e is DENSE}
     found.sort(key=lambda x: (x[1].point.seq_len, x[1].median))
     return table(
@@ -240,6 +265,7 @@ def training(study: Study) -> Table:
         [{"entry": e, "row": r, "dense": None if e is DENSE else dense.get(r.point.seq_len)} for e, r in found],
         note="With a random gradient of the output. Every gradient passed its check. Peak memory counts q, k, v, the "
         "output and their gradients.",
+        folded=True,
     )  # fmt: skip
 
 
@@ -284,11 +310,15 @@ def time_figure(study: Study) -> None:
          Column(">Cost of a pair, dense = 1", lambda x: times(over_dense(study, x["row"])) if x["dense"] else None)],
         lines,
     )  # fmt: skip
-    over = [(x, line) for line in lines if (x := study.ratio(line["dense"], line["row"]))]
+    over = [(x, line) for line in lines if columns.beyond(x := study.ratio(line["dense"], line["row"])) > 0]
     most, line = max(over, key=lambda x: x[0].value, default=(None, None))
     caption = "Time over length of the systems that passed their checks; both axes are logarithmic."
     if most:
-        where = f"{line['entry'].name} at {line['row'].point.seq_len:,} tokens"
+        n = line["row"].point.seq_len
+        ranks = {e: rank for rank, e, _ in standing(study, n)}
+        tied = [e.name for e in ranks if ranks[e] == ranks[line["entry"]] and e is not line["entry"]]
+        less = f" (with {' and '.join(tied)} within noise of it)" if tied else ""
+        where = f"{line['entry'].name}{less} at {n:,} tokens"
         caption = f"Up to {number(most.value, 2)} times as fast as torch's dense attention: {where}."
         caption += " Both axes are logarithmic."
     figures.show(fig, "landscape-time", caption, f"{caption} {ends}.", data, stamp=study.stamp)

@@ -77,9 +77,9 @@ def extreme_rows(study: Study) -> dict[int, object]:
 
 
 def over_dense(study: Study) -> list[tuple]:
-    """(n, Ratio or None, dense row or None, our row) by n; dense attention from any group of the suite."""
+    """(n, Ratio or None, dense row or None, our row) by n; dense attention from any group, of this suite if there."""
     ours = sorted(study.rows(group=suite.WINDOW_LENGTHS, system=OURS), key=lambda r: r.point.seq_len)
-    lines = [(dense_beside(study, row), row) for row in ours]
+    lines = [(dense_beside(study, row) or dense_beside(study.whole or study, row), row) for row in ours]
     return [(row.point.seq_len, study.ratio(dense, row), dense, row) for dense, row in lines]
 
 
@@ -213,6 +213,8 @@ def block_sparse(study: Study) -> Table:
     ours = [in_table(study, OURS)]
     if original is not None and original.point.dtype != "float32":
         ours += [in_table(study, system, "float32") for system in (suite.OPTIMIZED, OURS)]
+    if study.rehearsal:  # what is published is of the GPU
+        lines = [(row, x) for row, x in lines if row]
     lines += [(row, {}) for row in (*ours, way(study, "rows", cache=False), way(study, "views", cache=False))]
     lines = [{"row": row, "printed": x, "original": None if row is original else original} for row, x in lines]
 
@@ -233,13 +235,15 @@ def block_sparse(study: Study) -> Table:
     def paper(key: str, unit: str = ""):
         return lambda line: f"{line['printed'][key]:g}{unit}" if key in line["printed"] else None
 
+    beside = "" if study.rehearsal else ", and as published"
     computed = "; ".join(f"{x['name']} {x['computes']}" for x in d["block_rows"]).replace("`", "")
     return table(
-        f"Block-sparse attention, {d['block_sparse']['seq_len']:,} tokens: here, and as published",
+        f"Block-sparse attention, {d['block_sparse']['seq_len']:,} tokens: here{beside}",
         [Column("Here (published name)", name), TIME.of("row"), Column(">Faster than row by row", faster),
          ROOFLINE.of("row"), PEAK.of("row"), CALLS.of("row"),
-         *([] if study.rehearsal else [Column(">Published (ms)", paper("ms"))]),
-         Column(">Published (MB)", paper("mb")), Column(">Published factor", paper("over_original", "×"))],
+         *([] if study.rehearsal else [
+             Column(">Published (ms)", paper("ms")), Column(">Published (MB)", paper("mb")),
+             Column(">Published factor", paper("over_original", "×"))])],
         [line for line in lines if line["row"] or line["printed"]] if any(line["row"] for line in lines) else [],
         note=f"Blocks of {d['block_sparse']['block_size']}, a window of two blocks each way. Here all but dense SDPA "
         "compute one function. According to its source code the published code computes, in fp16: "
@@ -308,7 +312,9 @@ def length_figure(study: Study) -> None:
     found = over_dense(study)
     also = [r for system in (suite.ORIGINAL, suite.OPTIMIZED)
             for r in study.rows(group=suite.WINDOW_LENGTHS, system=system)]  # fmt: skip
-    system = Column("System", lambda r: Cell(SYSTEMS[r.point.system], SHORT[r.point.dtype]))
+    apart = [d for _, x, d, _ in found if x and not x.paired]
+    system = Column("System", lambda r: Cell(
+        SYSTEMS[r.point.system], SHORT[r.point.dtype] + "; not timed in turns with ours" * (r in apart)))  # fmt: skip
     data = table(
         "Data: time over length", [system, columns.TOKENS, DENSITY, TIME, ROOFLINE, PEAK],
         [*(r for *_, r in found), *also, *(d for _, _, d, _ in found if d is not None)],
