@@ -207,25 +207,19 @@ struct Reader<Pairs, Bfloat> {
 #endif
 
 // A tensor: its first item, and how far apart its entries, rows, heads and the items of a row are.
-struct Rows {  // (batch, rows, heads, d)
+struct Rows {  // (batch, rows, heads, d), or without d
   void* data;
   int64_t batch, row, head, item;
   template <class T>
   T* at(long b, long h, long r = 0) const { return (T*)data + b * batch + h * head + r * row; }
 };
-struct Items {  // (batch, heads, rows)
-  void* data;
-  int64_t batch, head, row, unused;
-  template <class T>
-  T* at(long b, long h, long r = 0) const { return (T*)data + b * batch + h * head + r * row; }
-};
 
-struct Call {  // kernels/compiled.py fills it, up to index for a forward; every field has 8 bytes
+struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
   double scale;
   int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads;
-  Rows q, k, v, bias, out;
-  Items lse, index;  // of the forward: key j is row index[j] of k and v
-  Rows dout, dq, dk, dv;
+  Rows q, k, v, bias, out, lse;
+  Rows index;  // of a forward: key j is row index[j] of k and v
+  Rows dout, dq, dk, dv;  // of a backward
 };
 
 // Add a bias, of the first query and key at ``bias``, over ``scale``, to scores (keys, QUERIES).

@@ -8,7 +8,7 @@ import pytest
 import torch
 from document_cases import EXACT, PATTERNS
 from matrix import BLOCK_SPARSE, DILATED, F32, F64
-from ringlab import Dense, Dilated, KVCache, Simulated, attention, blocks, cache_bytes, reference
+from ringlab import Dense, Dilated, KVCache, Simulated, attention, blocks, cache_bytes, reference, tracking
 from ringlab.engine import live_rows
 
 LADDER = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
@@ -250,6 +250,35 @@ def test_a_cache_made_in_inference_mode_serves_outside_and_narrow_values_come_ba
 
 
 @pytest.mark.parametrize("pattern", [blocks.sliding_window(1, block_size=16), DILATED[0]], ids=str)
+def test_sequences_may_take_steps_in_any_order(pattern):
+    """Some alone, some together, and as copies of each other, over more positions than are prepared together."""
+    rng, n = random.Random(1), 150
+    q, k, v = (x.expand(2, -1, -1, -1) for x in tensors(1, n, 4, 2, 16, F64))
+    cache = KVCache(pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=n, dtype=F64)
+    want, errors = reference.attention(q[:1], k[:1], v[:1], pattern, causal=True)[0], []
+    while min(at := cache.lengths) < n:
+        steps = [int(t < n and (t == min(at) or rng.random() < 0.8)) for t in at]
+        some = [torch.stack([x[i, min(t, n - 1) :][:1] for i, t in enumerate(at)]) for x in (q, k, v)]
+        out = attention(*some, pattern, causal=True, cache=cache, lengths=steps)
+        errors += [float((out[i, 0] - want[0, t]).norm()) for i, t in enumerate(at) if steps[i]]
+        if rng.random() < 0.05:
+            cache.reorder([1, 0])
+    assert max(errors) <= 1e-12
+
+
+def test_a_step_of_a_large_batch_takes_little_memory():
+    """What is prepared grows as the sequences and the steps do, not as their square."""
+    pattern = blocks.sliding_window(1, block_size=16)
+    cache = KVCache(pattern, batch=200, heads=1, head_dim=8, max_seq_len=400)
+    rows = torch.randn(200, 160, 1, 8)
+    cache.append(rows, rows)
+    for _ in range(20):
+        with tracking.LiveStorageTracker() as live:
+            attention(rows[:, :1], rows[:, :1], rows[:, :1], pattern, causal=True, cache=cache)
+        assert live.peak_bytes < 4 << 20
+
+
+@pytest.mark.parametrize("pattern", [blocks.sliding_window(1, block_size=16), DILATED[0]], ids=str)
 def test_a_step_that_fails_can_be_done_again(pattern, monkeypatch):
     """In any of the steps that are prepared together."""
     q, k, v = tensors(2, 60, 4, 2, 16, F64)
@@ -257,7 +286,7 @@ def test_a_step_that_fails_can_be_done_again(pattern, monkeypatch):
     outs = []
     for t in range(60):
         some = [x[:, t : t + 1] for x in (q, k, v)]
-        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError), torch.inference_mode():
             patch.setattr(live_rows, "one_query", lambda *args: (_ for _ in ()).throw(MemoryError()))
             attention(*some, pattern, causal=True, cache=cache)
         outs.append(attention(*some, pattern, causal=True, cache=cache))

@@ -28,7 +28,7 @@ from .execute import Plan
 ONE_READ = 2 << 20  # so many bytes are rather read in vain than left out by another pair of products
 NEVER = -(1 << 40)  # the last query of a row that none sees
 RUN = 16  # so many positions one after another are on one rank
-AHEAD = 64  # so many steps of one position are looked at together
+AHEAD = 64  # so many steps of one position are prepared together at most
 CONVERTED = 4096  # rows of half precision that are converted together
 
 
@@ -39,7 +39,8 @@ class LiveRows:
     ``counts[entry, table]`` slots hold rows, ascending by position; the next one is for a new row; in those after it v
     and ``shown`` are 0. ``shown`` tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts``
     the first slot that it sees by each. ``peak`` is the greatest length before the last crop. Until the position
-    ``until`` no row is dropped and no segment ends.
+    ``until`` no row is dropped and no segment ends. ``_ahead`` has the next steps of one position, prepared together;
+    ``until`` and ``all_seen`` are what they are after these.
     """
 
     @torch.inference_mode(False)  # or it could not be used outside of that mode
@@ -53,6 +54,7 @@ class LiveRows:
         self.firsts = torch.zeros(batch, tables, rules.bits, dtype=torch.int64)
         self.length, self.peak, self.until = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
         self.all_seen = torch.ones(batch, dtype=torch.bool)  # no row is kept for later queries alone
+        self._far = 1  # so many steps are prepared next
         self._refresh(list(range(batch)))
 
     @property
@@ -87,7 +89,7 @@ class LiveRows:
         for t in (*rows, self.shown, self.positions, self.counts, self.firsts, self.length, self.peak, self.until,
                   self.all_seen):  # fmt: skip
             t.copy_(t[index])
-        self._ahead = None
+        self._ahead, self._far = None, 1
 
     def reset(self) -> None:
         for t in (self.k, self.v, self.counts, self.length, self.peak):
@@ -241,7 +243,9 @@ class LiveRows:
     def _step(self, entries: list[int], q, k, v, out, lse, scale: float, kernel: Kernel) -> None:
         """Write out (b, c, h, d) and lse (b, c, h) of one new position of each of ``entries``, and take their rows."""
         rules, g, every = self.rules, self.rules.heads // self.rules.kv_heads, len(entries) == len(self.k)
-        if self._ahead is None or self._ahead.entries != entries:
+        if self._ahead is not None and self._ahead.entries != entries:
+            self._ahead, self._far = None, 1
+        if self._ahead is None:
             self._ahead = self._look_ahead(entries)
         ahead, each = self._ahead, slice(None) if every else torch.tensor(entries)
         step, given = ahead.steps[-1], (k[each, 0], v[each, 0])  # (entries, h_kv, d)
@@ -279,10 +283,15 @@ class LiveRows:
                 self._refresh(ahead.due)
 
     def _look_ahead(self, entries: list[int]) -> _Ahead:
-        """What the next positions of ``entries``, one at a time, see and leave, until a row is dropped."""
+        """What the next positions of ``entries``, one at a time, see and leave.
+
+        Until a row is dropped or a segment ends; at most twice as many as the last time, since they may not be used.
+        """
         rules = self.rules
         t, counts = self.length[entries], self.counts[entries]  # (entries,), (entries, tables)
-        t = t[:, None] + torch.arange(min(AHEAD, rules.n - int(t.max())))  # (entries, steps)
+        far = min(self._far, rules.n - int(t.max()), int((self.until[entries] - t).min()))
+        self._far = min(2 * self._far, AHEAD)
+        t = t[:, None] + torch.arange(far)  # (entries, steps)
         asked, shown, last = (x.unflatten(0, t.shape) for x in rules.row(t.flatten()))
         mine = rules.owns(t)[..., None]  # (entries, steps, 1)
         shown, last = shown.masked_fill(~mine[..., None], 0), last.masked_fill(~mine, NEVER)
@@ -363,7 +372,8 @@ class _Step(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """The next steps of some entries, the next one last; after them the entries ``due`` drop rows."""
+    """The next steps of some entries, the next one last; after them rows of the entries ``due`` are dropped, or their
+    segment ends."""
 
     entries: list[int]
     steps: list[_Step]
@@ -625,9 +635,9 @@ class BlockRules(Rules):
         return seen.long()[:, None, None]
 
     def row(self, t):
-        block = t // self.pattern.block_size
-        own = self.pattern.blocks(self.n, block, block).diagonal().long()
-        return torch.ones(len(t), 1, 1, dtype=torch.int64), own[:, None, None], self._last[block][:, None]
+        block, at = (t // self.pattern.block_size).unique(return_inverse=True)
+        own = self.pattern.blocks(self.n, block, block).diagonal().long()[at]
+        return torch.ones(len(t), 1, 1, dtype=torch.int64), own[:, None, None], self._last[block][at][:, None]
 
     def end(self, t):
         return (t // self.pattern.block_size + 1) * self.pattern.block_size

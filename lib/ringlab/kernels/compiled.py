@@ -53,7 +53,7 @@ class Compiled:
 
         ``merge``: join the results with those of other keys that are there, in fp32.
         """
-        _run("forward", (q, k, v, bias, out, lse, index), causal, scale, merge)
+        _run("forward", (q, k, v, bias, out, lse, index, None, None, None, None), causal, scale, merge)
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
         dout, out = (t.to(q.dtype) if t.stride(3) == 1 else t.to(q.dtype).contiguous() for t in (dout, out))
@@ -87,7 +87,7 @@ def _run(function: str, tensors: tuple[Tensor | None, ...], causal: bool, scale:
     values = [batch, heads, queries, keys, d, DTYPES.index(q.dtype), causal, merge, narrow, threads]
     if bias is not None and bias.shape[1] == 1:
         tensors = *tensors[:3], bias.expand(-1, queries, -1, -1), *tensors[4:]
-    tensors = [t.resolve_neg() if t is not None and t.is_neg() else t for t in tensors]  # which _run then holds
+    tensors = [t.resolve_neg() if t is not None and t.is_neg() else t for t in tensors]  # kept until the call has ended
     for t in tensors:
         if t is None:
             values += 0, 0, 0, 0, 0
@@ -95,6 +95,7 @@ def _run(function: str, tensors: tuple[Tensor | None, ...], causal: bool, scale:
         pointer = t.data_ptr()
         if not pointer and t.numel():
             raise NotImplementedError(f"the compiled kernel needs plain tensors, got {type(t).__name__}")
-        values += (pointer, *t.stride()) if t.dim() == 4 else (pointer, *t.stride(), 0)
+        batch, row, head, *item = t.stride() if t.dim() == 4 else (t.stride(0), t.stride(2), t.stride(1), 0)
+        values += pointer, batch, row, head, *item
     if getattr(native.library()[0], function)(struct.pack(f"d{len(values)}q", scale, *values)):
         raise MemoryError(f"no memory for the scratch of {threads} threads")
