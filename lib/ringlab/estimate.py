@@ -1,8 +1,9 @@
 """What a call costs before it is run: FLOPs, bytes, peak memory by part, bytes between ranks and its roofline time;
 and the longest sequence for a memory budget.
 
-Memory and bytes between ranks come from the engine itself, run without data (``meta_run``), so they are those of the
-code that would run, for any length: the live tensors of a first call, as ``LiveStorageTracker`` measures them.
+Memory comes from the engine itself, run without data (``meta_run``), so it is that of the code that would run, for any
+length: the live tensors of a first call, as ``LiveStorageTracker`` measures them. Bytes between ranks are counted by
+``ring.volume``.
 """
 
 from __future__ import annotations

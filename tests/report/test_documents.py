@@ -390,7 +390,7 @@ def test_a_roofline_is_of_the_threads_of_the_row():
     assert {text(found[n, p][0]) for n, p in found if p == 2 and found[n, p][0]} == {"10.0"}
     bounds = two.frame().groupby(["world_size", "threads"])["bound_s"].min()
     assert bounds[1, 1] == 0.02 and bounds[2, 1] == 0.01, "in the data too"
-    assert "1 thread a rank, dense attention too." in ring.names(two).note
+    assert "Each rank has 1 thread, and so has dense attention." in ring.names(two).note
 
 
 def test_schemes_that_send_as_much_share_a_name():

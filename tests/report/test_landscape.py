@@ -389,7 +389,7 @@ def test_without_packages_one_line_says_how_to_get_them():
 def test_generation_and_documents_follow_the_rows():
     found = shown()
     lines = found.table("Data: a step").rows
-    assert len(lines) == 9 and {line[1] for line in lines} == {4096, 16384, 65536}
+    assert len(lines) == 12 == len({(line[0], line[1]) for line in lines}) and lines[-1][1] == 65536
     row = next(r for r in made() if r.point.system == "generation" and r.point.seq_len == 65520)
     rate = STEPS / row.median
     layer = "One layer of 8 heads of 64 at position 65,536"
@@ -420,8 +420,7 @@ def test_density_and_cost_of_a_pair_are_counted():
     assert document.over_dense(lost, ENTRIES["Sliding window"].at(lost, 4096)) is None, "dense was not timed there"
     note = document.ranking(there).note
     pairs = cost.count_pairs(suites.landscape_ladder(16384), 16384, 8)
-    assert f"LongNet from 256 computes {100 * (pairs[0] / pairs[1] - 1):.1f} % of its pairs twice" in note
-    assert "2,048" not in note, "its branches nest and are folded"
+    assert f"LongNet from 256 shows {100 * (pairs[0] / pairs[1] - 1):.1f} % more, counting those of several" in note
     ladder = suites.landscape_ladder(4096)
     assert (ladder.segment_lengths, ladder.dilation_rates) == ((256, 1024, 4096), (1, 4, 16))
 

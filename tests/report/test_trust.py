@@ -133,7 +133,7 @@ def test_a_row_of_a_wide_interval_is_unstable_and_a_lone_run_says_so(tmp_path):
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
     assert trust.wide(broad) and not trust.wide(rows[0]) and not trust.wide(replace(broad, ci=(0.0, math.inf)))
     assert [r.unstable for r in found.results] == [True, False, False]
-    lone = "There is no second run"
+    lone = "from run to run is not known: intervals are of this run"
     assert lone in findings.reading(found).markdown
     assert lone not in findings.reading(replace(found, turns=0.1)).markdown
 

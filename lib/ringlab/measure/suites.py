@@ -440,7 +440,7 @@ def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
 
 
 def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """The field on one page, two and a half minutes on two CPU cores, most of them dense attention at the longest.
+    """The field on one page, about three minutes on two CPU cores, most of them dense attention at the longest.
 
     ``landscape``: each system over three lengths, forward; FlexAttention at the longest only, because it compiles for
     ten seconds. ``landscape training``: forward and backward at the two shorter ones. ``advised``: the pattern that

@@ -101,7 +101,7 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
     """
     values, unit = finding.values, claim.get("unit", "×")
     ours = finding.ours or in_words(values, unit, finding.what)
-    if study.rehearsal and "tokens/s" in (ours or ""):
+    if study.rehearsal and unit == "tokens/s":
         ours = None  # a rate of this CPU, which says nothing of the GPU's
     if finding.impossible:
         return Verdict("impossible as printed", ours, finding.impossible, finding.apart)
@@ -231,7 +231,8 @@ def by_rows(study: Study, claim: dict) -> Finding:
     systems = (rows | rows["first"]).get("system")
     absent = [s for s in systems if not any(_name(s) in w for w in values)] if isinstance(systems, list) else []
     one_fails = values and _met(claim, values)[0] is False  # then the others decide nothing
-    spoilt = {r.point.system: f" ({status(r)})" for r in study.rows(system=absent) if objection(r)}
+    failed = filter(objection, study.rows(system=absent, group=claim["points"]))
+    spoilt = {r.point.system: f" ({status(r)})" for r in failed}
     missing = " and ".join(_name(s) + spoilt.get(s, "") for s in absent) if values and not one_fails else ""
     if len(counts) < rows.get("counts", 0):
         missing = "three numbers of ranks or more, which a law needs"

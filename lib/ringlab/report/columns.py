@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .study import Study, best
 from .tables import Cell, Table, interval, number, size
-from .trust import objection, status, threads
+from .trust import objection, roofline_s, status
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Column:
 
 
 def table(caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:
-    """A table with a row for each line; in a rehearsal a roofline says whose it is."""
+    """A table with a row for each line. In a rehearsal the header of a roofline names its device, not the page's."""
     found = (r for x in lines for r in (x.values() if isinstance(x, dict) else (x,)) if getattr(r, "rehearsal", False))
     whose = next((f"Roofline of {r.provenance.get('device_name')}" for r in found), "Roofline")
     return Table(
@@ -119,12 +119,7 @@ def time(row, scale: float = 1e3) -> Cell:
 
 def roofline(row) -> Cell | None:
     """The shortest time in ms that the device's rates allow, of a CPU's for the threads of the row."""
-    if not timed(row) or not row.bound_seconds:
-        return None
-    # The rates under a stored roofline are those of all threads of the machine.
-    every, own = row.provenance.get("threads"), (threads(row) or 0) * row.point.world_size
-    share = own / every if every and own and row.provenance.get("device") == "cpu" else 1
-    return Cell(number(row.bound_seconds * 1e3 / min(share, 1)))
+    return Cell(number(roofline_s(row) * 1e3)) if timed(row) and roofline_s(row) else None
 
 
 def peak(row) -> Cell | None:

@@ -28,7 +28,7 @@ from ..measure.store import NAME
 from .places import UsageError, note
 from .rows import DEFAULTS
 from .study import Study, settle
-from .tables import Table, cell, interval, number, size, some
+from .tables import Table, cell, counted, interval, number, size, some
 from .trust import apart, objection, threads
 
 DEMANDED = ("machine", "device", "device_name", "torch", "method")  # all but the engine, which a check is about
@@ -427,7 +427,7 @@ def _summary(found: Comparison) -> Iterable[str]:
         yield "Rehearsals: no time says how fast the device of the profile is."
     if found.mean:
         spread = f" ({interval(*found.mean.ci)}, over the points)" if found.mean.rounds > 1 else ""
-        points = f"{found.mean.rounds} point{'s' * (found.mean.rounds > 1)}"
+        points = counted(found.mean.rounds, "point")
         yield f"Geometric mean of {first} / {second} over {points}: {number(found.mean.value)}{spread}."
         said = Counter(pair.verdict for pair in timed)
         yield (
@@ -458,10 +458,10 @@ def _summary(found: Comparison) -> Iterable[str]:
 
 def worse(found: Comparison, failures: Sequence[tuple[Pair, str]], tolerance: float) -> str:
     """What a check comes to: every row that is worse, by name, or that none is."""
-    base, counted = found.second.name, len(found.timed)
+    base, rows = found.second.name, len(found.timed)
     if not failures:
         limit = f"{100 * tolerance:.3g} %"
-        said = f"check passed: of {counted} rows none is significantly slower than {base} by more than {limit}"
+        said = f"check passed: of {rows} rows none is significantly slower than {base} by more than {limit}"
         return f"{said}, of {len(found.pairs)} none fails newly or needs more bytes"
     return "\n".join(
         [f"check FAILED: {len({id(pair) for pair, _ in failures})} of {len(found.pairs)} rows are worse than {base}:"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__, hardware, measure
-from ..measure import provenance, quality
+from ..measure import provenance, quality, suites
 from . import index, render
 from .first_screen import first_screen
 from .places import Plan, ReportError, home, locked, note, plan
@@ -83,8 +83,6 @@ def run(
 
 def _suite(notebooks: Sequence[Path]) -> Callable:
     """The points that these pages need; those of all pages if one of them is about all rows."""
-    from ringlab.measure import suites
-
     names = [n.stem for n in notebooks]
     names = names if all(REPORTS[name] for name in names) else [*REPORTS]
     wanted = dict.fromkeys(s for name in names for s in (REPORTS[name], *BESIDE.get(name, ())) if s)
@@ -169,7 +167,8 @@ class Pages:
             f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
             f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
         )
-        dry_run = f"Dry run on {study.device}" if study.rehearsal and source.stem not in ("claims", "quality") else ""
+        dry = study.rehearsal and REPORTS.get(source.stem)  # the others show no times of this device
+        dry_run = f"Details: a dry run on {study.device}, what is computed, provenance" if dry else ""
         page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, dry_run, made)
         notebook = render.execute(source, self.given, kernel, cell_timeout_s=self.cell_timeout_s)
         title, headline = render.title_of(notebook), render.headline_of(notebook)

@@ -5,12 +5,14 @@ come from.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from ..measure import suites
 from ..measure.peers import PEERS
+from ..measure.stats import UNSTABLE
 from .rows import SHORT, label, pass_of
 from .study import Study, pattern_of
-from .tables import Cell, Table, Text, number, size, some
+from .tables import Cell, Table, Text, counted, number, size, some
 from .trust import NORMAL, WIDEST, objection, reason, status
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -46,6 +48,11 @@ def _kind(row) -> str:
     return "faster than so many ranks can be" if reason(row).startswith("superlinear") else "of this library"
 
 
+def _crowded(study: Study) -> float:
+    """How many cores other processes used at most, where that disturbed rows."""
+    return max((r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")), default=0)
+
+
 def gaps_line(study: Study) -> str:
     """The line of an answer about what was not measured."""
     gaps = [study.profile.title if study.rehearsal else "any GPU"] if study.device_type == "cpu" else []
@@ -53,9 +60,9 @@ def gaps_line(study: Study) -> str:
     if crowded:
         gaps.append(f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores")
     if missing := missing_points(study):
-        gaps.append(f"{len(missing)} point{'s' * (len(missing) > 1)} of this profile")
+        gaps.append(f"{counted(len(missing), 'point')} of this profile")
     if failed := study.failed:
-        gaps.append(f"{len(failed)} of {len(study.results)} points (not quoted, listed below)")
+        gaps.append(f"{len(failed)} of {len(study.results)} points, which are not quoted (listed below)")
     return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
 
 
@@ -69,8 +76,8 @@ def limits(study: Study, *more: str) -> Text:
     if missing:
         count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
         lines.append(f"What {count} would have shown, for they are not measured: {some(missing)}.")
-    if crowded := [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]:
-        lines.append(f"How fast this machine is when quiet: other processes used up to {max(crowded):g} of its cores.")
+    if crowded := _crowded(study):
+        lines.append(f"How fast this machine is when quiet: other processes used up to {crowded:g} of its cores.")
     if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
         lines.append(f"Whether all times are possible: the roofline of {len(unbound)} is not known.")
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
@@ -97,9 +104,12 @@ def missing_points(study: Study) -> list:
     return [p for group, p in suite_points(study) if (group, p.id) not in have]
 
 
-def failures(study: Study) -> Table | None:
-    """Every point that is not quoted; points of one shape and reason share a line. None where all are quoted."""
-    failed = study.failed
+def failures(study: Study, told: Sequence = ()) -> Table | None:
+    """Every point that is not quoted, but for those ``told`` elsewhere; points of one shape and reason share a line.
+
+    None where there are none.
+    """
+    failed = [r for r in study.failed if not any(r is x for x in told)]
     if not failed:
         return None
     found: dict[tuple, list[str]] = {}
@@ -117,18 +127,19 @@ def failures(study: Study) -> Table | None:
 # what the numbers mean
 
 
-WORDS = {"head groups": "each group of heads runs one branch",
+PATTERN_WORDS = {"head groups": "each group of heads runs one branch",
          "offsets by branch": "branch i starts at row i mod its rate"}  # fmt: skip
 
 
 def reading(study: Study) -> Text:
     """One line for each kind of number, folded."""
-    lone = "" if study.turns else " There is no second run, so intervals of speed-ups are those within this run."
+    lone = "" if study.turns else " How far they differ from run to run is not known: intervals are of this run."
     lines = [
         "**Time**: the median of repeated calls in a process of its own, with a 95 % interval that also holds how far "
-        "the machine's speed drifted during the run. *Unstable*: the samples vary by more than 20 % or drift, "
-        f"their interval within the run is wider than {100 * WIDEST:.0f} % of the median, or they disagree with an "
-        "earlier run. The **roofline** is the shortest time that this device's peak rates allow.",
+        "the machine's speed drifted during the run. *Unstable*: the samples vary by more than "
+        f"{100 * UNSTABLE:.0f} % or drift, their interval within the run is wider than {100 * WIDEST:.0f} % of the "
+        "median, other processes used the cores meanwhile, or they disagree with an earlier run. The **roofline** is "
+        "the shortest time that this device's peak rates allow.",
         "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the two times. The "
         "**noise floor** is the largest factor by which the same work differed when it was measured twice. A speed-up "
         "whose interval reaches into it is marked *within noise*." + lone,
@@ -143,7 +154,7 @@ def reading(study: Study) -> Text:
         other = "a sparse pattern leaves out keys, so it computes another function than dense attention."
         lines.append(f"**Faster than dense**: {other}")
     names = {str(pattern_of(r.point)) for r in study.results}
-    if used := [f"*{x}*: {said}" for x, said in WORDS.items() if any(x in name for name in names)]:
+    if used := [f"*{x}*: {said}" for x, said in PATTERN_WORDS.items() if any(x in name for name in names)]:
         lines.append(f"**Patterns**: {'; '.join(used)}.")
     return Text(lines, bullets=True, summary="What the numbers mean")
 
@@ -164,9 +175,8 @@ STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
 
 def provenance(study: Study) -> Table:
     """Where the rows come from: each fact with the values it took, one where all rows agree."""
-    crowded = [r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")]
-    known = any("others_cores" in r.provenance for r in study.results)
-    quiet = f"no: others used up to {max(crowded):g} of its cores" if crowded else "yes" if known else None
+    crowded, told = _crowded(study), any("others_cores" in r.provenance for r in study.results)
+    quiet = f"no: others used up to {crowded:g} of its cores" if crowded else "yes" if told else None
     found = {"Machine quiet": quiet} | {
         name: _spread([r.provenance.get(key) for r in study.results], size if key == "device_memory_bytes" else _plain)
         for key, name in NAMES.items()

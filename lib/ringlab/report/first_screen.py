@@ -11,7 +11,7 @@ from functools import partial
 from statistics import quantiles
 
 from .. import kernels
-from ..advise import Advice, advise, ladder
+from ..advise import Advice, Proposal, advise, ladder
 from ..estimate import longest
 from ..hardware import Profile
 from ..kernels.base import accumulation_dtype
@@ -29,7 +29,7 @@ from .findings import trust_line
 from .rows import SHORT
 from .study import Study, best, pattern_of, with_rates
 from .tables import Cell, Table, number, size
-from .trust import objection, threads
+from .trust import objection, roofline_s, threads
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 OVERVIEW = (8192, 131072, 1048576)
@@ -129,10 +129,10 @@ def _training(study: Study) -> str:
     less = ""
     if ratio := study.ratio(dense, found[0][2]):
         less = f", {number(ratio.value, 2)} times as fast as torch's dense attention{', unstable' * ratio.unstable}"
-    names = [f"{entry.name} ({number(row.median * 1e3)} ms{less if row is found[0][2] else ''})"
-             for rank, entry, row in found if rank == 1]  # fmt: skip
-    said = "is the fastest" if len(names) == 1 else "are fastest, within noise of each other"
-    return f" In training at {n:,} tokens {' and '.join(names)} {said}."
+    first, *tied = [f"{entry.name} ({number(row.median * 1e3)} ms{less if row is found[0][2] else ''})"
+                    for rank, entry, row in found if rank == 1]  # fmt: skip
+    beside = f", with {' and '.join(tied)} within noise of it" if tied else ""
+    return f" In training at {n:,} tokens {first} is the fastest{beside}."
 
 
 def _measured_figure(study: Study) -> Figure:
@@ -198,17 +198,17 @@ def _there(study: Study, advice: Advice) -> str:
         return f"**On {gpu.title}**: {error}. {how}"
     flash = f"; `flash` is refused: {found.refusals['flash']}" if "flash" in found.refusals else ""
     kind = SHORT[str(dtype).removeprefix("torch.")]
-    return f"**On {gpu.title}** calls run in {kind} by the kernel `{found.name}`{flash}. {how}"
+    return f"**On {gpu.title}** calls should run in {kind} by the kernel `{found.name}`{flash}. {how}"
 
 
 def _trust(study: Study) -> str:
     """How far the times are from their rooflines, and for measured ones the line of every page."""
     named = {entry.name: row for _, entry, row in field.ranked(study)}
-    both = [row for name in (field.ADVISED, field.DENSE.name) if (row := named.get(name)) and row.bound_seconds]
-    above = sorted(r.median / r.bound_seconds for r in study.good if r.median and r.bound_seconds)
+    both = [row for name in (field.ADVISED, field.DENSE.name) if (row := named.get(name)) and roofline_s(row)]
+    above = sorted(r.median / roofline_s(r) for r in study.good if r.median and roofline_s(r))
     over = "Too few of the times here have a roofline to set them beside"
     if len(both) == 2:
-        (near, dense), n = (number(row.median / row.bound_seconds, 2) for row in both), both[0].point.seq_len
+        (near, dense), n = (number(row.median / roofline_s(row), 2) for row in both), both[0].point.seq_len
         over = f"On {study.device} {field.ADVISED} takes {near} times its roofline, the shortest time that the "
         over += f"hardware allows, and dense attention {dense} times, at {n:,} tokens"
     elif len(above) > 3:
@@ -235,8 +235,8 @@ def _seconds(seconds: float) -> str:
     return next(f"{number(seconds / unit)} {name}" for below, unit, name in units if seconds < below)
 
 
-def _bound(advice: Advice, name: str) -> Cell | None:
-    """The roofline of another pattern, unless it needs more memory than there is: at least q, k, v, out and lse."""
+def _other(study: Study, advice: Advice, name: str) -> Cell | None:
+    """The time of another pattern, unless it needs more memory than there is: at least q, k, v, out and lse."""
     found, c = next((p for p in advice.proposals if p.name == name), None), advice.call
     if found is None:
         return None
@@ -244,7 +244,8 @@ def _bound(advice: Advice, name: str) -> Cell | None:
     least = found.peak_bytes or c.batch * advice.seq_len * row
     if advice.budget_bytes is not None and least > advice.budget_bytes:
         return Cell("does not fit", kind="bad")
-    return Cell(f"≥ {_seconds(found.bound_s)}") if found.bound_s else None
+    time = _time(study, advice, found)
+    return Cell(time) if time else None
 
 
 def _overview(study: Study, n: int, advised: dict) -> str:
@@ -256,10 +257,10 @@ def _overview(study: Study, n: int, advised: dict) -> str:
         held = [f"{a.enough_ranks} devices hold it {word}" for a, word in asked
                 if isinstance(a, Advice) and a.enough_ranks]  # fmt: skip
         return "; ".join(["does not fit", *held])
-    training, dense = advised[n, "fwd+bwd"], _bound(advice, "dense")
+    training, dense = advised[n, "fwd+bwd"], _other(study, advice, "dense")
     also = "fits" if isinstance(training, Advice) and training.fits else "fits forward only"
     beside = f"; dense {dense.text}" if dense else ""
-    return f"{_time(study, n, advice).text}, {'memory not known' if advice.fits is None else also}{beside}"
+    return f"{_advised(study, advice).text}, {'memory not known' if advice.fits is None else also}{beside}"
 
 
 def _decisions(study: Study, advised: dict) -> Table:
@@ -272,13 +273,13 @@ def _decisions(study: Study, advised: dict) -> Table:
             lines.append([n, Cell("does not fit", both[0]), *[None] * 5])
             continue
         lines.append([
-            n, _name(known["pattern"]), percent(known.proposals[0].share, 2), *(_time(study, n, a) for a in both),
-            _bound(known, "local"), _bound(known, "dense"),
+            n, _name(known["pattern"]), percent(known.proposals[0].share, 2), *(_advised(study, a) for a in both),
+            _other(study, known, "local"), _other(study, known, "dense"),
         ])  # fmt: skip
         sent.add(_sent(known))
     ends = " to ".join(map(size, sorted({min(sent), max(sent)}))) if sent else ""
     across = f" Split over {RANKS} devices, a training call of these lengths sends {ends} in all." if sent else ""
-    measured = any(isinstance(cell, Cell) and cell.text[0].isdigit() for line in lines for cell in line[3:5])
+    measured = any(isinstance(cell, Cell) and cell.text[0].isdigit() for line in lines for cell in line[3:])
     return Table(
         "What to use, by length",
         [">Tokens", "Advised", ">Of all pairs", ">Forward", ">Training", ">Window, forward",
@@ -287,7 +288,7 @@ def _decisions(study: Study, advised: dict) -> Table:
         note="Advised: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the "
         "sequence, so that a query sees keys from all of it. Window: about 2,048 neighbours and a global block, in "
         "blocks of 128 tokens, longer ones from half a million tokens on, which show more. ≥ marks a "
-        f"computed lower bound{', other times are measured' if measured else ''}. Beside a time stands the peak of "
+        f"computed lower bound{'; other times are measured' if measured else ''}. Beside a time stands the peak of "
         f"memory, computed.{across} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
         "answers for other lengths and shapes.",
         cards=True,
@@ -302,21 +303,26 @@ def _sent(advice: Advice) -> int:
     return sum(sent_bytes(problem, rank, choose(problem).scheme, **how) for rank in range(RANKS))
 
 
-def _time(study: Study, n: int, advice: Advice | str) -> Cell:
-    """The measured time of what is advised, else its roofline; and its memory where that is too much."""
+def _time(study: Study, advice: Advice, proposed: Proposal) -> str:
+    """The measured time of a proposal, else its roofline; nothing where no rate of the device is known."""
+    c = advice.call
+    wanted = {"seq_len": advice.seq_len, "passes": c.passes, "dtype": str(c.dtype).removeprefix("torch."), **SHAPE}
+    systems = ["ringlab", "dense_sdpa"]
+    rows = [] if study.rehearsal else study.rows(system=systems, causal=False, world_size=1, **wanted)
+    own = [r for r in rows if pattern_of(r.point) == proposed.pattern and not r.point.options]
+    if row := best([r for r in own if r.median and not objection(r)]):
+        return _seconds(row.median)
+    return f"≥ {_seconds(proposed.bound_s)}" if proposed.bound_s else ""
+
+
+def _advised(study: Study, advice: Advice | str) -> Cell:
+    """The time and the memory of what is advised."""
     if isinstance(advice, str):
         return Cell("does not fit", kind="bad")
-    c = advice.call
-    wanted = {"seq_len": n, "passes": c.passes, "dtype": str(c.dtype).removeprefix("torch."), **SHAPE}
-    rows = [] if study.rehearsal else study.rows(system="ringlab", causal=False, world_size=1, **wanted)
-    own = [r for r in rows if pattern_of(r.point) == advice["pattern"] and not r.point.options]
-    row = best([r for r in own if r.median and not objection(r)])
-    bound = advice.proposals[0].bound_s
-    time = _seconds(row.median) if row else f"≥ {_seconds(bound)}" if bound else "not known"
     if advice.fits is False:
         ranks = f", {advice.enough_ranks} devices hold it" if advice.enough_ranks else ""
         return Cell("does not fit", f"{size(advice.need_bytes)}{ranks}", kind="bad")
-    return Cell(time, size(advice.need_bytes))
+    return Cell(_time(study, advice, advice.proposals[0]) or "not known", size(advice.need_bytes))
 
 
 def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> Figure:

@@ -15,21 +15,21 @@ from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
 from .tables import inline_html, markdown_text
 
-EXPLORER = "../notebooks/explore.ipynb"  # beside the folder of reports
+EXPLORER = "notebooks/explore.ipynb"  # beside the folder of reports
 PAGES = {"html": "HTML", "md": "Markdown"}  # endings, as a link calls them
 SAID = {
     "title": "Which attention, how long a sequence, how fast",
     "explained": "A measurement is shown only if its output matches a float64 reference and its time is physically "
     "possible. Each page lists the rejected ones with the reason. For other lengths, shapes and GPUs ask "
-    "`.venv/bin/python -m ringlab advise`, or the explorer: `make lab`, then",
+    "`.venv/bin/python -m ringlab advise`, or the explorer: `make lab`, then {explorer}.",
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
-    "overview_note": "Times are computed lower bounds (≥) of a forward call; real calls take longer, see Trust. They "
-    "are for LongNet's pattern whose first segment has 2,048 tokens, as in its paper: its cost grows as the length "
-    "does, and still a query sees keys from all of the sequence. A window is often faster, but shows neighbours of a "
-    "query. Cost and reach choose here, not what a model learns: see “What small models learned”, where some were "
-    "trained. Fits: in memory, one call of attention, forward and in training.",
+    "overview_note": "Times are of a forward call: measured, or computed lower bounds (≥), which real calls exceed "
+    "(see Trust). The first of a cell is for LongNet's pattern whose first segment has 2,048 tokens, as in its paper: "
+    "its cost grows as the length does, and still a query sees keys from all of the sequence. A window is often "
+    "faster, but shows neighbours of a query. Cost and reach choose here, not what a model learns: see “What small "
+    "models learned”, where some were trained. Fits: in memory, one call of attention, forward and in training.",
     "columns": ("Report", "Answer", "Files"),
 }
 
@@ -81,8 +81,8 @@ def write_index(reports: Path) -> list[Path]:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     templates.filters |= {"inline": theme.inline, "marked": inline_html, "text": markdown_text}
-    explorer = EXPLORER if (reports / EXPLORER).is_file() else ""
-    templates.globals |= {**SAID, "css": css(), "explorer": explorer}
+    explorer = f"[{EXPLORER}](../{EXPLORER})" if (reports.parent / EXPLORER).is_file() else f"`{EXPLORER}`"
+    templates.globals |= {**SAID, "css": css(), "explained": SAID["explained"].format(explorer=explorer)}
     with locked(reports, wait=True):  # runs of two profiles may end at once
         folders = sorted(p for p in reports.iterdir() if any((p / "data" / name).exists() for name in DATA))
         found = [_section(p) for p in folders]

@@ -19,7 +19,7 @@ from ..measure.points import Point, Result
 from ..measure.systems import BLOCK_SPARSE, PUBLISHED
 from ..measure.timing import WARM_TOKENS
 from .study import Study, pattern_of
-from .tables import Text
+from .tables import Text, counted
 from .trust import threads
 
 ENGINE = ("ringlab", *PUBLISHED, *BLOCK_SPARSE)
@@ -95,12 +95,12 @@ def accuracy(study: Study) -> Text:
     over = [(r, x.peak_bytes / r.memory["tracked_peak_bytes"] - 1) for r, x in found if not x.at_least]
     if not over:
         return Text(["Nothing was measured to set a prediction of memory beside."])
-    off = [f"{r.point.system}, {r.point.seq_len:,} tokens on {r.point.world_size} rank{'s' * (r.point.world_size > 1)} "
+    off = [f"{r.point.system}, {r.point.seq_len:,} tokens on {counted(r.point.world_size, 'rank')} "
            f"({100 * x:+.1f} %)" for r, x in over if abs(x) > 0.01]  # fmt: skip
-    exceptions, left, some = "; ".join(off), len(rows) - len(kept), "s" * (len(over) > 1)
+    exceptions, left = "; ".join(off), len(rows) - len(kept)
     said = (
-        f"`ringlab.estimate` predicts {len(over) - len(off)} of {len(over)} peak{some} of memory to 1 %, without "
+        f"`ringlab.estimate` predicts {len(over) - len(off)} of {counted(len(over), 'peak')} of memory to 1 %, without "
         f"running the calls{f'; not of {exceptions}' if off else ''}."
     )
-    many = f" Not predicted: {left} row{'s' * (left > 1)} whose calls have many operators." if left else ""
+    many = f" Not predicted: {counted(left, 'row')} whose calls have many operators." if left else ""
     return Text([said + many])

@@ -55,7 +55,7 @@ class Page:
     stamp: str = ""
     stamp_note: str = ""
     origin: str = ""  # where the rows come from, if not from here and now
-    dry_run: str = ""  # of a rehearsal: the head under which all that follows the answer is folded
+    dry_run: str = ""  # of a rehearsal: the head under which all sections are folded
     made: str = ""  # when and of which commit the page was made
 
 

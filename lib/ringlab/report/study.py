@@ -13,7 +13,7 @@ import torch
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
 from .places import REHEARSAL, data_folder
-from .trust import apart, earlier, judged, objection, reproduced, spread, threads, turns, wide, widened
+from .trust import apart, earlier, judged, objection, reproduced, roofline_s, spread, threads, turns, wide, widened
 
 
 def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
@@ -30,7 +30,7 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never mixes two of them."""
     found = settle(store.read(folder))
-    rows = [replace(r, unstable=r.unstable or wide(r)) for r in found["results"]]  # by intervals within the run
+    rows = [replace(r, unstable=r.unstable or wide(r)) for r in found["results"]]  # before intervals are widened
     return Study(profile, folder=folder, **found | {"results": widened(rows, found["pace"])})
 
 
@@ -194,7 +194,7 @@ class Study:
         return len(found), sum(found)
 
     def frame(self):
-        """Every row as a pandas table, for hands and for ``summary.csv``; ``quoted`` is empty or the objection."""
+        """Every row as a pandas table, for hands and ``summary.csv``; ``not_quoted_because``: the objection, if any."""
         import pandas
 
         return pandas.DataFrame([_flat(r) for r in self.results])
@@ -234,10 +234,7 @@ def best(results):
 
 
 def _flat(result) -> dict:
-    point, own, every = result.point, threads(result), result.provenance.get("threads")
-    # The stored roofline is that of all threads of the machine.
-    limited = own and every and result.provenance.get("device") == "cpu"
-    share = min(1, own * point.world_size / every) if limited else 1
+    point = result.point
     return {
         "point": point.id, "group": result.group, "system": point.system, "pattern": str(pattern_of(point)),
         "options": " ".join(f"{k}={v}" for k, v in point.options), "batch": point.batch, "seq_len": point.seq_len,
@@ -246,7 +243,7 @@ def _flat(result) -> dict:
         "not_quoted_because": objection(result), "median_s": result.median,
         "ci_low_s": result.ci[0] if result.ci else None, "ci_high_s": result.ci[1] if result.ci else None,
         "q1_s": result.q1, "q3_s": result.q3, "samples": len(result.seconds), "unstable": result.unstable,
-        "bound_s": result.bound_seconds and result.bound_seconds / share, "threads": own,
+        "bound_s": roofline_s(result), "threads": threads(result),
         "share_of_sgemm": result.share,
         **{f"error_{k}": v for k, v in result.errors.items()}, **result.memory, **result.cost,
         **{f"ranks_{k}": " ".join(map(str, v)) if isinstance(v, list) else v for k, v in result.ranks.items()},

@@ -205,13 +205,13 @@ def breakable(text: str) -> str:
 
 
 def inline_html(text: str) -> str:
-    """The inline marks that ``Text`` and notes use, as HTML. A link names the Markdown of another report.
+    """The inline marks that ``Text`` and notes use, as HTML. A link to another report names its Markdown.
 
     >>> inline_html("**3.1x** by `a<b`, [landscape](landscape.md)")
     '<strong>3.1x</strong> by <code>a&lt;b</code>, <a href="landscape.html">landscape</a>'
     """
     text = escape(text, quote=False)
-    text = re.sub(r"\[([^]]+)\]\((\w+)\.md\)", r'<a href="\2.html">\1</a>', text)
+    text = re.sub(r"\[([^]]+)\]\((\S+?)\)", lambda m: f'<a href="{re.sub("[.]md$", ".html", m[2])}">{m[1]}</a>', text)
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
     text = re.sub(r"\*([A-Za-z][^*]*?)\*", r"<em>\1</em>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
@@ -247,6 +247,15 @@ def interval(low: float | None, high: float | None, scale: float = 1.0, digits: 
     if high == math.inf:
         return f"fewer than {FEWEST} samples"
     return f"{number(low * scale, digits)} to {number(high * scale, digits)}"
+
+
+def counted(n: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "call"), counted(2000, "call")
+    ('1 call', '2,000 calls')
+    """
+    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -21,7 +21,7 @@ from .tables import number
 
 SUPERLINEAR = 1.1  # times the number of ranks; caches may add a little, never more
 PLACEMENT = ("group", "layout", "scheme")  # options that say how ranks share a point's work, not which work it is
-WIDEST = 0.25  # of its median is the interval of a stable time, within its run
+WIDEST = 0.25  # the widest interval of a stable time, within its run, as a part of its median
 FEWEST = 3  # pairs of groups, below which they say nothing of the rest
 NORMAL = 1.96  # standard deviations on either side of 95 %
 MIDDLE = 0.6745  # standard deviations on either side of a half
@@ -69,6 +69,14 @@ def _on_one(point) -> str:
 def threads(result) -> int | None:
     """Those of each rank."""
     return result.ranks.get("threads") or result.provenance.get("threads")
+
+
+def roofline_s(result) -> float | None:
+    """The shortest time in seconds that the device's rates allow, of a CPU's for the threads of the row."""
+    # The rates under a stored roofline are those of all threads of the machine.
+    every, own = result.provenance.get("threads"), (threads(result) or 0) * result.point.world_size
+    share = own / every if every and own and result.provenance.get("device") == "cpu" else 1
+    return result.bound_seconds and result.bound_seconds / min(share, 1)
 
 
 def _judged(result, alone: Iterable):

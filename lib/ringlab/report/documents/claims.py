@@ -18,6 +18,7 @@ __all__ = ["answer", "claims", "contradicting", "provenance"]
 PRINTED = ("impossible as printed", "contradicts itself")  # by arithmetic on a document alone
 OPEN = ("not reproduced here", "untested")  # these rows do not decide it
 AGAIN = "a steadier run: `make report ARGS=--remeasure` on a machine left alone"
+ORIGINAL = "the original's code on a GTX 1080"
 
 
 @lru_cache(maxsize=4)
@@ -56,25 +57,25 @@ def decider(study: Study, entry: Entry) -> str:
     if needs and needs not in hardware.profiles():
         return needs
     if entry.claim.get("theirs") and not untested:
-        return "the original's code on a GTX 1080"
+        return ORIGINAL
     if needs and (needs != study.profile.name or study.rehearsal):
         return _report(hardware.get_profile(needs))
     if study.rehearsal:
         return _report(study.profile)
-    return AGAIN if untested else "the original's code on a GTX 1080"
+    return AGAIN if untested else ORIGINAL
 
 
 def _report(profile) -> str:
     return f"`make report GPU={profile.name}` on a machine with that device"
 
 
-def claims(study: Study, *words: str) -> Table | None:
+def claims(study: Study, *words: str) -> Table | Text:
     """The claims with one of these verdicts, the strongest first: where each is printed, our figure, why, and by which
     rows of which report. The table is drawn closed but for what is wrong as printed.
     """
     found = [e for e in _sorted(judged(study)) if e.verdict.word in words]
     if not found:
-        return None
+        return Text([f"No claims {WORDS[words[0]][1]}."])
     columns = [*COLUMNS, "Tested by", *(["Decided by"] if words[0] in OPEN else [])]
     meanings = [f"{word.capitalize()}: {WORDS[word][2]}" for word in words]
     return Table(

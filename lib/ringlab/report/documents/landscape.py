@@ -6,11 +6,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from ... import kernels
-from ...advise import ladder
-from ...engine import folding
+from ...advise import PAPER, ladder
 from ...measure import peers as packages
 from ...measure import suites as suite
 from ...measure.model_systems import STEPS
@@ -225,8 +221,9 @@ def ranking(study: Study) -> Table:
         cost = over_dense(study, line["row"])
         return cost and Cell(times(cost).text, "" if line["entry"] is DENSE else _noise(cost))
 
-    twice = "".join(f" {e.name} computes {percent(share, 2)} of its pairs twice, which its cost of a pair includes."
-                    for _, e, r in found if (share := _again(study, r)))  # fmt: skip
+    overlaps = [f"{e.name} shows {percent(more, 2)} more, counting those of several branches each time"
+                for _, e, r in found if (more := (x := cost_of(r.point)).pairs / x.distinct_pairs - 1)]  # fmt: skip
+    more = f": {'; '.join(overlaps)}" if overlaps else ""
     return table(
         f"Ranked by time{shape}",
         [SYSTEM, Column(">Rank", lambda x: x["rank"]), TIME.of("row"), ROOFLINE.of("row"),
@@ -236,21 +233,9 @@ def ranking(study: Study) -> Table:
         [{"rank": rank, "entry": e, "row": r} for rank, e, r in found],
         marked=[i for i, (rank, *_) in enumerate(found) if rank == 1],
         note="The ranking is by speed: the variants compute different things and are not interchangeable. Rows share a "
-        "rank where their difference is within noise. Each visible pair is counted once." + twice,
+        f"rank where their difference is within noise. Each visible pair is counted once{more}.",
         cards=True,
     )  # fmt: skip
-
-
-def _again(study: Study, row) -> float:
-    """The share of its pairs that a call computes more than once: those in several branches, unless they are folded."""
-    p, found = row.point, cost_of(row.point)
-    again = found.pairs / found.distinct_pairs - 1
-    if again and study.device_type == "cpu":
-        dtype = getattr(torch, p.dtype)
-        kernel = kernels.choose("cpu", dtype, p.head_dim).kernel
-        if folding.faster(pattern_of(p), p.seq_len, p.heads, p.kv_heads, p.causal, dtype, kernel):
-            return 0.0
-    return again
 
 
 def training(study: Study) -> Table:
@@ -315,8 +300,8 @@ def time_figure(study: Study) -> None:
     caption = "Time over length of the systems that passed their checks; both axes are logarithmic."
     if most:
         n = line["row"].point.seq_len
-        ranks = {e: rank for rank, e, _ in standing(study, n)}
-        tied = [e.name for e in ranks if ranks[e] == ranks[line["entry"]] and e is not line["entry"]]
+        tied = [e.name for _, e, r in standing(study, n)
+                if r is not line["row"] and (x := study.ratio(r, line["row"])) and not columns.beyond(x)]  # fmt: skip
         less = f" (with {' and '.join(tied)} within noise of it)" if tied else ""
         where = f"{line['entry'].name}{less} at {n:,} tokens"
         caption = f"Up to {number(most.value, 2)} times as fast as torch's dense attention: {where}."
@@ -332,7 +317,8 @@ KINDS = {"dense": "Dense", "block_sparse": "Sliding window", "dilated": "LongNet
 
 def kind(row) -> str:
     """What a reader calls the pattern of a row."""
-    return KINDS[row.point.pattern["kind"]]
+    pattern = row.point.pattern
+    return ADVISED if pattern.get("segment_lengths", [0])[0] == PAPER else KINDS[pattern["kind"]]
 
 
 def _steps(study: Study) -> list:

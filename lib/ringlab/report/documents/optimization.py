@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -21,8 +20,8 @@ from ..evidence import evidence
 from ..findings import provenance, reading
 from ..rows import FULL, SHORT, dense_beside, document_rows, is_optimised, is_plain, label, pattern, shape, switches
 from ..study import Study, best, together, with_rates
-from ..tables import Cell, Code, Table, Text, number, size
-from ..trust import reason
+from ..tables import Cell, Code, Table, Text, counted, number, size
+from ..trust import reason, roofline_s
 
 __all__ = [
     "answer", "efficiency", "failures", "folded", "implementations", "kernels_table", "length_figure",
@@ -87,7 +86,7 @@ def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
     how = {"dtype": gpu.default_dtype(), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
     said = []
     for n in ranks:
-        on = "" if ranks == (1,) else f" on {n} rank{'s' * (n > 1)}"
+        on = "" if ranks == (1,) else f" on {counted(n, 'rank')}"
         said.append(f"{_longest(pattern, study.memory_bytes, ranks=n, **how):,} tokens{on}")
     training = ""
     if ranks == (1,):
@@ -237,8 +236,8 @@ def draw_lengths(study: Study, name: str, found: list, what: str, looks: dict, l
         if columns.timed(row):
             n = row.point.seq_len
             series.setdefault(label(row), []).append((n, *(x * 1e3 for x in (row.median, *row.ci))))
-            if row.bound_seconds and any(row is x[3] for x in found):
-                series.setdefault("Its roofline", []).append((n, row.bound_seconds * 1e3, None, None))
+            if (bound := roofline_s(row)) and any(row is x[3] for x in found):
+                series.setdefault("Its roofline", []).append((n, bound * 1e3, None, None))
     if not series:
         return
     looks = looks | {"Its roofline": figures.SKY}
@@ -312,7 +311,7 @@ def reuse(study: Study) -> Text:
         won, lost = (sum(beyond(x) == sign for x in used) for sign in (1, -1))
         ends = [f"{f(x.value for x in used):.2f}" for f in (min, max)]
         pool_line = (
-            f"of {len(used)} call{'s' * (len(used) > 1)} {won} are faster with it, {lost} slower, "
+            f"of {counted(len(used), 'call')} {won} are faster with it, {lost} slower, "
             f"{len(used) - won - lost} within noise ({' to '.join(ends)} times as fast). Strided views write results "
             "in place and borrow nothing but an fp32 accumulator; gathered copies borrow their buffers."
         )
@@ -328,7 +327,7 @@ def efficiency(study: Study) -> Text:
     for system, name in forms.items():
         ours = [r for r in study.rows(system=system, **FUNCTION) if r.option("merge") is None]
         found[name] = [r for r in ours if r.point.pattern != pattern().to_dict()]
-    over = {name: [r.median / r.bound_seconds for r in some if columns.timed(r) and r.bound_seconds]
+    over = {name: [r.median / roofline_s(r) for r in some if columns.timed(r) and roofline_s(r)]
             for name, some in found.items()}  # fmt: skip
     ends = {name: dict.fromkeys(number(f(some), 2) for f in (min, max)) for name, some in over.items() if some}
     said = ", ".join(f"{name} {' to '.join(x)}×" for name, x in ends.items())
@@ -337,11 +336,11 @@ def efficiency(study: Study) -> Text:
 
 def kernels_table(study: Study) -> Table:
     """Each kernel: its time here or why it is refused, and what its rules say of a GPU."""
-    gpu, ours = gpu_of(study), document_rows(study, system="ringlab")
+    gpu = gpu_of(study)
     card = DeviceSpec("cuda", gpu.capability)
 
     def here(name: str) -> Cell:
-        row = best([r for r in ours if switches(r.point) == FULL | {"backend": name}])
+        row = _kernel_row(study, name)
         if row is None or row.status == "unsupported":
             return Cell("refused", reason(row), "none") if row else columns.time(row)
         time = columns.time(row)
@@ -355,23 +354,24 @@ def kernels_table(study: Study) -> Table:
     found: dict[tuple, list[str]] = {}  # those that are refused alike share a line
     for name in kernels.order(card if study.device_type == "cuda" else torch.device("cpu")):
         cells = here(name), by_rule(name)
-        found.setdefault(cells if {c.kind for c in cells} == {"none"} else (name, *cells), []).append(name)
+        alike = all(c.kind == "none" for c in cells)
+        found.setdefault((*cells, "" if alike else name), []).append(name)
     return Table(
         f"Kernels here, and according to their rules on {gpu.title} ({hardware.sm(gpu.capability)})",
         ["Kernel", ">Time here (ms)", f"On {gpu.title}"],
-        [[", ".join(names), *cells[-2:]] for cells, names in found.items()], folded=True,
+        [[", ".join(names), *cells[:2]] for cells, names in found.items()], folded=True,
         note="The first that is not refused is chosen. Rules are stated needs; nothing was called on that device.",
     )  # fmt: skip
 
 
+def _kernel_row(study: Study, name: str):
+    """The document's call by one kernel."""
+    return best([r for r in document_rows(study, system="ringlab") if switches(r.point) == FULL | {"backend": name}])
+
+
 def failures(study: Study) -> Table | None:
-    """Every point that is not quoted, but for the refusals that stand in the table of kernels."""
-
-    def told(r) -> bool:
-        s = switches(r.point)
-        return r.status == "unsupported" and s == FULL | {"backend": s["backend"]}
-
-    return findings.failures(replace(study, results=[r for r in study.results if not told(r)]))
+    """Every point that is not quoted, but for the refusals that the table of kernels shows."""
+    return findings.failures(study, told=[_kernel_row(study, name) for name in kernels.KERNELS])
 
 
 def folded(study: Study) -> Table | None:
@@ -402,7 +402,7 @@ def folded(study: Study) -> Table | None:
         return plan.pairs(p.causal) / (p.heads * p.seq_len)
 
     def over_roofline(row) -> str | None:
-        return f"{number(row.median / row.bound_seconds)}×" if columns.timed(row) and row.bound_seconds else None
+        return f"{number(row.median / roofline_s(row))}×" if columns.timed(row) and roofline_s(row) else None
 
     return table(
         "Nested branches: branch by branch → folded, each visible pair once",

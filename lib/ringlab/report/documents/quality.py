@@ -23,7 +23,7 @@ from .. import figures
 from ..columns import Column, table
 from ..compare import quantile
 from ..places import data_folder
-from ..tables import DASH, Cell, Table, Text, number, size, some
+from ..tables import DASH, Cell, Table, Text, counted, number, size, some
 from ..theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
 
 __all__ = ["answer", "choice", "frontier", "failures", "growing", "learning_figure", "limits", "open_quality",
@@ -265,7 +265,7 @@ def _trust(q: Quality) -> str:
     trained = [r for r in q.rows if r["kind"] == "trained"]
     seeds = {r["definition"]["seed"] for r in trained}
     wanted = len(suite.runs(q.sizes))
-    count = f"{len(trained)} of {wanted} trainings, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    count = f"{len(trained)} of {wanted} trainings, {counted(len(seeds), 'seed')}"
     return (
         f"**Trust**: {count}; models of one seed begin with the same weights, read the same tokens and differ in "
         "attention alone. ± is a 95 % interval over seeds. Models are tiny: "

@@ -22,7 +22,7 @@ from ..predicted import accuracy
 from ..published import DOCUMENTS, number_of, published
 from ..rows import SHORT
 from ..study import Study, pattern_of
-from ..tables import Cell, Table, Text, number, size
+from ..tables import Cell, Table, Text, counted, number, size
 from ..trust import objection, status, threads
 from .optimization import answer_of, fits_line
 
@@ -64,19 +64,15 @@ def _work(rows: list) -> str:
     row = rows[0]
     p, pattern, own = row.point, pattern_of(row.point), threads(row)
     segments, rates = (" and ".join(f"{x:,}" for x in xs) for xs in (pattern.segment_lengths, pattern.dilation_rates))
-    each = f"; {_each_rank(own)}" if own else ""
+    each = f"; {counted(own, 'thread')} a rank" if own else ""
     return (
         f"Every call: batch {p.batch}, {p.heads} heads of {p.head_dim}, {SHORT[p.dtype]}, dilated attention with "
         f"segments of {segments} tokens at rates {rates}, forward{each}."
     )
 
 
-def _each_rank(own: int) -> str:
-    return f"{own} thread{'s' * (own != 1)} a rank"
-
-
 def _at(tokens: int, ranks: int) -> str:
-    return f"{tokens:,} tokens on {ranks} rank{'s' * (ranks > 1)}"
+    return f"{tokens:,} tokens on {counted(ranks, 'rank')}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,6 +193,7 @@ def names(study: Study) -> Table:
     lines = [{"system": system, "row": row, "base": by_system[SDPA].get(key) if system != SDPA else None}
              for system, found in by_system.items() for key, row in found.items() if key[0] == n]  # fmt: skip
     own = {threads(x["row"]) for x in lines} - {None}
+    each = f" Each rank has {counted(*own, 'thread')}, and so has dense attention." if len(own) == 1 else ""
     system = Column("System", lambda x: Cell(KINDS[x["system"]], "" if x["system"] == "dense_sdpa" else x["system"]))
     of_row = [x.of("row") for x in (columns.RANKS, TIME, ROOFLINE, PEAK)]
     return table(
@@ -204,7 +201,7 @@ def names(study: Study) -> Table:
         [system, *of_row, ratio(study, "row", "base", ">Over the first")],
         sorted(lines, key=lambda x: columns.ranks(x["row"])),
         note="Over the first: times as long as the ring on torch's kernel on as many ranks. The two rings compute one "
-        f"function.{f' {_each_rank(*own)}, dense attention too.' if len(own) == 1 else ''}",
+        f"function.{each}",
     )
 
 

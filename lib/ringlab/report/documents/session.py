@@ -17,7 +17,7 @@ from ..findings import failures, limits, provenance, reading
 from ..published import MB, published
 from ..rows import SHORT, dense_beside
 from ..study import Study, best, cost_of, pattern_of
-from ..tables import Cell, Table, Text, interval, number, size
+from ..tables import Cell, Table, Text, counted, interval, number, size
 from .optimization import answer_of, draw_lengths, fits_line
 
 __all__ = [
@@ -77,7 +77,7 @@ def extreme_rows(study: Study) -> dict[int, object]:
 
 
 def over_dense(study: Study) -> list[tuple]:
-    """(n, Ratio or None, dense row or None, our row) by n; dense attention from any group, of this suite if there."""
+    """(n, Ratio or None, dense row or None, our row) by n; dense attention of this suite, else of another."""
     ours = sorted(study.rows(group=suite.WINDOW_LENGTHS, system=OURS), key=lambda r: r.point.seq_len)
     lines = [(dense_beside(study, row) or dense_beside(study.whole or study, row), row) for row in ours]
     return [(row.point.seq_len, study.ratio(dense, row), dense, row) for dense, row in lines]
@@ -265,7 +265,7 @@ def reuse(study: Study) -> Text:
             fresh, lent = (one(study, suite.SESSION_REUSE, "pool_workload",
                                {"size_mb": mb, "threads": threads, "pool": on}) for on in (False, True))  # fmt: skip
             if ratio := study.ratio(fresh, lent):
-                pool.append((f"{mb:g} MiB on {threads} thread{'s' * (threads > 1)}", ratio))
+                pool.append((f"{mb:g} MiB on {counted(threads, 'thread')}", ratio))
     if pool:
         won, lost = ([name for name, x in pool if columns.beyond(x) == sign] for sign in (1, -1))
         ends = " to ".join(number(f(x.value for _, x in pool)) for f in (min, max))
@@ -314,7 +314,8 @@ def length_figure(study: Study) -> None:
             for r in study.rows(group=suite.WINDOW_LENGTHS, system=system)]  # fmt: skip
     apart = [d for _, x, d, _ in found if x and not x.paired]
     system = Column("System", lambda r: Cell(
-        SYSTEMS[r.point.system], SHORT[r.point.dtype] + "; not timed in turns with ours" * (r in apart)))  # fmt: skip
+        SYSTEMS[r.point.system],
+        SHORT[r.point.dtype] + "; not timed in turns with ours" * any(r is d for d in apart)))  # fmt: skip
     data = table(
         "Data: time over length", [system, columns.TOKENS, DENSITY, TIME, ROOFLINE, PEAK],
         [*(r for *_, r in found), *also, *(d for _, _, d, _ in found if d is not None)],
