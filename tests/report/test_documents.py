@@ -160,8 +160,8 @@ def test_the_answer_says_which_switches_gain_and_which_do_not():
         return re.sub(r" \([\d.]+×\)", "", single.answer(page("000", change)).lines[0])
 
     assert "The gain comes from: strided views instead of gathered copies, fused kernel instead of eager." in said()
-    assert "No measurable gain: pattern cache on, memory pool on." in said()
-    assert "eager, pattern cache on. No measurable gain: memory pool on." in said(without("cache", 2))
+    assert "No gain beyond noise: pattern cache on, memory pool on." in said()
+    assert "eager, pattern cache on. No gain beyond noise: memory pool on." in said(without("cache", 2))
     assert "A loss: memory pool on." in said(without("pool", 0.6))
     assert "times here, within noise**" in said(lambda r: longer(r, 9) if r.option("twin") else r)
 

@@ -266,7 +266,7 @@ def unranked(study: Study) -> Table | Text:
     return Table(
         "Without a rank", ["System", "Verdict", "Why"],
         [[e.name, Cell(v.word, kind="bad" if v.word == WRONG else "none"), v.why] for e, v in found],
-        note=f"{checked} Wrong: one of these is off by more than is allowed.",
+        note=checked + " Wrong: one of these is off by more than is allowed." * any(v.word == WRONG for _, v in found),
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def _pays_line(study: Study) -> str:
     where = f"{shape()['seq_len']:,} tokens, forward, segments {segments()}"
     said = [f"**Optimizing pays {factor} times here{noise}** ({where})"]
     effects = [(words.lower(), x[2]) for name, (words, *_) in SWITCHES.items() if (x := _pair(study, name))]
-    for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No measurable gain", 0)):
+    for words, sign in (("The gain comes from", 1), ("A loss", -1), ("No gain beyond noise", 0)):
         if names := [f"{name} ({number(x.value)}×)" for name, x in effects if beyond(x) == sign and x.high < math.inf]:
             said.append(f"{words}: {', '.join(names)}")
     if names := [name for name, x in effects if x.high == math.inf]:
@@ -408,7 +408,8 @@ def folded(study: Study) -> Table | None:
         "Nested branches: branch by branch → folded, each visible pair once",
         [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)),
          Column(">Tokens", lambda x: x["auto"].point.seq_len), PASS.of("auto"), MASK.of("auto"),
-         Column(">Calls", both(lambda plan, _: len(plan.calls))), Column(">Pairs a position", both(pairs)),
+         Column(">Calls", lambda x: " → ".join(str(len(plan.calls)) for plan in x["plans"])),
+         Column(">Pairs a position", both(pairs)),
          Column(">Merges a row", both(merges)),
          Column(">Predicted gain", lambda x: Cell(f"{number(x['gain'])}×", f"chosen: {x['chosen']}")),
          columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto"),

@@ -217,7 +217,8 @@ def _use_line(q: Quality) -> str:
     return (
         f"**What small models learned**, of {q.sizes.layers} layers: use {said}. Of patterns that tie for best this is "
         f"the one that trains fastest. A layer's window shows at most {widths['recall']} tokens, {widths['text']} for "
-        f"source code, and LongNet begins at {q.layers('recall', 'LongNet')[0].segment_lengths[0]}."
+        "source code, and LongNet's first segment has "
+        f"{q.layers('recall', 'LongNet')[0].segment_lengths[0]}: LongNet from 2,048 was not trained."
     )
 
 

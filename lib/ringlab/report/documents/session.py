@@ -258,7 +258,7 @@ def reuse(study: Study) -> Text:
     kept = [(mb, row, study.ratio(none[1], row)) for mb, row in kept]
     said = [f"{mb:g} MiB hit {percent(m['cache_hits'] / (m['cache_hits'] + m['cache_misses']))}, {times(ratio).plain}"
             for mb, row, ratio in kept if ratio and "cache_hits" in (m := row.memory)]  # fmt: skip
-    cache = f"lookups of many patterns, as fast as without a cache: {'; '.join(said)}" if said else "not measured"
+    cache = f"{cache_systems.LOOKUPS} lookups of many patterns, as fast as without a cache: {'; '.join(said)}"
     pool = []
     for mb in suite.SCRATCH_MB:
         for threads in suite.THREADS:
@@ -273,7 +273,7 @@ def reuse(study: Study) -> Text:
         buffers = f"{ends}× as fast as fresh memory: {'; '.join(lines) or 'all within noise'}"
     else:
         buffers = "not measured"
-    lines = f"**Pattern cache**, {cache_systems.LOOKUPS} {cache}.", f"**Scratch buffers from the pool**: {buffers}."
+    lines = f"**Pattern cache**: {cache if said else 'not measured'}.", f"**Scratch buffers from the pool**: {buffers}."
     return Text(lines, bullets=True)
 
 
@@ -302,8 +302,8 @@ def efficiency(study: Study) -> Table:
          replace(MASK, header="Causal"), PASS, TIME, ROOFLINE,
          Column(">Cost of a pair, dense = 1", over)],
         sorted(found, key=lambda r: [*SYSTEMS].index(r.point.system)),
-        note="FlexAttention is torch's compiled kernel. In fresh memory "
-        "(`Execution(results=False)`) a large result costs page faults; else it takes the memory of a freed one.",
+        note="In fresh memory (`Execution(results=False)`) a large result costs page faults; else it takes the memory "
+        "of a freed one.",
     )  # fmt: skip
 
 
