@@ -291,7 +291,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     assert f"What {missing} of the {len(made('000'))} points" in said and "every row ran on one" not in said
     alone = study_of([r for r in results if r.point.world_size == 1], suite="optimization")
     assert "every row ran on one" in "".join(single.limits(alone).lines)
-    assert "Unstable times: 2, as" in said and "Naive (ours), fp16, 8,192 tokens, forward" in said
+    assert "Unstable times: 2, among them" in said and "Naive (ours), fp16, 8,192 tokens, forward" in said
     assert "unstable" in single.implementations(about).markdown
     failed = findings.failures(about)
     (refused,) = failed.rows  # they agree in shape and reason

@@ -62,7 +62,7 @@ def gaps_line(study: Study) -> str:
     if missing := missing_points(study):
         gaps.append(f"{counted(len(missing), 'point')} of this profile")
     if failed := study.failed:
-        gaps.append(f"{len(failed)} of {len(study.results)} points, which are not quoted (listed below)")
+        gaps.append(f"{len(failed)} of {len(study.results)} points, which are not quoted (their reasons stand below)")
     return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
 
 
@@ -82,7 +82,7 @@ def limits(study: Study, *more: str) -> Text:
         lines.append(f"Whether all times are possible: the roofline of {len(unbound)} is not known.")
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
-        lines.append(f"Unstable times: {len(unstable)}, as {some(unstable)}.")
+        lines.append(f"Unstable times: {len(unstable)}, among them {'; '.join(list(dict.fromkeys(unstable))[:3])}.")
     return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
 
 

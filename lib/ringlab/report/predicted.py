@@ -24,6 +24,7 @@ from .trust import threads
 
 ENGINE = ("ringlab", *PUBLISHED, *BLOCK_SPARSE)
 OPERATORS = 2000  # of all rows together that a page runs without data, so that it stays quick
+CLOSE = 0.01  # relative error of a peak that counts as predicted
 BLOCKS = 4096  # a block-sparse row beyond would take seconds to plan
 
 
@@ -84,8 +85,8 @@ def _published(point: Point) -> dict | None:
     return {"backend": module.chain, "execution": module.execution, **across}
 
 
-def accuracy(study: Study) -> Text:
-    """In a sentence how many peaks ``estimate`` predicts to 1 %, and which it does not; rows of few operators first."""
+def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
+    """([(row, relative error of its predicted peak)], rows left out for their many operators); few operators first."""
     rows = [r for r in study.good if r.memory.get("tracked_peak_bytes") and not r.option("twin")]
     rows = sorted((r for r in rows if r.point.system in ENGINE), key=lambda r: r.memory.get("operator_calls") or 0)
     spent = accumulate(r.memory.get("operator_calls") or 0 for r in rows)
@@ -93,11 +94,17 @@ def accuracy(study: Study) -> Text:
             and r.point.seq_len // r.point.pattern.get("block_size", r.point.seq_len) <= BLOCKS]  # fmt: skip
     found = predict(kept, study.profile.name if study.device_type == "cuda" else None)
     over = [(r, x.peak_bytes / r.memory["tracked_peak_bytes"] - 1) for r, x in found if not x.at_least]
+    return over, len(rows) - len(kept)
+
+
+def accuracy(study: Study) -> Text:
+    """In a sentence how many peaks ``estimate`` predicts to 1 %, and which it does not."""
+    over, left = compared(study)
     if not over:
         return Text(["Nothing was measured to set a prediction of memory beside."])
     off = [f"{r.point.system}, {r.point.seq_len:,} tokens on {counted(r.point.world_size, 'rank')} "
-           f"({100 * x:+.1f} %)" for r, x in over if abs(x) > 0.01]  # fmt: skip
-    exceptions, left = "; ".join(off), len(rows) - len(kept)
+           f"({100 * x:+.1f} %)" for r, x in over if abs(x) > CLOSE]  # fmt: skip
+    exceptions = "; ".join(off)
     said = (
         f"`ringlab.estimate` predicts {len(over) - len(off)} of {counted(len(over), 'peak')} of memory to 1 %, without "
         f"running the calls{f'; not of {exceptions}' if off else ''}."

@@ -78,7 +78,7 @@ FIELD = (
           figures.GREEN),
     Entry("LongNet from 256", "dilated segments, one softmax over all", "ringlab", suite.landscape_ladder,
           figures.SKY),
-    Entry(ADVISED, "the same, with segments as in its paper", "ringlab", ladder, figures.PURPLE),
+    Entry(ADVISED, "dilated segments as in its paper, one softmax over all", "ringlab", ladder, figures.PURPLE),
     Entry("FlexAttention", "the blocks of local and global, by torch's compiled kernel", "flex",
           _always(suite.LOCAL_GLOBAL), figures.RED),
 )  # fmt: skip
