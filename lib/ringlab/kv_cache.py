@@ -60,7 +60,9 @@ class KVCache:
         check_float_dtype(dtype)
         batch, head_dim = check_int("batch", batch, most=LARGEST), check_int("head_dim", head_dim, most=LARGEST)
         self.rules, self.batch, self.head_dim, self.dtype = each[0], batch, head_dim, dtype
-        self.device = device_of(device)
+        if (device := device_of(device)).type == "meta":
+            raise ValueError("a cache holds values, which the device 'meta' has not; cache_bytes tells its size")
+        self.device = device
         self._parts = [LiveRows(rules, batch, head_dim, dtype, self.device) for rules in each]
 
     @property
@@ -79,9 +81,10 @@ class KVCache:
 
     def live_rows(self, entry: int = 0) -> list[Tensor]:
         """The positions of the rows that are kept here of a sequence, ascending, for each K/V head."""
-        if (entry := as_int(entry)) is None or not 0 <= entry < self.batch:
+        number = as_int(entry)
+        if number is None or not 0 <= number < self.batch:
             raise ValueError(f"there is no sequence {short_repr(entry)} among {self.batch}")
-        return [torch.cat(found).sort().values for found in zip(*(part.rows_of(entry) for part in self._parts))]
+        return [torch.cat(found).sort().values for found in zip(*(part.rows_of(number) for part in self._parts))]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Keep the rows k and v of new positions without attending from them: of a prompt computed elsewhere."""
@@ -131,11 +134,17 @@ class KVCache:
         return {"made": self._made(), "parts": [part.state() for part in self._parts]}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore what ``state_dict`` gave; ValueError for the state of a cache that was made otherwise."""
-        made = state.get("made") if isinstance(state, dict) else None
+        """Restore what ``state_dict`` gave.
+
+        ValueError, and nothing changes, for a damaged state and that of a cache that was made otherwise.
+        """
+        made, parts = (state.get(name) if isinstance(state, dict) else None for name in ("made", "parts"))
         if made != self._made():
             raise ValueError(f"the state is of another cache: {short_repr(made)}, this is {self._made()}")
-        for part, saved in zip(self._parts, state["parts"]):
+        alike = isinstance(parts, list) and len(parts) == len(self._parts)
+        if not alike or not all(part.fits(saved) for part, saved in zip(self._parts, parts)):
+            raise ValueError("the state is damaged: its parts are not those of state_dict()")
+        for part, saved in zip(self._parts, parts):
             part.restore(saved)
 
     def _made(self) -> str:

@@ -197,6 +197,7 @@ def call(cache_options=None, pattern=DILATED[0], n=4, b=1, heads=2, dtype=F32, *
     ({"cache_options": {"max_seq_len": 0}}, ValueError, "max_seq_len must be a positive integer"),
     ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),
     ({"cache_options": {"device": "cuda:x"}}, ValueError, "device"),
+    ({"cache_options": {"device": "meta"}}, ValueError, "a cache holds values"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(change, error, words):
     with pytest.raises(error, match=words) as caught:
@@ -209,6 +210,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(change, er
     (lambda c: c.crop([1, 2]), "crop takes one length, or 1"),
     (lambda c: c.reorder([1]), "reorder takes the numbers of 1 sequences"),
     (lambda c: c.live_rows(1), "there is no sequence 1 among 1"),
+    (lambda c: c.live_rows(1.5), "there is no sequence 1.5 among 1"),
     (lambda c: KVCache(Dense(), **CACHE).load_state_dict(c.state_dict()), "the state is of another cache"),
 ])  # fmt: skip
 def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
@@ -217,6 +219,24 @@ def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
     with pytest.raises(ValueError, match=words):
         do(cache)
     assert cache.lengths == [4]
+
+
+@pytest.mark.parametrize("damage", [
+    lambda part: {}, lambda part: None, lambda part: part | {"more": part["k"]}, lambda part: part | {"v": 5},
+    lambda part: part | {"k": part["k"][:, :, :2]}, lambda part: part | {"v": part["v"].double()},
+    lambda part: part | {"counts": part["counts"] + 9}, lambda part: part | {"positions": part["k"]},
+])  # fmt: skip
+def test_a_damaged_state_is_refused_and_changes_nothing(damage):
+    cache, other = (KVCache(DILATED[0], **CACHE) for _ in range(2))
+    for one, n in ((cache, 4), (other, 7)):
+        attention(*[torch.ones(1, n, 2, 8)] * 3, DILATED[0], causal=True, cache=one)
+    state, kept = other.state_dict(), cache.state_dict()["parts"][0]
+    for parts in ([damage(state["parts"][0])], [], {}, state["parts"] * 2):
+        with pytest.raises(ValueError, match="the state is damaged"):
+            cache.load_state_dict(state | {"parts": parts})
+    assert all(torch.equal(kept[name], t) for name, t in cache.state_dict()["parts"][0].items())
+    cache.load_state_dict(state)
+    assert cache.lengths == [7]
 
 
 @pytest.mark.parametrize("wrong", [

@@ -101,6 +101,16 @@ class LiveRows:
         rows = {name: getattr(self, name)[:, :, : self.used].clone() for name in ("k", "v", "positions")}
         return rows | {name: getattr(self, name).clone() for name in ("counts", "length", "peak")}
 
+    def fits(self, state) -> bool:
+        """Whether ``state`` holds tensors like those of ``state()``."""
+        own = self.state()
+        if not isinstance(state, dict) or state.keys() != own.keys():
+            return False
+        if not all(isinstance(state[name], Tensor) and _form(state[name]) == _form(own[name]) for name in own):
+            return False
+        used = {state[name].shape[2] for name in ("k", "v", "positions")}
+        return len(used) == 1 and int(state["counts"].max()) <= max(used) <= self.rules.slots
+
     def restore(self, state: dict) -> None:
         self.reset()
         for name, saved in state.items():
@@ -378,6 +388,11 @@ class _Ahead(NamedTuple):
     entries: list[int]
     steps: list[_Step]
     due: list[int]
+
+
+def _form(t: Tensor) -> tuple:
+    """All of the dtype and the shape but the number of rows."""
+    return t.dtype, t.dim(), t.shape[:2], t.shape[3:]
 
 
 def _slices(entries: list[int]) -> Iterator[slice]:
