@@ -10,7 +10,7 @@ from reporting import MEMORY, longer, made_up, study_of
 from ringlab import hardware
 from ringlab.advise import ladder
 from ringlab.measure import Group, Point, peers, suites
-from ringlab.report import findings, first_screen, index, render, tables
+from ringlab.report import findings, first_screen, index, predicted, render, tables
 from ringlab.report.documents import landscape
 from ringlab.report.study import Study
 
@@ -86,6 +86,9 @@ def test_lengths_memory_and_bytes_are_those_of_the_commands():
     for p in patterns:
         most = [ringlab.longest(p, MEMORY, profile="cpu", passes=x) for x in ("fwd", "fwd+bwd")]
         assert all(f"{n:,}" in found.lines[1] for n in most)
+    over = [x for r, x in predicted.compared(study())[0] if r.point.heads == 8]
+    right = f"{sum(abs(x) <= 0.01 for x in over)} of {len(over)} measured peaks"
+    assert f"{right}, of calls up to 32,768 tokens, are as computed to 1 %" in found.lines[1]
     assert [line[0] for line in found.table.rows] == list(first_screen.LENGTHS)
     for line, said in zip(found.table.rows[:2], found.overview):
         n = line[0]
@@ -142,7 +145,7 @@ def test_a_rehearsal_shows_no_time_of_this_machine(monkeypatch):
     assert found.title.endswith("GTX 1080, computed") and [f.name for f in found.figures] == ["first-screen-computed"]
     bound = ringlab.advise("gtx1080", 131072, passes="fwd").proposals[0].bound_s
     assert f"takes at least {tables.number(bound * 1e3)} ms" in found.lines[0]
-    assert found.table.rows[-1][4].text == "does not fit" and "measured" not in found.lines[0] + found.lines[1]
+    assert found.table.rows[-1][4].text == "does not fit" and "measured" not in found.lines[0]
     there = found.lines[-2]
     assert "fp32 by the kernel `efficient`; `flash` is refused: needs compute capability 8.0" in there
     assert "`make report GPU=gtx1080`" in there and "`make report" not in measured

@@ -572,4 +572,5 @@ def provenance(q: Quality) -> Table:
     texts = {f"{kind} {digest}" for o in origins for kind, digest in o["text"].items()}
     found += [["Rows written (UTC)", f"{times[0]} to {times[-1]}"], ["Text (digests)", some(sorted(texts))],
               ["CPU time of all trainings", f"{sum(r.get('cpu_s', 0) for r in q.rows) / 60:.0f} min"]]  # fmt: skip
-    return Table("Where these rows come from", ["What", "Value"], found, folded=True)
+    note = f"The rows: [{suite.NAME}](data/{suite.NAME})."
+    return Table("Where these rows come from", ["What", "Value"], found, note=note, folded=True)
