@@ -127,7 +127,8 @@ def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
 def test_sequences_of_one_length_may_keep_other_rows_after_a_crop():
     q, k, v = tensors(2, 40, 2, 2, 8)
     pattern = Dilated([4, 16], [1, 2])
-    cache = KVCache(pattern, batch=2, heads=2, head_dim=8, max_seq_len=40, dtype=F64, max_crop=3)
+    made = {"batch": 2, "heads": 2, "head_dim": 8, "max_seq_len": 40, "dtype": F64, "max_crop": 3}
+    cache, restored = KVCache(pattern, **made), KVCache(pattern, **made)
     for new, lengths in ((slice(0, 17), [17, 17]), (slice(17, 20), [3, 0])):
         attention(*(x[:, new] for x in (q, k, v)), pattern, causal=True, cache=cache, lengths=lengths)
     cache.crop(17)
@@ -135,8 +136,10 @@ def test_sequences_of_one_length_may_keep_other_rows_after_a_crop():
     out = attention(*(x[:, 17:19] for x in (q, k, v)), pattern, causal=True, cache=cache)
     assert reference.error(out, reference.attention(q, k, v, pattern, causal=True)[0][:, 17:19], 1.0) <= 1e-12
     cache.crop([17, 17])
-    with pytest.raises(ValueError, match="sequence 0 cannot be cropped to 15: .*max_crop"):  # it had 20 positions
-        cache.crop(15)
+    restored.load_state_dict(cache.state_dict())
+    for one in (cache, restored):
+        with pytest.raises(ValueError, match="sequence 0 cannot be cropped to 15: .*max_crop"):  # it had 20 positions
+            one.crop(15)
 
 
 def test_a_million_positions_keep_few_rows():
