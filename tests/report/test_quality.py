@@ -44,7 +44,7 @@ def rows() -> list[dict]:
 
 
 def test_the_finding(rows):
-    use, recall, text, trust = document.answer(document.Quality("cpu", rows)).lines
+    use, recall, text, trust = document.answer(document.Quality(rows)).lines
     near, far = "look up what stands up to 32 tokens back", "look up what stands 33 to 508 tokens back"
     assert f"Window to {near}, to copy strings" in use and "work out nested lists; LongNet and window to" in use
     assert use.index(far) > use.index("LongNet and window"), "the fastest of those that reach all"
@@ -56,7 +56,7 @@ def test_the_finding(rows):
 
 
 def test_what_is_not_told_apart_from_the_best(rows):
-    q = document.Quality("cpu", rows)
+    q = document.Quality(rows)
     found = {need.words: document.not_beaten(q, need) for need in document.needs(q)}
     assert found["look up what stands 33 to 128 tokens back"] == ["Dense", "LongNet and window"]
     assert sorted(found["predict source code in 4,096 tokens"]) == ["Dense", "LongNet and window"]
@@ -65,14 +65,14 @@ def test_what_is_not_told_apart_from_the_best(rows):
     far = cells["look up what stands 129 to 508 tokens back"]
     assert [far[1].text, far[2]] == ["Dense: 90.0 %", "LongNet and window"]
     assert far[3].text == far[4].text == "LongNet and window", "of the two, it trains faster and needs less cache"
-    one = document.Quality("cpu", [r for r in rows if r["kind"] == "timed" or not r["definition"]["seed"]])
+    one = document.Quality([r for r in rows if r["kind"] == "timed" or not r["definition"]["seed"]])
     assert "One seed tells no difference" in document.choice(one).lines[0]
 
 
 def test_intervals_are_those_of_student(rows):
-    found = document.Quality("cpu", rows).score("text", "Dense", lambda s: s["bits"])
+    found = document.Quality(rows).score("text", "Dense", lambda s: s["bits"])
     assert found.value == pytest.approx(2.0) and found.half == pytest.approx(4.302653 * 0.02 / math.sqrt(3))
-    one = document.Quality("cpu", [r for r in rows if r["kind"] == "timed" or not r["definition"]["seed"]])
+    one = document.Quality([r for r in rows if r["kind"] == "timed" or not r["definition"]["seed"]])
     assert one.score("text", "Dense", lambda s: s["bits"]).half is None
     assert document.lines(one)[-1].endswith("; one seed."), "it tells no difference"
 
@@ -85,7 +85,7 @@ def test_what_layers_connect_is_what_a_window_reaches():
 
 
 def test_seconds_are_tokens_times_the_time_of_a_step(rows):
-    q, total = document.Quality("cpu", rows), sum(n * b * s for n, b, s in learning.SIZES["cpu"].phases["text"])
+    q, total = document.Quality(rows), sum(n * b * s for n, b, s in learning.SIZES["cpu"].phases["text"])
     *_, (tokens, seconds, bits) = q.learned("Window")
     assert (tokens, seconds, bits) == (total, pytest.approx(1e-4 * total), pytest.approx(2.5))
     cells = {row[0]: row for row in document.frontier(q).rows}
@@ -95,18 +95,18 @@ def test_seconds_are_tokens_times_the_time_of_a_step(rows):
 
 def test_a_training_without_a_result_is_listed_and_counts_in_no_mean(rows):
     lost = [r | {"status": "diverged", "reason": "the loss is nan"} if r["id"] == "textWindow0" else r for r in rows]
-    q = document.Quality("cpu", lost)
+    q = document.Quality(lost)
     assert len(q.trained("text", "Window")) == 2 and document.failures(q).rows[0][:3] == ["text", "Window", "0"]
-    assert document.failures(document.Quality("cpu", rows)) is None
+    assert document.failures(document.Quality(rows)) is None
 
 
 def test_why_dense_falls_behind_is_said_where_it_does(rows):
-    assert document.growing(document.Quality("cpu", rows)) is None, "dense is ahead"
+    assert document.growing(document.Quality(rows)) is None, "dense is ahead"
     for r in rows:
         if r["id"].startswith("textDense"):
             for i, score in enumerate(r["scores"]):
                 score["bits"] += 0.6 + 0.1 * i
-    found = document.growing(document.Quality("cpu", rows)).rows
+    found = document.growing(document.Quality(rows)).rows
     assert found[0] == [64, "+0.100", "+0.100"] and found[-1] == [16384, "+0.500", "+0.500"]
 
 

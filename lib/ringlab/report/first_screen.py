@@ -87,7 +87,7 @@ def first_screen(study: Study) -> FirstScreen:
 
 def _learned(study: Study) -> list[str]:
     """What was found of recall and text, where small models were trained."""
-    rows = quality.Quality(study.profile.name, trainings.read(study.folder))
+    rows = quality.Quality(trainings.read(study.folder))
     return quality.lines(rows)[:1] if rows.rows else []
 
 

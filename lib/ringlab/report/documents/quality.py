@@ -95,7 +95,6 @@ class Mean:
 class Quality:
     """The rows of a profile: trainings and timed steps."""
 
-    profile: str
     rows: list[dict]
 
     def trained(self, task: str, pattern: str) -> list[dict]:
@@ -183,7 +182,7 @@ class Quality:
 def open_quality(profile: str = "auto", data: str = "") -> Quality:
     """The rows of a profile, or of a folder; FileNotFoundError as ``open_study``."""
     name = hardware.match(hardware.detect()) if profile == "auto" else profile
-    return Quality(name, suite.read(Path(data) if data else data_folder(name)))
+    return Quality(suite.read(Path(data) if data else data_folder(name)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
