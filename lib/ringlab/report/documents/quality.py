@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise, takewhile
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ...block_patterns import BlockSparse, PerHead
 from ...kv_cache import cache_bytes
 from ...measure import learning
 from ...measure import quality as suite
-from ...measure.tasks import TASKS, VALUES, distances
+from ...measure.tasks import TASKS, VALUES
 from .. import figures
 from ..columns import Column, table
 from ..compare import quantile
@@ -135,12 +134,8 @@ class Quality:
         return [name for name in COLORS if name in there]
 
     @property
-    def kind(self) -> str:
-        return self.rows[0]["origin"]["device"]
-
-    @property
     def sizes(self) -> learning.Sizes:
-        return learning.SIZES[self.kind]
+        return learning.SIZES[self.rows[0]["origin"]["device"]]
 
     def length(self, task: str) -> int:
         """Tokens of the longest sequences of a task."""
@@ -394,32 +389,25 @@ def scores(q: Quality) -> Table:
                  note=f"Guessing one of the {VALUES} values is right in {100 / VALUES:.2g} %.")  # fmt: skip
 
 
-@cache
-def connected(device: str, task: str, pattern: str) -> dict[int, float] | None:
+def connected(q: Quality, pattern: str) -> dict[int, float] | None:
     """Of each range of distances, the part of (query, key) pairs that the layers together connect; None by content.
 
-    A key counts as seen if it or its successor is, of which the embedding shows the token before.
+    Of sequences of recall. A key counts as seen if it or its successor is, of which the embedding shows the token
+    before.
     """
-    sizes = learning.SIZES[device]
-    run = learning.Run(task, pattern, 0, sizes)
-    n = run.phases[-1][0]
+    n, heads = q.length("recall"), q.sizes.heads
     reached, at = torch.eye(n, dtype=torch.bool), torch.arange(n)
-    causal = at[:, None] >= at
-    for layer in run.layers(n):
+    for layer in q.layers("recall", pattern):
         if isinstance(layer, Adaptive):
             return None
-        seen = torch.zeros(n, n, dtype=torch.bool)
-        for head in range(sizes.heads):
-            seen |= layer.multiplicity(at, at, n=n, head=head, heads=sizes.heads) > 0
-        step = (seen & causal | torch.eye(n, dtype=torch.bool)).float()
-        reached = (step @ reached.float()) > 0
+        seen = torch.eye(n, dtype=torch.bool)
+        for head in range(heads):
+            seen |= layer.multiplicity(at, at, n=n, head=head, heads=heads) > 0
+        reached = seen.tril().float() @ reached.float() > 0
     reached[:, :-1] |= reached[:, 1:]
-    apart, found, before = at[:, None] - at, {}, 0
-    for end in distances(n, {"recall": 8, "copy": 16}[task]):
-        mine = (apart > before) & (apart <= end)
-        found[end] = float(reached[mine].float().mean())
-        before = end
-    return found
+    apart = at[:, None] - at
+    ranges = {end: (apart > low) & (apart <= end) for low, end in pairwise([0, *q.ends("recall")])}
+    return {end: float(reached[mine].float().mean()) for end, mine in ranges.items()}
 
 
 def reach_table(q: Quality) -> Table:
@@ -427,7 +415,7 @@ def reach_table(q: Quality) -> Table:
     ends = q.ends("recall")
 
     def reach(p: str) -> Cell:
-        found = connected(q.kind, "recall", p)
+        found = connected(q, p)
         if found is None:
             return Cell("chosen by content")
         whole, part = (max(takewhile(lambda end, least=least: found[end] > least, found), default=0)
