@@ -121,8 +121,9 @@ class Quality:
         both = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
         return Mean.of(both) if both else None
 
-    def step(self, task: str, pattern: str, seq: int) -> float | None:
-        """Seconds of training for a token."""
+    def step(self, task: str, pattern: str, seq: int | None = None) -> float | None:
+        """Seconds of training for a token in sequences of ``seq`` tokens (default: the longest)."""
+        seq = seq or self.length(task)
         for r in self.rows:
             if r["kind"] == "timed" and (r["task"], r["pattern"], r["seq"]) == (task, pattern, seq):
                 return statistics.median(r["seconds"]) / (r["seq"] * r["batch"])
@@ -198,7 +199,7 @@ def _use_line(q: Quality) -> str:
     """Of the patterns that none beats beyond noise, the one with the quickest step of training, for each need."""
     uses: dict[str, list[Need]] = {}
     for need in needs(q):
-        steps = {p: t for p in not_beaten(q, need) if (t := q.step("text", p, q.length("text")))}
+        steps = {p: t for p in not_beaten(q, need) if (t := q.step("text", p))}
         if steps:
             mine = uses.setdefault(min(steps, key=steps.get), [])
             if need.span and mine and mine[-1].span and mine[-1].span[1] == need.span[0]:  # one range of distances
@@ -335,19 +336,19 @@ def choice(q: Quality) -> Table | Text:
 
         return told
 
-    def step(p: str) -> float | None:
-        return q.step("text", p, q.length("text"))
-
+    short = [t * 1e6 for p in q.patterns if (t := q.step("recall", p))]  # where patterns differ little
+    ends = " to ".join(number(f(short), 2) for f in (min, max)) if short else ""
     return table(
         "By what a task needs",
         [Column("To …", lambda x: x[0].words), Column("Best", best),
          Column("Within noise of it", lambda x: listed(x[1][1:]) or DASH),
-         Column("Of these, fastest training", least(step, lambda t: f"{number(t * 1e6)} µs a token")),
+         Column("Of these, fastest training",
+                least(lambda p: q.step("text", p), lambda t: f"{number(t * 1e6)} µs a token")),
          Column("Of these, smallest cache", least(lambda p: cached(q, p), size))],
         found,
         note=f"Look up and copy: right answers in sequences of {q.length('recall'):,} tokens. Time and cache: at "
         f"{q.length('text'):,} tokens. Within noise: compared seed by seed, the difference from the best is within "
-        "its 95 % interval." + _short_steps(q),
+        "its 95 % interval." + (f" At {q.length('recall'):,} tokens a step takes {ends} µs a token." if ends else ""),
     )  # fmt: skip
 
 
@@ -480,15 +481,6 @@ def growing(q: Quality) -> Table | None:
         "distances (rotary positions) that it was never trained on, and a window shows none. A model that is trained "
         "long enough at its full length need not fall behind.",
     )  # fmt: skip
-
-
-def _short_steps(q: Quality) -> str:
-    """What a step of training takes in short sequences, where patterns differ little."""
-    seq = q.length("recall")
-    each = [t * 1e6 for p in q.patterns if (t := q.step("recall", p, seq))]
-    if not each:
-        return ""
-    return f" At {seq:,} tokens a step takes {number(min(each), 2)} to {number(max(each), 2)} µs a token."
 
 
 def cached(q: Quality, pattern: str) -> int | None:
