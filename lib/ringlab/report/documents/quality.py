@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -36,14 +37,8 @@ MIXED = ("Window, first layer dense", "Window, last layer dense", "LongNet and w
 RECALLED = 0.5  # accuracy from which a distance counts as recalled
 PATTERN = Column("Pattern", lambda pattern: pattern)
 Score = Callable[[dict], float | None]  # a number of the held-out scores of a training
-
-
-def bits(scores: dict) -> float:
-    return scores["bits"]
-
-
-def accuracy(scores: dict) -> float:
-    return scores["accuracy"]
+bits: Score = itemgetter("bits")
+accuracy: Score = itemgetter("accuracy")
 
 
 def within(low: int, high: int) -> Score:
