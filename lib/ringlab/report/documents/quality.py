@@ -14,7 +14,7 @@ import torch
 
 from ... import hardware
 from ...adaptive import Adaptive
-from ...block_patterns import BlockSparse, PerHead
+from ...block_patterns import BlockSparse
 from ...kv_cache import cache_bytes
 from ...measure import learning
 from ...measure import quality as suite
@@ -480,13 +480,10 @@ def growing(q: Quality) -> Table | None:
 
 def cached(q: Quality, pattern: str) -> int | None:
     """Bytes of K and V of all layers at the longest text; None where no cache is there for the pattern."""
-    total = 0
-    for layer in q.layers("text", pattern):
-        if isinstance(layer, Adaptive | PerHead):
-            return None
-        how = {"batch": 1, "heads": q.sizes.heads, "head_dim": q.sizes.dim // q.sizes.heads}
-        total += cache_bytes(layer, max_seq_len=q.length("text"), dtype=torch.float32, **how)
-    return total
+    layers, heads, longest = q.layers("text", pattern), q.sizes.heads, q.length("text")
+    if any(isinstance(layer, Adaptive) for layer in layers):
+        return None
+    return sum(cache_bytes(x, max_seq_len=longest, heads=heads, head_dim=q.sizes.dim // heads) for x in layers)
 
 
 def frontier(q: Quality) -> Table:
