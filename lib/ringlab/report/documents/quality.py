@@ -236,20 +236,19 @@ def _text_line(q: Quality, seq: int = 4096) -> str:
     dense = q.score("text", "Dense", bits, seq)
     if dense is None:
         return ""
+    said = f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens"
     if dense.half is None:
-        return f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens; one seed."
-    worse, better, alike = [], [], []
+        return f"{said}; one seed."
+    found: dict[str, list[str]] = {"within noise of it": [], "worse": [], "better": []}
     for pattern in q.patterns:
         off = q.apart("text", pattern, "Dense", bits, seq)
         if pattern != "Dense" and off is not None:
             known = off.half is not None and abs(off.value) > off.half
-            (alike if not known else worse if off.value > 0 else better).append((pattern, off))
-    said = f"**Text**: dense attention reaches {number(dense.value)} bits a byte at {seq:,} tokens"
-    said += f"; within noise of it: {listed(p for p, _ in alike)}" if alike else ""
-    for word, found in (("worse", worse), ("better", better)):
-        names = (f"{listed([p])} ({off.value:+.3f} ± {number(off.half, 2)})" for p, off in found)
-        said += f"; {word}: {', '.join(names)}" if found else ""
-    return f"{said}." + (" Why dense is behind: see below the figure of text." if better else "")
+            word = "within noise of it" if not known else "worse" if off.value > 0 else "better"
+            more = f" ({off.value:+.3f} ± {number(off.half, 2)})" if known else ""
+            found[word].append(listed([pattern]) + more)
+    said += "".join(f"; {word}: {', '.join(names)}" for word, names in found.items() if names)
+    return f"{said}." + (" Why dense is behind: see below the figure of text." if found["better"] else "")
 
 
 def _trust(q: Quality) -> str:
