@@ -182,7 +182,7 @@ def open_quality(profile: str = "auto", data: str = "") -> Quality:
 
 def answer(q: Quality) -> Text:
     """What recalls how far, what reads text best, what to use, how sure that is."""
-    return Text([line for line in (*lines(q), _trust(q)) if line], kind="answer")
+    return Text([*lines(q), _trust(q)], kind="answer")
 
 
 def lines(q: Quality) -> list[str]:
@@ -253,13 +253,11 @@ def _text_line(q: Quality, seq: int = 4096) -> str:
 
 def _trust(q: Quality) -> str:
     trained = [r for r in q.rows if r["kind"] == "trained"]
-    seeds = {r["definition"]["seed"] for r in trained}
-    wanted = len(suite.runs(q.sizes))
-    count = f"{len(trained)} of {wanted} trainings, {counted(len(seeds), 'seed')}"
+    seeds = counted(len({r["definition"]["seed"] for r in trained}), "seed")
     return (
-        f"**Trust**: {count}; models of one seed begin with the same weights, read the same tokens and differ in "
-        "attention alone. ± is a 95 % interval over seeds. Models are tiny: "
-        f"{q.sizes.layers} layers of {q.sizes.dim}, trained for minutes; large ones may rank otherwise."
+        f"**Trust**: {len(trained)} of {len(suite.runs(q.sizes))} trainings, {seeds}; models of one seed begin with "
+        "the same weights, read the same tokens and differ in attention alone. ± is a 95 % interval over seeds. Models "
+        f"are tiny: {q.sizes.layers} layers of {q.sizes.dim}, trained for minutes; large ones may rank otherwise."
     )
 
 
