@@ -288,12 +288,12 @@ class Need:
 
 def needs(q: Quality) -> list[Need]:
     """The needs that models here were trained for."""
-    ends, found = q.ends("recall"), []
+    ends = q.ends("recall")
     edges = [0, *(ends[i] for i in (2, 4, -1))] if len(ends) > 5 else []
-    found += [Need.of_recall(low, high) for low, high in pairwise(edges)]
-    known = {"copy": f"copy strings from anywhere in {q.length('copy'):,} tokens", "lists": "work out nested lists"}
-    found += [Need(words, task, accuracy) for task, words in known.items()]
-    found.append(Need("predict source code in 4,096 tokens", "text", bits, 4096))
+    found = [Need.of_recall(low, high) for low, high in pairwise(edges)]
+    found += [Need(f"copy strings from anywhere in {q.length('copy'):,} tokens", "copy", accuracy),
+              Need("work out nested lists", "lists", accuracy),
+              Need("predict source code in 4,096 tokens", "text", bits, 4096)]  # fmt: skip
     return [need for need in found if any(q.score(need.task, p, need.of, need.seq) for p in q.patterns)]
 
 
@@ -317,8 +317,8 @@ def choice(q: Quality) -> Table | Text:
 
     def best(x) -> Cell:
         need, (first, *_) = x
-        cell = q.score(need.task, first, need.of, need.seq).cell(100 if need.sign > 0 else 1)
-        unit = " %" if need.sign > 0 else " bits a byte"
+        scale, unit = (100, " %") if need.sign > 0 else (1, " bits a byte")
+        cell = q.score(need.task, first, need.of, need.seq).cell(scale)
         return Cell(f"{first}: {cell.text}{unit}", cell.sub)
 
     def least(of: Callable[[str], float | None], show: Callable) -> Callable:
