@@ -203,7 +203,7 @@ def _model_line(study: Study) -> str:
     n = steps[-1].point.seq_len
     said = [f"{kind(r)} {number(r.median * 1e3 / STEPS)} ms{' (unstable)' * r.unstable} and "
             f"{size(r.memory['cache_bytes'])}" for r in steps if r.point.seq_len == n]  # fmt: skip
-    found = [x for _, _, x in _packed(study) if x]
+    found = [x for line in _packed(study) if (x := study.ratio(line["uneven"], line["equal"]))]
     dear = max(found, key=lambda x: x.value, default=None)
     more = f" Documents of different length take at most {times(dear).plain} the time of equal ones." if dear else ""
     return (
@@ -355,18 +355,16 @@ def generation(study: Study) -> Text | None:
     return None
 
 
-def _packed(study: Study) -> list[tuple]:
-    """(row of different lengths, row of equal ones, their ratio) for each pattern of packed documents."""
+def _packed(study: Study) -> list[dict]:
+    """For each pattern of packed documents the row of different lengths and that of equal ones, by name."""
     rows = study.rows(system="packed")
     found = {(r.option("documents"), str(pattern_of(r.point)), r.option("equal", False)): r for r in rows}
-    pairs = [(r, found.get((*key, True))) for (*key, equal), r in found.items() if not equal]
-    return [(r, other, study.ratio(r, other)) for r, other in pairs]
+    return [{"uneven": r, "equal": found.get((*key, True))} for (*key, equal), r in found.items() if not equal]
 
 
 def documents(study: Study) -> Table | Text:
     """Packed documents of different length beside equal ones with as many pairs, in turns."""
-    lines = [{"uneven": uneven, "equal": equal} for uneven, equal, _ in _packed(study)]
-    if not lines:
+    if not (lines := _packed(study)):
         return Text(["No packed documents were measured."])
     count, tokens = (f"{x:,}" for x in (lines[0]["uneven"].option("documents"), lines[0]["uneven"].point.seq_len))
     return table(
