@@ -26,8 +26,7 @@ __all__ = [
     "time_figure", "training", "unranked",
 ]  # fmt: skip
 COMPUTED = 131072  # tokens of the call that is computed where the device is absent
-RIGHT = "right"
-UNRANKED = WRONG, REFUSED, UNMEASURED = "wrong", "refused", "not measured"
+WORDS = RIGHT, WRONG, REFUSED, UNMEASURED = "right", "wrong", "refused", "not measured"
 Verdict = namedtuple("Verdict", "word why", defaults=("",))  # the reason is what a reader is given
 
 
@@ -180,8 +179,7 @@ def _pair_line(study: Study) -> str:
     """At the longest length at which dense attention was timed too."""
     for n in reversed(lengths(study)):
         if found := [(x, e) for _, e, r in standing(study, n) if e is not DENSE and (x := over_dense(study, r))]:
-            (low, cheap), (high, dear) = (f(found, key=lambda x: x[0].value) for f in (min, max))
-            ends = dict.fromkeys(((low, cheap), (high, dear)))
+            ends = dict.fromkeys(f(found, key=lambda x: x[0].value) for f in (min, max))
             said = " to ".join(f"**{number(x.value)}×** ({'; '.join(filter(None, (e.name, _noise(x))))})"
                                for x, e in ends)  # fmt: skip
             return f"**A visible pair** costs {said} what it costs in dense SDPA, at {n:,} tokens."
@@ -190,7 +188,7 @@ def _pair_line(study: Study) -> str:
 
 def _wrong_line(study: Study) -> str:
     words = {e.name: verdict(study, e).word for e in FIELD}
-    named = {word: [name for name, x in words.items() if x == word] for word in (RIGHT, *UNRANKED)}
+    named = {word: [name for name, x in words.items() if x == word] for word in WORDS}
     said = "; ".join(f"{word}: {', '.join(names)}" for word, names in named.items() if names and word != RIGHT)
     right, here = len(named[RIGHT]), len(named[RIGHT] + named[WRONG])
     return f"**Right**: {right} of the {here} systems that can be ranked{f'. Not ranked: {said}' if said else ''}."
@@ -389,9 +387,7 @@ SOURCES = {  # what a package's own code does where that explains a failed check
 
 def peers(study: Study) -> Table | Text:
     """Each package on its own function: correct or its error, and its time over this library's, which took turns."""
-    order = [*packages.PEERS]
-    rows = sorted(study.rows(system=order), key=lambda r: order.index(r.point.system))
-    rows = [r for r in rows if r.option("version")]
+    rows = [r for name in packages.PEERS for r in study.rows(system=name) if r.option("version")]
     if not rows:
         names = ", ".join(p.package for p in packages.PEERS.values())
         return Text([f"No other package was measured: `make report PEERS=1` installs and measures {names}."])
@@ -405,7 +401,7 @@ def peers(study: Study) -> Table | Text:
         [Column("Package", lambda x: Cell(here[x["row"].point.system].package, x["row"].option("version"))),
          Column("Pattern", lambda x: str(pattern_of(x["row"].point))), TOKENS.of("row"),
          Column("Pass", lambda x: pass_of(x["row"].point)),
-         Column("Check", lambda x: _checked(x["row"])),
+         Column("Check", _checked).of("row"),
          columns.ratio(study, "row", "ours", ">Its time over ours"), TIME.of("row"), TIME.of("ours", ">Ours (ms)")],
         [{"row": r, "ours": _ours(study, r)} for r in rows],
         note="Ours: `ringlab.attention` on the same tensors, in turns. Check: the largest error against the float64 "
