@@ -67,7 +67,7 @@ def test_a_run_without_dense_attention_or_without_a_right_system_has_a_first_scr
         return replace(r, **gone) if r.point.system in systems else r
 
     no_dense = study(change=lambda r: lost(r, ("dense_sdpa",)))
-    assert "dense attention" not in first_screen.fastest(no_dense) and "Dense SDPA" not in landscape.series(no_dense)
+    assert "dense attention" not in first_screen.fastest(no_dense) and landscape.DENSE not in landscape.series(no_dense)
     only_dense = study(change=lambda r: lost(r, ("ringlab", "flex", *peers.PEERS)))
     assert "Dense SDPA takes" in first_screen.fastest(only_dense)
     assert "as fast as dense" not in first_screen.fastest(only_dense)

@@ -128,13 +128,13 @@ def ranked(study: Study) -> list[tuple[int, Entry, object]]:
     return next((found for n in reversed(lengths(study)) if (found := standing(study, n))), [])
 
 
-def series(study: Study) -> dict[str, list]:
-    """By name the forward rows of each right system, one a length, the shortest first."""
-    found: dict[str, list] = {e.name: [] for e in FIELD}
+def series(study: Study) -> dict[Entry, list]:
+    """The forward rows of each right system, one a length, the shortest first."""
+    found: dict[Entry, list] = {e: [] for e in FIELD}
     for n in lengths(study):
         for _, entry, row in standing(study, n):
-            found[entry.name].append(row)
-    return {name: rows for name, rows in found.items() if rows}
+            found[entry].append(row)
+    return {entry: rows for entry, rows in found.items() if rows}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ def unranked(study: Study) -> Table | Text:
 
 def draw(study: Study, ylabel: str) -> tuple | None:
     """(figure of time over length of the right systems, where its lines end); None where nothing was timed."""
-    points = {name: [(r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))) for r in rows]
-              for name, rows in series(study).items()}  # fmt: skip
+    points = {e.name: [(r.point.seq_len, *(x * 1e3 for x in (r.median, *r.ci))) for r in rows]
+              for e, rows in series(study).items()}  # fmt: skip
     if not points:
         return None
     fig = figures.lines({ylabel: points}, xlabel="Tokens", colors=COLORS)
@@ -283,14 +283,13 @@ def time_figure(study: Study) -> None:
     if (drawn := draw(study, "Time (ms)")) is None:
         return
     fig, ends = drawn
-    found = [(e, r) for e in FIELD for r in series(study).get(e.name, ())]
     lines = [{"entry": e, "row": r, "dense": None if e is DENSE else DENSE.at(study, r.point.seq_len)}
-             for e, r in found]  # fmt: skip
+             for e, rows in series(study).items() for r in rows]  # fmt: skip
     data = table(
         "Data: time over length",
         [SYSTEM, TOKENS.of("row"), TIME.of("row"), ROOFLINE.of("row"),
          columns.ratio(study, "dense", "row", ">Faster than dense"),
-         Column(">Cost of a pair, dense = 1", lambda x: times(over_dense(study, x["row"])) if x["dense"] else None)],
+         Column(">Cost of a pair, dense = 1", lambda x: times(pair_cost(study, x["row"], x["dense"])))],
         lines,
     )  # fmt: skip
     over = [(x, line) for line in lines if columns.beyond(x := study.ratio(line["dense"], line["row"])) > 0]
@@ -400,8 +399,7 @@ def peers(study: Study) -> Table | Text:
         "Beside the packages of others, on the same function",
         [Column("Package", lambda x: Cell(here[x["row"].point.system].package, x["row"].option("version"))),
          Column("Pattern", lambda x: str(pattern_of(x["row"].point))), TOKENS.of("row"),
-         Column("Pass", lambda x: pass_of(x["row"].point)),
-         Column("Check", _checked).of("row"),
+         Column("Pass", lambda x: pass_of(x["row"].point)), Column("Check", _checked).of("row"),
          columns.ratio(study, "row", "ours", ">Its time over ours"), TIME.of("row"), TIME.of("ours", ">Ours (ms)")],
         [{"row": r, "ours": _ours(study, r)} for r in rows],
         note="Ours: `ringlab.attention` on the same tensors, in turns. Check: the largest error against the float64 "
