@@ -129,19 +129,15 @@ def least_ms(found: cost.Cost) -> float:
     return 1e3 * found.seconds(rate, bandwidth)
 
 
-def held_there(row) -> float | None:
-    """Bytes at the document's heads and dtype: a row's peak as a multiple of q, k, v and out, times theirs there."""
-    held, floor = peak_bytes(row), floor_bytes(row)
-    return held / floor * work(seq_len=row.point.seq_len).floor_bytes if held and floor else None
-
-
 def held(row) -> str | None:
-    """What a row holds, in words."""
-    if (there := held_there(row)) is None:
+    """What a row holds, in words: as it is, and at the document's heads and dtype, as many times q, k, v and out."""
+    peak, floor = peak_bytes(row), floor_bytes(row)
+    if not peak or not floor:
         return None
     shape, p = document()["shape"], row.point
+    there = peak / floor * work(seq_len=p.seq_len).floor_bytes
     return (
-        f"{number(peak_bytes(row) / MB)} MB with {heads(p)} in {SHORT[p.dtype]}, in proportion "
+        f"{number(peak / MB)} MB with {heads(p)} in {SHORT[p.dtype]}, in proportion "
         f"{number(there / MB)} MB with {shape['heads']} in {SHORT[shape['dtype']]}"
     )
 
