@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -87,7 +87,7 @@ class Table(Shown):
     columns: Sequence[str]
     rows: Sequence[Sequence] = field(default_factory=list)
     note: str = ""
-    marked: Iterable[int] = ()
+    marked: Sequence[int] = ()
     folded: bool = False  # drawn closed, as the data under a figure is
     cards: bool = False
 
@@ -100,7 +100,7 @@ class Table(Shown):
     def html(self) -> str:
         if not self.rows:
             return f"<p><strong>{escape(self.caption)}</strong>: not measured.</p>"
-        rows, marked = [[cell(x) for x in row] for row in self.rows], set(self.marked)
+        rows = [[cell(x) for x in row] for row in self.rows]
         kinds = [_column_class(name, [row[i] for row in rows]) for i, name in enumerate(self.columns)]
         names = [escape(c.lstrip(">")) for c in self.columns]
         units = [re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', name) for name in names]
@@ -111,7 +111,7 @@ class Table(Shown):
         for i, row in enumerate(rows):
             first, *others = [(c.html, k) for c, k in zip(row, kinds)]
             cells = f'<th scope="row"{first[1]}>{first[0]}</th>' + "".join(f"<td{k}>{c}</td>" for c, k in others)
-            body.append(f'<tr class="marked">{cells}</tr>' if i in marked else f"<tr>{cells}</tr>")
+            body.append(f'<tr class="marked">{cells}</tr>' if i in self.marked else f"<tr>{cells}</tr>")
         label = escape(self.caption, quote=True)
         table = (
             f'<div class="table{" cards" * self.cards}" role="region" tabindex="0" aria-label="{label}"><table>'
@@ -129,10 +129,9 @@ class Table(Shown):
         lines = [f"**{markdown_text(self.caption)}**", ""]
         lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in self.columns) + " |")
         lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in self.columns) + "|")
-        marked = set(self.marked)
         for i, row in enumerate(self.rows):
             texts = [markdown_text(cell(x).plain) for x in row]
-            if i in marked:
+            if i in self.marked:
                 texts = [f"**{t}**" if t != DASH else t for t in texts]
             lines.append("| " + " | ".join(texts) + " |")
         return "\n".join(lines + (["", self.note] if self.note else []))
