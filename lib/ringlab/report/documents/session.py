@@ -248,13 +248,12 @@ def block_sparse(study: Study) -> Table:
 
 def reuse(study: Study) -> Text:
     """What a cache for many patterns and a pool for scratch buffers come to, each in a line."""
-    none, *kept = ((mb, one(study, suite.SESSION_REUSE, "cache_workload", {"blocks": "batched", "max_mb": mb}))
-                   for mb in suite.CACHES_MB)  # fmt: skip
-    kept = [(mb, row, study.ratio(none[1], row)) for mb, row in kept]
+    (_, none), *kept = ((mb, one(study, suite.SESSION_REUSE, "cache_workload", {"blocks": "batched", "max_mb": mb}))
+                        for mb in suite.CACHES_MB)  # fmt: skip
     said = [f"{mb:g} MiB hit {percent(m['cache_hits'] / (m['cache_hits'] + m['cache_misses']))}, {times(ratio).plain}"
-            for mb, row, ratio in kept if ratio and "cache_hits" in (m := row.memory)]  # fmt: skip
+            for mb, row in kept if (ratio := study.ratio(none, row)) and "cache_hits" in (m := row.memory)]  # fmt: skip
     cache = f"{cache_systems.LOOKUPS} lookups of many patterns, as fast as without a cache: {'; '.join(said)}"
-    pool = []
+    pool, buffers = [], "not measured"
     for mb in suite.SCRATCH_MB:
         for threads in suite.THREADS:
             fresh, lent = (one(study, suite.SESSION_REUSE, "pool_workload",
@@ -266,8 +265,6 @@ def reuse(study: Study) -> Text:
         ends = " to ".join(number(f(x.value for _, x in pool)) for f in (min, max))
         lines = [f"{word} for {', '.join(names)}" for word, names in (("faster", won), ("slower", lost)) if names]
         buffers = f"{ends}× as fast as fresh memory: {'; '.join(lines) or 'all within noise'}"
-    else:
-        buffers = "not measured"
     lines = f"**Pattern cache**: {cache if said else 'not measured'}.", f"**Scratch buffers from the pool**: {buffers}."
     return Text(lines, bullets=True)
 
