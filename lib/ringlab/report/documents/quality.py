@@ -146,10 +146,10 @@ class Quality:
         each = {end: within(low, end) for low, end in pairwise([0, *self.ends(task)])}
         return {end: right for end, of in each.items() if (right := self.score(task, pattern, of))}
 
-    def farthest(self, task: str, pattern: str) -> int | None:
-        """The longest distance up to which more than half of the answers are right."""
-        right = takewhile(lambda x: x[1].value >= RECALLED, self.recalled(task, pattern).items())
-        return max((end for end, _ in right), default=None)
+    def farthest(self, pattern: str) -> int:
+        """The longest distance up to which more than half of the answers of recall are right, else 0."""
+        right = takewhile(lambda x: x[1].value >= RECALLED, self.recalled("recall", pattern).items())
+        return max((end for end, _ in right), default=0)
 
     def ends(self, task: str) -> list[int]:
         """The ends of the ranges of distances of the longest sequences."""
@@ -221,7 +221,7 @@ def _recall_line(q: Quality) -> str:
     by_reach: dict[int, list[str]] = {}
     for pattern in q.patterns:
         if q.trained("recall", pattern):
-            by_reach.setdefault(q.farthest("recall", pattern) or 0, []).append(pattern)
+            by_reach.setdefault(q.farthest(pattern), []).append(pattern)
     if not by_reach:
         return ""
     (*far, last), said = sorted(by_reach.items(), reverse=True), []
@@ -419,7 +419,7 @@ def reach_table(q: Quality) -> Table:
         "How far information can travel through all layers, and how far models recalled",
         [PATTERN, Column("Each layer", lambda p: " and ".join(dict.fromkeys(map(str, q.layers("recall", p))))),
          Column(">Can connect up to", reach),
-         Column(">Over half right up to", lambda p: f"{x:,}" if (x := q.farthest("recall", p)) else DASH)],
+         Column(">Over half right up to", lambda p: f"{x:,}" if (x := q.farthest(p)) else DASH)],
         [p for p in q.patterns if q.trained("recall", p)],
         note=f"Sequences of {q.length('recall'):,} tokens. Can connect: the longest distance up to which "
         "at least 95 % of the pairs are connected, through any layers; in part: some of them. That is needed, and not "
