@@ -218,7 +218,7 @@ def block_sparse(study: Study) -> Table:
         ours = SYSTEMS[row.point.system if row else paper["system"]]
         if row and row.option("cache") is False:
             ours = {"rows": "Row by row", "views": ours}[row.option("blocks")] + ", the plan built in each call"
-        more = paper.get("name", "").replace("`", ""), SHORT[row.point.dtype] if row else ""
+        more = paper.get("name", ""), SHORT[row.point.dtype] if row else ""
         return Cell(ours, "; ".join(filter(None, more)))
 
     def faster(line: dict) -> Cell | None:
@@ -231,7 +231,7 @@ def block_sparse(study: Study) -> Table:
         return lambda line: f"{line['printed'][key]:g}{unit}" if key in line["printed"] else None
 
     beside = "" if study.rehearsal else ", and as published"
-    computed = "; ".join(f"{x['name']} {x['computes']}" for x in d["block_rows"]).replace("`", "")
+    computed = "; ".join(f"{x['name']} {x['computes']}" for x in d["block_rows"])
     return table(
         f"Block-sparse attention, {d['block_sparse']['seq_len']:,} tokens: here{beside}",
         [Column("Here (published name)", name), TIME.of("row"), Column(">Faster than row by row", faster),
