@@ -282,8 +282,7 @@ def operations(study: Study, claim: dict, document: str) -> Finding:
 
 def best_choice(study: Study, claim: dict, document: str) -> Finding:
     """Whether the plan is better than the all-gather in both memory and bytes, at some length on several ranks."""
-    heads = published(document)["shape"]["heads"]
-    found = {name: rows_of(study, system, heads=heads) for name, system in reversed(ring.SCHEMES.items())}
+    found = {name: rows_of(study, system) for name, system in reversed(ring.SCHEMES.items())}
     plan, gather, both = found[ring.PLAN], found[ring.GATHER], (peak_bytes, sent_bytes)
     shared = [k for k in plan if k[1] > 1 and None not in [f(x.get(k)) for x in found.values() for f in both]]
     better = [k for k in shared if all(f(plan[k]) < f(gather[k]) for f in both)]

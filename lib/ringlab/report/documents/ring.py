@@ -38,16 +38,11 @@ def _about(study: Study) -> tuple[str, str]:
     return number, published(number)["system"]
 
 
-def _rows(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
-    """(tokens, ranks) -> row of a system in the heads that the document has; other rows are no part of its tables."""
-    return rows_of(study, system, heads=published(number_of(study.suite))["shape"]["heads"], **wanted)
-
-
 def answer(study: Study) -> Text:
     """The finding first, how long a sequence fits, trust, and what was not measured."""
     number, system = _about(study)
     schemes = number == "003"
-    found, fits = _rows(study, system), "**How long a sequence fits**: not known, without a row."
+    found, fits = rows_of(study, system), "**How long a sequence fits**: not known, without a row."
     counts = tuple(sorted({1, *(p for (_, p), row in found.items() if timed(row))}))
     if found and (study.rehearsal or not schemes):
         fits = fits_line(study, pattern_of(next(iter(found.values())).point), max(n for n, _ in found), counts)
@@ -91,7 +86,7 @@ def _speed_ups(study: Study, found: dict) -> dict[tuple[int, int], object]:
 
 
 def _shards_line(study: Study, system: str) -> str:
-    found = {k: row for k, row in _rows(study, system).items() if not columns.simulated(row)}
+    found = {k: row for k, row in rows_of(study, system).items() if not columns.simulated(row)}
     held, faster = _peaks(found), _speed_ups(study, found)
     less = {(n, p): held[n, 1] / peak for (n, p), peak in held.items() if p > 1 and (n, 1) in held}
     if not less:
@@ -144,7 +139,7 @@ def lengths(study: Study) -> Table:
     printed = {(x["seq_len"], x.get("ranks", paper["shape"].get("ranks"))): x for x in paper["rows"]}
     if study.rehearsal:  # times of a CPU are nothing to set beside a GPU's
         printed = {}
-    found = {key: row for key, row in _rows(study, system).items() if not columns.simulated(row)}
+    found = {key: row for key, row in rows_of(study, system).items() if not columns.simulated(row)}
     apart = any(p > 1 and sent_bytes(row) == 0 for (_, p), row in found.items())
     crossing = f" [Document 003]({DOCUMENTS['003'].report}.md) has a pattern that crosses shards." if apart else ""
     lines = [{"tokens": n, "ranks": p, "row": found.get((n, p)), "paper": printed.get((n, p), {}),
@@ -170,7 +165,7 @@ PRINTED = {
 def speed_figure(study: Study) -> None:
     """001 and 004: how many times as fast several ranks are as one."""
     _, system = _about(study)
-    faster = _speed_ups(study, _rows(study, system))
+    faster = _speed_ups(study, rows_of(study, system))
     if not faster:
         return
     items = [figures.Bar(_at(*key), x.value, x.low, x.high) for key, x in faster.items()]
@@ -188,7 +183,7 @@ KINDS = {SDPA: "the ring on torch's SDPA kernel", CORRECT: "the ring on the eage
 
 def names(study: Study) -> Table:
     """001: the document's systems where all were measured, and dense attention."""
-    by_system = {system: _rows(study, system) for system in KINDS}
+    by_system = {system: rows_of(study, system) for system in KINDS}
     n = max((n for n, _ in by_system[CORRECT]), default=0)
     lines = [{"system": system, "row": row, "base": by_system[SDPA].get(key) if system != SDPA else None}
              for system, found in by_system.items() for key, row in found.items() if key[0] == n]  # fmt: skip
@@ -217,7 +212,7 @@ def _by_scheme(study: Study) -> list[dict]:
     found: dict[tuple, dict] = {}
     for causal in (False, True):
         for name, system in SCHEMES.items():
-            for (n, p), row in _rows(study, system, causal=causal).items():
+            for (n, p), row in rows_of(study, system, causal=causal).items():
                 found.setdefault((p, n, causal), {"tokens": n, "ranks": p, "causal": causal})[name] = row
     return [line for _, line in sorted(found.items())]
 
