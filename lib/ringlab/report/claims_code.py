@@ -18,7 +18,7 @@ from ..cache import PatternCache
 from ..measure import Ratio
 from ..measure import suites as suite
 from . import rows as r
-from .claims import COLUMNS, NO_PAIR, Finding, Verdict, by_rows, cells, compared, counted, in_words, judge
+from .claims import COLUMNS, NO_PAIR, Finding, Verdict, by_rows, cells, compared, counted, in_words, judge, printed
 from .columns import peak_bytes, rows_of, sent_bytes, timed
 from .documents import optimization as single
 from .documents import ring
@@ -74,21 +74,17 @@ def verdict(study: Study, document: str, claim: dict) -> Verdict:
 # document 000: optimizations
 
 
-def _effects(study: Study) -> tuple[Ratio | None, Ratio | None]:
-    """What fp32 gains over fp16 without optimizations, and what all optimizations gain in fp32."""
-    ours = r.document_rows(study)
-
-    def row(test: Callable, dtype: str):
-        return best([x for x in ours if test(x) and x.point.dtype == dtype])
-
-    plain = row(r.is_plain, "float32")
-    return study.ratio(row(r.is_plain, "float16"), plain), study.ratio(plain, row(r.is_optimised, "float32"))
+def _effects(study: Study) -> dict[str, Ratio]:
+    """What fp32 gains over fp16 without optimizations, and what all optimizations gain in fp32, where measured."""
+    half, plain = (single.document_row(study, r.is_plain, dtype) for dtype in ("float16", "float32"))
+    optimised = single.document_row(study, r.is_optimised, "float32")
+    both = {"by fp32 alone": study.ratio(half, plain), "by optimizations alone": study.ratio(plain, optimised)}
+    return {name: x for name, x in both.items() if x}
 
 
 def confounded(study: Study, claim: dict, document: str) -> Finding:
     """A factor between two printed rows that differ in dtype and in every optimization."""
-    first, second = published(document)["rows"][:2]
-    values = {k: x for k, x in zip(("by fp32 alone", "by optimizations alone"), _effects(study)) if x}
+    (first, second), values = published(document)["rows"][:2], _effects(study)
     if first["dtype"] == second["dtype"] or first["optimised"] == second["optimised"]:
         return Finding({k: x for k, x in values.items() if "fp32" in k}, "gain", timed=True)
     why = f"{first['ms']} / {second['ms']} ms = {first['ms'] / second['ms']:.2f}"
@@ -97,11 +93,10 @@ def confounded(study: Study, claim: dict, document: str) -> Finding:
 
 def dtype_first(study: Study, claim: dict, document: str) -> Finding:
     """What fp32 alone gains, beside what all optimizations together gain in fp32."""
-    dtype, others = _effects(study)
-    if not dtype or not others:
+    effects = _effects(study)
+    if len(effects) < 2:
         return Finding(missing=f"{NO_PAIR}, for either effect alone")
-    ours = in_words({"by fp32 alone": dtype, "by optimizations alone": others}, what="gain")
-    return Finding({"": quotient(dtype, others)}, ours=ours, timed=True)
+    return Finding({"": quotient(*effects.values())}, ours=in_words(effects, what="gain"), timed=True)
 
 
 def quotient(a: Ratio, b: Ratio) -> Ratio:
@@ -164,17 +159,17 @@ def flash_dtype(study: Study, claim: dict, document: str) -> Finding:
 
 def throughput(study: Study, claim: dict, document: str) -> Finding:
     """Our time of the optimized call over the printed one."""
-    about, work = published(document), published(document)["work"]
+    work = published(document)["work"]
     fastest = best([x for x in r.document_rows(study) if (r.is_plain(x) or r.is_engine(x)) and timed(x)])
     why = (f"the divisions are right; according to its source code a call did {work['done_gflop']} of the "
            f"{work['needed_gflop']} GFLOP of the stated function")  # fmt: skip
     if study.rehearsal:
         return Finding(missing="the call on that device", why=why)
     ours = f"at best {number(fastest.tokens_per_s)} tokens/s" if fastest else None
-    row = best([x for x in r.document_rows(study) if r.is_optimised(x) and x.point.dtype == "float32"])
+    row = single.document_row(study, r.is_optimised, "float32")
     if row is None or objection(row) or not row.ci:
         return Finding(ours=ours, missing="the optimized call in fp32", why=why)
-    theirs = next(x for x in about["rows"] if x["key"] == "optimised")["ms"] / 1e3
+    theirs = printed(document, "rows.optimised.ms") / 1e3
     found = Ratio(row.median / theirs, row.ci[0] / theirs, row.ci[1] / theirs, len(row.seconds), False)
     return Finding({"": found}, ours=ours, why=why, timed=True)
 

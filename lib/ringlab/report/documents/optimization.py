@@ -133,6 +133,11 @@ def recommended(study: Study) -> Code:
     return Code("".join(f"# {line}\n" for line in lines) + advice.code())
 
 
+def document_row(study: Study, test: Callable, dtype: str):
+    """The document's call in a dtype: the fastest of the rows that pass a test."""
+    return best([r for r in document_rows(study, dtype=dtype) if test(r)])
+
+
 def entries(study: Study) -> list[dict]:
     """A line by dtype of naive, the engine and dense; ``others`` are rows of the engine under published names."""
     ours, dense, found = document_rows(study), study.rows(system="dense_sdpa", **shape()), []
@@ -140,7 +145,7 @@ def entries(study: Study) -> list[dict]:
         for dtype in rows.dtypes(filter(test, some)):
             alike = [r for r in some if test(r) and r.point.dtype == dtype]
             row = best([r for r in alike if shown(r) and is_optimised(r)]) or best(alike)
-            naive = best([r for r in ours if is_plain(r) and r.point.dtype == dtype])
+            naive = document_row(study, is_plain, dtype)
             found.append({
                 "row": row, "engine": test is rows.is_engine, "naive": None if row is naive else naive,
                 "dense": None if some is dense else dense_beside(study, row),
@@ -166,8 +171,8 @@ def implementations(study: Study) -> Table:
         return None
 
     def by_dtype(test) -> str:
-        one, two = (best([r for r in document_rows(study, dtype=d) if test(r)]) for d in ("float16", "float32"))
-        return cell.plain if (cell := times(study.ratio(one, two))) else "not measured"
+        half, single = (document_row(study, test, dtype) for dtype in ("float16", "float32"))
+        return cell.plain if (cell := times(study.ratio(half, single))) else "not measured"
 
     s, d, gpu = shape(), rows.published(), gpu_of(study)
     return table(
@@ -320,7 +325,7 @@ def reuse(study: Study) -> Text:
 
 def efficiency(study: Study) -> Text:
     """Time over roofline: of the document's call, of dense attention, of LongNet's own mixing and of other forms."""
-    call = best([r for r in document_rows(study, dtype=rows.hardware_dtype(study)) if is_optimised(r)])
+    call = document_row(study, is_optimised, rows.hardware_dtype(study))
     found = {"the document's call": [call], "dense SDPA": [call and dense_beside(study, call)]}
     forms = {"ringlab": "LongNet's own mixing", "contiguous_segments": "torch's kernel on contiguous segments",
              "copying": "copied branches"}  # fmt: skip
