@@ -127,18 +127,17 @@ def _longest_run(found: dict) -> str:
 AT = (Column(">Tokens", lambda x: x["tokens"]), Column(">Ranks", lambda x: x["ranks"]))
 
 
-def _paper(header: str, key: str, form: str = "{:,}") -> Column:
+def _paper(header: str, key: str) -> Column:
     """A column of what the document prints, in its own unit."""
-    return Column(header, lambda x: form.format(x["paper"][key]) if key in x["paper"] else None)
+    return Column(header, lambda x: f"{x['paper'][key]:,}" if key in x["paper"] else None)
 
 
 def lengths(study: Study) -> Table:
     """001 and 004: time and peak memory by length and ranks, beside what the document prints."""
     number, system = _about(study)
     paper = published(number)
-    printed = {(x["seq_len"], x.get("ranks", paper["shape"].get("ranks"))): x for x in paper["rows"]}
-    if study.rehearsal:  # times of a CPU are nothing to set beside a GPU's
-        printed = {}
+    beside = [] if study.rehearsal else paper["rows"]  # times of a CPU are nothing to set beside a GPU's
+    printed = {(x["seq_len"], x.get("ranks", paper["shape"].get("ranks"))): x for x in beside}
     found = {key: row for key, row in rows_of(study, system).items() if not columns.simulated(row)}
     apart = any(p > 1 and sent_bytes(row) == 0 for (_, p), row in found.items())
     crossing = f" [Document 003]({DOCUMENTS['003'].report}.md) has a pattern that crosses shards." if apart else ""
@@ -312,9 +311,9 @@ def _linked(study: Study) -> list[dict]:
         for scheme in RUNNABLE if plan and "network" in plan.ranks else ():
             if timed(line.get(scheme)):
                 p = line[scheme].point
-                names = ("heads", "head_dim", "batch", "kv_heads", "causal", "passes")
-                how = {name: getattr(p, name) for name in names} | {"ranks": p.world_size, "scheme": scheme}
-                call = MetaCall(pattern_of(p), dtype=getattr(torch, p.dtype), **how)
+                shape = {name: value for name, value in p.shape.items() if name != "seq_len"}
+                how = shape | {"dtype": getattr(torch, p.dtype), "ranks": p.world_size, "scheme": scheme}
+                call = MetaCall(pattern_of(p), **how)
                 line["predicted"][scheme] = predict(call, p.seq_len, Network.of(plan.ranks["network"])).seconds
     return [line for _, line in sorted(found.items())]
 
@@ -369,9 +368,8 @@ def links_figure(study: Study) -> None:
         panel = each.setdefault(f"{line['mbit']:,} Mbit/s: ms a call; dashed: predicted", {})
         for scheme, told in line["predicted"].items():
             row = line[scheme]
-            ci = row.ci or (None, None)
-            at = (line["ms"], 1e3 * row.median, *(x and 1e3 * x for x in ci))
-            panel.setdefault(scheme, []).append(at)
+            ends = (x and 1e3 * x for x in row.ci or (None, None))
+            panel.setdefault(scheme, []).append((line["ms"], 1e3 * row.median, *ends))
             panel.setdefault(f"_{scheme}", []).append((line["ms"], 1e3 * told, None, None))
     off = [abs(_off(line, scheme)) for line in lines for scheme in line["predicted"]]
     caption = f"Times on shaped links are predicted to within {math.ceil(100 * max(off))} %."
@@ -380,9 +378,8 @@ def links_figure(study: Study) -> None:
             f"{s} {number(1e3 * line[s].median)} ms, predicted {number(1e3 * t)}" for s, t in line["predicted"].items())
         for line in lines
     )  # fmt: skip
-    predicted = {f"_{scheme}": color for scheme, color in LINK_COLORS.items()}
-    colors = LINK_COLORS | predicted
-    fig = figures.lines(each, xlabel="Round trip (ms)", colors=colors, dashed=[*predicted], height=2.5)
+    dashed = {f"_{scheme}": color for scheme, color in LINK_COLORS.items()}
+    fig = figures.lines(each, xlabel="Round trip (ms)", colors=LINK_COLORS | dashed, dashed=[*dashed], height=2.5)
     figures.show(fig, "comparison-links", caption, f"{caption} {said}.", stamp=study.stamp)
 
 
