@@ -36,6 +36,7 @@ SWITCHES = {  # name: (what it does, off, on)
     "pool": ("Memory pool on", False, True),
 }
 FUNCTION = {k: v for k, v in shape().items() if k in ("batch", "heads", "head_dim", "world_size")}
+CALL = {k: v for k, v in shape().items() if k not in ("seq_len", "world_size")}  # the document's, of any length
 
 
 def answer(study: Study) -> Text:
@@ -56,8 +57,8 @@ def answer_of(study: Study, computed: str, *lines: str) -> Text:
 
 
 def _pays_line(study: Study) -> str:
-    lines = [x for x in entries(study) if x["engine"]]
-    found = [x for line in lines if (x := study.ratio(line["naive"], line["row"]))]
+    ratios = [study.ratio(x["naive"], x["row"]) for x in entries(study) if x["engine"]]
+    found = [x for x in ratios if x]
     if not found:
         return "**What optimizing pays**: not measured, no pair of rows passed its check."
     sure = [x for x in found if x.significantly_slower]
@@ -84,17 +85,17 @@ def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
     if not study.memory_bytes:
         return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
     how = {"dtype": gpu.default_dtype(), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
-    said = []
-    for n in ranks:
-        on = "" if ranks == (1,) else f" on {counted(n, 'rank')}"
-        said.append(f"{_longest(pattern, study.memory_bytes, ranks=n, **how):,} tokens{on}")
-    training = ""
+
+    def tokens(**more) -> str:
+        return f"{_longest(pattern, study.memory_bytes, **how, **more):,}"
+
     if ranks == (1,):
-        training = f", {_longest(pattern, study.memory_bytes, passes='fwd+bwd', **how):,} in training"
-    return (
-        f"**How long a sequence fits**: {bound}{size(study.memory_bytes)}{' a rank' * (ranks != (1,))} hold "
-        f"{' or '.join(said)} in a forward call{training}, by `ringlab.longest` for attention alone."
-    )
+        said = f"hold {tokens(ranks=1)} tokens in a forward call, {tokens(passes='fwd+bwd')} in training"
+    else:
+        each = " or ".join(f"{tokens(ranks=n)} tokens on {counted(n, 'rank')}" for n in ranks)
+        said = f"a rank hold {each} in a forward call"
+    held = size(study.memory_bytes)
+    return f"**How long a sequence fits**: {bound}{held} {said}, by `ringlab.longest` for attention alone."
 
 
 def _dense_line(study: Study) -> str:
@@ -120,10 +121,8 @@ def segments(found: dict | None = None) -> str:
 
 def recommended(study: Study) -> Code:
     """What ``advise`` chooses by these rows, as code that runs, under the pairs of rows that differ in one choice."""
-    s = shape()
-    call = {name: s[name] for name in ("batch", "heads", "head_dim", "causal", "passes")}
-    advice = advise(with_rates(study), s["seq_len"], pattern=pattern(), memory_bytes=study.memory_bytes,
-                    rows=evidence(study), **call)  # fmt: skip
+    advice = advise(with_rates(study), shape()["seq_len"], pattern=pattern(), memory_bytes=study.memory_bytes,
+                    rows=evidence(study), **CALL)  # fmt: skip
     found = [e for choice in advice.choices.values() for e in choice.evidence]
     lines = [f"{e.text.partition(f', {e.label}')[0]}, {e.seq_len:,} tokens" for e in found]
     lines = lines or ["no pair of rows passed"]
@@ -384,8 +383,7 @@ def folded(study: Study) -> Table | None:
     lines = []
     for eager in study.rows(system="ringlab", options={"merge": "eager"}):
         p = eager.point
-        auto = next((r for r in study.rows(system="ringlab", options={"merge": None}) if together(r, eager)
-                     and r.point == p.but(options={})), None)  # fmt: skip
+        auto = next((r for r in study.rows() if together(r, eager) and r.point == p.but(options={})), None)
         if auto is not None:
             given = patterns.from_dict(p.pattern), p.seq_len, p.heads, p.kv_heads
             kernel = kernels.choose("cpu", torch.float32, p.head_dim, causal=p.causal).kernel
@@ -412,7 +410,7 @@ def folded(study: Study) -> Table | None:
     return table(
         "Nested branches: branch by branch → folded, each visible pair once",
         [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)),
-         Column(">Tokens", lambda x: x["auto"].point.seq_len), PASS.of("auto"), MASK.of("auto"),
+         TOKENS.of("auto"), PASS.of("auto"), MASK.of("auto"),
          Column(">Calls", lambda x: " → ".join(str(len(plan.calls)) for plan in x["plans"])),
          Column(">Pairs a position", both(pairs)),
          Column(">Merges a row", both(merges)),
@@ -437,8 +435,7 @@ def _bounds(profile, pattern, seq_len: int) -> str:
     rate, bandwidth = profile.peak(dtype), profile.bandwidth_bytes_per_s
     if not rate or not bandwidth:
         return ""
-    fields = {"dtype": dtype, "seq_len": seq_len}
-    fields |= {k: shape()[k] for k in ("batch", "heads", "head_dim", "causal", "passes")}
+    fields = CALL | {"dtype": dtype, "seq_len": seq_len}
     ours, dense = (cost.count(p, **fields).seconds(rate, bandwidth) for p in (pattern, patterns.Dense()))
     return f"at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms"
 
