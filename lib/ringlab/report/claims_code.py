@@ -277,16 +277,15 @@ def operations(study: Study, claim: dict, document: str) -> Finding:
 
 def best_choice(study: Study, claim: dict, document: str) -> Finding:
     """Whether the plan is better than the all-gather in both memory and bytes, at some length on several ranks."""
-    found = {name: rows_of(study, system) for name, system in reversed(ring.SCHEMES.items())}
-    plan, gather, both = found[ring.PLAN], found[ring.GATHER], (peak_bytes, sent_bytes)
-    shared = [k for k in plan if k[1] > 1 and None not in [f(x.get(k)) for x in found.values() for f in both]]
-    better = [k for k in shared if all(f(plan[k]) < f(gather[k]) for f in both)]
+    both, lines = (peak_bytes, sent_bytes), [x for x in ring.by_scheme(study) if x["ranks"] > 1 and not x["causal"]]
+    shared = [x for x in lines if None not in [f(x.get(name)) for name in ring.SCHEMES for f in both]]
+    better = [x for x in shared if all(f(x[ring.PLAN]) < f(x[ring.GATHER]) for f in both)]
     if not shared:
         return Finding(missing="all three schemes on several ranks")
-    n, p = max(better or shared, key=lambda k: (k[1], k[0]))
-    held = {name: x[n, p] for name, x in found.items()}
+    last = (better or shared)[-1]
+    held = {name: last[name] for name in reversed(ring.SCHEMES)}
     each = [f"{name} holds {size(peak_bytes(row))}, sends {size(sent_bytes(row))}" for name, row in held.items()]
-    ours = f"at {n:,} tokens on {p} ranks: {'; '.join(each)}"
+    ours = f"at {last['tokens']:,} tokens on {last['ranks']} ranks: {'; '.join(each)}"
     if not better:
         return Finding(ours=ours, why="no scheme is better in both memory and bytes")
     return Finding(ours=ours, holds=False, why="the plan holds less than the all-gather and sends fewer bytes")

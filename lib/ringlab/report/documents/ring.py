@@ -206,7 +206,7 @@ PLAN, RING, GATHER = "plan", "ring", "all-gather"
 SCHEMES = {PLAN: "ringlab", RING: ROBUST, GATHER: V2_COLLECTIVE}
 
 
-def _by_scheme(study: Study) -> list[dict]:
+def by_scheme(study: Study) -> list[dict]:
     """For each length, number of ranks and mask the rows of the schemes, by name; the most ranks last."""
     found: dict[tuple, dict] = {}
     for causal in (False, True):
@@ -230,7 +230,7 @@ def _each(line: dict, value) -> dict[str, int]:
 
 
 def _schemes_lines(study: Study) -> list[str]:
-    lines = _by_scheme(study)
+    lines = by_scheme(study)
     several = [x for x in _shared(lines, lambda row: peak_bytes(row) and sent_bytes(row)) if not x["causal"]]
     if several:
         last = several[-1]
@@ -264,7 +264,7 @@ MASKED = Column(">Tokens", lambda x: Cell(f"{x['tokens']:,}", "causal" if x["cau
 
 def schemes(study: Study) -> Table:
     """003: time and peak memory of each scheme on several ranks."""
-    lines = [x for x in _by_scheme(study) if x["ranks"] > 1]
+    lines = [x for x in by_scheme(study) if x["ranks"] > 1]
     over = [ratio(study, name, PLAN, f">{name.capitalize()} over plan") for name in (RING, GATHER)]
     peaks = [PEAK.of(name, f">Peak memory, {name}") for name in SCHEMES]
     return table(
@@ -280,7 +280,7 @@ def schemes(study: Study) -> Table:
 
 def bytes_figure(study: Study) -> None:
     """003: bytes that the busiest rank sends, by scheme and shape."""
-    lines = _shared(_by_scheme(study), sent_bytes)
+    lines = _shared(by_scheme(study), sent_bytes)
     if not lines:
         return
 
