@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from .. import hardware
 from ..measure import Ratio
 from .columns import beyond, peak_bytes, per_token, sent_bytes, timed
-from .published import BETWEEN, DOCUMENTS, KB, MB, published
+from .published import BETWEEN, DOCUMENTS, SIZES, published
 from .study import Study, best
 from .tables import Cell, interval, number
 from .trust import objection, status
@@ -38,7 +38,6 @@ WORDS = {
     "untested": ("untestable", "are untested", "No row decides it, or the difference is within noise."),
 }
 NO_PAIR = "a pair of rows that passed"
-SIZES = {"KB": KB, "MB": MB, "GB": 1e9}
 SAME = ("system", "seq_len", "dtype", "batch", "heads", "kv_heads", "head_dim", "passes", "causal", "world_size")
 UNITS = {  # of a ratio, which is 0 at an end that is not known; others as they are
     "% saved": lambda x: 100 * (1 - 1 / x) if x else -math.inf,
@@ -142,8 +141,7 @@ def _met(claim: dict, values: Mapping[str, Ratio | float]) -> tuple[bool | None,
     view = UNITS.get(unit, lambda x: x)
     outside, unsure = [], []
     for where, x in values.items():
-        floor = x.noise_floor if isinstance(x, Ratio) else 1.0
-        least, most = (x.low / floor, x.high * floor) if isinstance(x, Ratio) else (x, x)
+        least, most = (x.low / x.noise_floor, x.high * x.noise_floor) if isinstance(x, Ratio) else (x, x)
         if view(most) < low or view(least) > high:
             outside.append(where)
         elif not low <= view(least) <= view(most) <= high:

@@ -23,7 +23,7 @@ from .columns import peak_bytes, rows_of, sent_bytes, timed
 from .documents import optimization as single
 from .documents import ring
 from .documents import session as sparse
-from .published import MB, number_of, published
+from .published import MB, SIZES, number_of, published
 from .study import Study, best, pattern_of
 from .tables import Table, number, size
 from .trust import objection
@@ -180,9 +180,9 @@ def two_cards(study: Study, claim: dict, document: str) -> Finding:
     both = 3 * s["heads"] * n * (n // 2) * 4, 1.15 * 4 * (n // 2) * s["heads"] * s["head_dim"] * 4
     theirs, ours = (f"{size(held)} a card and {'fits' if held < card else 'does not fit'}" for held in both)
     needs = f"computed: the original needs {theirs}, this library {ours}"
-    if any(x.point.world_size == 2 and x.point.seq_len >= claim["tokens"] for x in study.good):
+    if any(x.point.world_size == 2 and x.point.seq_len >= n for x in study.good):
         return Finding(ours=needs, holds=False, why="it ran on two ranks here")
-    return Finding(ours=needs, missing=f"{claim['tokens']:,} tokens on two ranks")
+    return Finding(ours=needs, missing=f"{n:,} tokens on two ranks")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def possible_time(study: Study, claim: dict, document: str) -> Finding:
 
 def possible_memory(study: Study, claim: dict, document: str) -> Finding:
     """A printed memory against that of its own tensors; our peak in proportion is that of another function."""
-    unit, n = {"MB": MB, "GiB": 2**30}[claim["unit"]], claim["seq_len"]
+    unit, n = SIZES[claim["unit"]], claim["seq_len"]
     row, floor = sparse.extreme_rows(study).get(n), sparse.work(seq_len=n).floor_bytes
     ours, tensors = row and sparse.held(row), f"q, k, v and out are {number(floor / MB)} MB in fp16"
     if claim["high"] * unit < floor:

@@ -345,10 +345,10 @@ def kernels_table(study: Study) -> Table:
 
     def here(name: str) -> Cell:
         row = _kernel_row(study, name)
-        if row is None or row.status == "unsupported":
-            return Cell("refused", reason(row), "none") if row else columns.time(row)
+        if row and row.status == "unsupported":
+            return Cell("refused", reason(row), "none")
         time = columns.time(row)
-        return Cell(time.text, f"{SHORT[row.point.dtype]}; {time.sub}", time.kind)
+        return Cell(time.text, f"{SHORT[row.point.dtype]}; {time.sub}", time.kind) if row else time
 
     def by_rule(name: str) -> Cell:
         why = {SHORT[d]: kernels.KERNELS[name].refuses(card, getattr(torch, d), shape()["head_dim"]) for d in DTYPES}
