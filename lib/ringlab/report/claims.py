@@ -325,9 +325,9 @@ class Compared:
 
     key: str
     text: str
-    unit: str
-    within: float
     parts: tuple[Part, ...]
+    unit: str = "×"
+    within: float = 1.0
     factor: bool = True
 
     @property
@@ -349,9 +349,9 @@ class Compared:
 def compared() -> Iterator[Compared]:
     """All printed figures that are compared, by document, those between documents last."""
     for name in (*DOCUMENTS, BETWEEN):
-        for x in published(name).get("contradictions", ()):
+        for x in published(name)["contradictions"]:
             parts = tuple(_part(p, p.get("document", name)) for p in x["parts"])
-            yield Compared(f"{name} {x['key']}", x["text"], x["unit"], x["within"], parts, x.get("factor", True))
+            yield Compared(**x | {"key": f"{name} {x['key']}", "parts": parts})
 
 
 def _part(part: dict, document: str) -> Part:
