@@ -118,7 +118,7 @@ def best_threshold(study: Study, claim: dict, document: str) -> Finding:
     """The published threshold against the others, at the longest length that has them."""
     swept = [on for _, on, _ in single.pool_rows(study) if on.point.batch > 1]
     longest = max((on.point.seq_len for on in swept), default=0)
-    by_size = {single.threshold(on.point): on for on in swept if on.point.seq_len == longest}
+    by_size = {on.option("pool_threshold_mb"): on for on in swept if on.point.seq_len == longest}
     mine = by_size.pop(claim["threshold_mb"], None)
     gains = {f"with {mb:g} MB": x for mb, row in sorted(by_size.items()) if (x := study.ratio(row, mine))}
     missing = "" if gains else "it and another threshold in one call"

@@ -286,16 +286,11 @@ def built(study: Study) -> list[tuple]:
     return sorted(found, key=lambda x: -x[2])
 
 
-def threshold(point) -> float | None:
-    """The threshold of a point's pool in MiB, by default the document's and the library's 16; None without a pool."""
-    s = switches(point)
-    return float(s.get("pool_threshold_mb", 16.0)) if s["pool"] else None
-
-
 def pool_rows(study: Study) -> list[tuple]:
     """(row without a pool, row with one, Ratio) of each call and threshold; the document's calls last."""
     ours = study.rows(system="ringlab", world_size=1)
-    swept = sorted((r for r in ours if "pool_threshold_mb" in switches(r.point)), key=lambda r: threshold(r.point))
+    swept = [r for r in ours if r.option("pool_threshold_mb") is not None]
+    swept.sort(key=lambda r: r.option("pool_threshold_mb"))
     pairs = [(best([r for r in ours if r.point == on.point.but(options=())]), on) for on in swept]
     found = [(off, on, ratio) for off, on in pairs if (ratio := study.ratio(off, on))]
     return found + [x for gather in (False, True) if (x := _pair(study, "pool", gather=gather))]
