@@ -32,16 +32,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _about(study: Study) -> tuple[str, str]:
-    """The number of the document that a page answers, and the system that it is about."""
-    number = number_of(study.suite)
-    return number, published(number)["system"]
+def _document(study: Study) -> dict:
+    """The document that a page answers, as data."""
+    return published(number_of(study.suite))
 
 
 def answer(study: Study) -> Text:
     """The finding first, how long a sequence fits, trust, and what was not measured."""
-    number, system = _about(study)
-    schemes = number == "003"
+    system, schemes = _document(study)["system"], study.suite == DOCUMENTS["003"].suite
     found, fits = rows_of(study, system), "**How long a sequence fits**: not known, without a row."
     counts = tuple(sorted({1, *(p for (_, p), row in found.items() if timed(row))}))
     if found and (study.rehearsal or not schemes):
@@ -134,8 +132,8 @@ def _paper(header: str, key: str) -> Column:
 
 def lengths(study: Study) -> Table:
     """001 and 004: time and peak memory by length and ranks, beside what the document prints."""
-    number, system = _about(study)
-    paper = published(number)
+    paper = _document(study)
+    system = paper["system"]
     beside = [] if study.rehearsal else paper["rows"]  # times of a CPU are nothing to set beside a GPU's
     printed = {(x["seq_len"], x.get("ranks", paper["shape"].get("ranks"))): x for x in beside}
     found = {key: row for key, row in rows_of(study, system).items() if not columns.simulated(row)}
@@ -151,20 +149,13 @@ def lengths(study: Study) -> Table:
          *([_paper(">Published tokens/s", "tokens_per_s"), _paper(">Published (MB)", "mb")] if printed else [])],
         lines,
         note=f"{_work([*found.values()])} Peak memory: of the rank that holds most, with its q, k, v and out.{crossing}"
-        + (f" Published: {paper['device']}. {PRINTED[number]}" if printed else ""),
+        + (f" Published: {paper['device']}. {paper['note']}" if printed else ""),
     )  # fmt: skip
-
-
-PRINTED = {
-    "001": "Batch 2, memory without inputs but with projections; by the source 38 to 56 % of those outputs are zero.",
-    "004": "The first two lengths have batch 2.",
-}
 
 
 def speed_figure(study: Study) -> None:
     """001 and 004: how many times as fast several ranks are as one."""
-    _, system = _about(study)
-    faster = _speed_ups(study, rows_of(study, system))
+    faster = _speed_ups(study, rows_of(study, _document(study)["system"]))
     if not faster:
         return
     items = [figures.Bar(_at(*key), x.value, x.low, x.high) for key, x in faster.items()]
@@ -318,10 +309,9 @@ def _linked(study: Study) -> list[dict]:
     return [line for _, line in sorted(found.items())]
 
 
-def _off(line: dict, scheme: str) -> float | None:
+def _off(line: dict, scheme: str) -> float:
     """By which part a prediction is off."""
-    told = line["predicted"].get(scheme)
-    return told and told / line[scheme].median - 1
+    return line["predicted"][scheme] / line[scheme].median - 1
 
 
 def links(study: Study) -> Table:
