@@ -124,9 +124,9 @@ def recommended(study: Study) -> Code:
     advice = advise(with_rates(study), shape()["seq_len"], pattern=pattern(), memory_bytes=study.memory_bytes,
                     rows=evidence(study), **CALL)  # fmt: skip
     found = [e for choice in advice.choices.values() for e in choice.evidence]
-    lines = [f"{e.text.partition(f', {e.label}')[0]}, {e.seq_len:,} tokens" for e in found]
-    lines = lines or ["no pair of rows passed"]
-    lines.insert(0, f"Measured{f', {study.stamp}: the times are of a CPU' if study.stamp else ''}:")
+    said = [f"{e.text.partition(f', {e.label}')[0]}, {e.seq_len:,} tokens" for e in found]
+    of = f", {study.stamp}: the times are of a CPU" if study.stamp else ""
+    lines = [f"Measured{of}:", *(said or ["no pair of rows passed"])]
     if study.profile.kind == "cuda":
         lines.append(f"The torch for it: {hardware.install_line(study.profile.capability)}")
     return Code("".join(f"# {line}\n" for line in lines) + advice.code())
@@ -390,14 +390,14 @@ def folded(study: Study) -> Table | None:
     if not lines:
         return None
 
-    def both(count) -> Callable[[dict], Cell]:
-        return lambda x: Cell(" → ".join(number(count(plan, x["auto"].point)) for plan in x["plans"]))
+    def both(header: str, said: Callable) -> Column:
+        return Column(header, lambda x: " → ".join(said(plan, x["auto"].point) for plan in x["plans"]))
 
-    def merges(plan, p) -> float:
-        return sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / (p.heads * p.seq_len)
+    def merges(plan, p) -> str:
+        return number(sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / (p.heads * p.seq_len))
 
-    def pairs(plan, p) -> float:
-        return plan.pairs(p.causal) / (p.heads * p.seq_len)
+    def pairs(plan, p) -> str:
+        return number(plan.pairs(p.causal) / (p.heads * p.seq_len))
 
     def over_roofline(row) -> str | None:
         return f"{number(row.median / roofline_s(row))}×" if columns.timed(row) and roofline_s(row) else None
@@ -405,13 +405,11 @@ def folded(study: Study) -> Table | None:
     return table(
         "Nested branches: branch by branch → folded, each visible pair once",
         [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)),
-         TOKENS.of("auto"), PASS.of("auto"), MASK.of("auto"),
-         Column(">Calls", lambda x: " → ".join(str(len(plan.calls)) for plan in x["plans"])),
-         Column(">Pairs a position", both(pairs)),
-         Column(">Merges a row", both(merges)),
+         TOKENS.of("auto"), PASS.of("auto"), MASK.of("auto"), both(">Calls", lambda plan, p: str(len(plan.calls))),
+         both(">Pairs a position", pairs), both(">Merges a row", merges),
          Column(">Predicted gain", lambda x: Cell(f"{number(x['gain'])}×", f"chosen: {x['chosen']}")),
          columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto"),
-         Column(">Time over roofline", lambda x: over_roofline(x["auto"]))],
+         Column(">Time over roofline", over_roofline).of("auto")],
         lines, folded=True,
         note="A key that M branches show counts once, with log M added to its scores. The gain is the time branch by "
         "branch over the time chosen; predicted for the forward pass. Pairs: queries times keys that are computed.",

@@ -114,12 +114,12 @@ def _longest_run(found: dict) -> str:
     """The longest sequence that was measured, and what failed."""
     held = _peaks(found)
     failed = ", ".join(f"{_at(*key)} ({status(row)})" for key, row in found.items() if objection(row))
-    said = []
+    said = [f"Not shown: {failed}."] if failed else []
     if held:
         last = max(held, key=lambda k: (k[0], -k[1]))
         heads = ", with one head" if found[last].point.heads == 1 else ""
-        said.append(f"The longest run here, {_at(*last)}{heads}, held {size(held[last])} a rank.")
-    return " ".join([*said, *([f"Not shown: {failed}."] if failed else [])])
+        said.insert(0, f"The longest run here, {_at(*last)}{heads}, held {size(held[last])} a rank.")
+    return " ".join(said)
 
 
 AT = (Column(">Tokens", lambda x: x["tokens"]), Column(">Ranks", lambda x: x["ranks"]))
