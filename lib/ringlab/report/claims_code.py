@@ -1,7 +1,7 @@
 """Claims that need code: each function returns the ``Finding`` on the claims of ``published/*.toml`` that name it.
 
-The functions are in the order of the documents. Each takes (study, claim, document) and compares in the unit of the
-claim. ``judged`` gives the verdict on every claim of a document.
+The functions are in the order of the documents. Each takes (study, claim) and compares in the unit of the claim.
+``judged`` gives the verdict on every claim of a document.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ledger(study: Study) -> Table:
 def verdict(study: Study, document: str, claim: dict) -> Verdict:
     """The verdict on one claim by the rows of its document's suite."""
     if "code" in claim:
-        found = FINDERS[claim["code"]](study, claim, document)
+        found = FINDERS[claim["code"]](study, claim)
     else:
         by_print = Finding(holds=True if "by" in claim else None, why=claim.get("why", ""))
         found = by_rows(study, claim) if "rows" in claim else by_print
@@ -82,16 +82,16 @@ def _effects(study: Study) -> dict[str, Ratio]:
     return {name: x for name, x in both.items() if x}
 
 
-def confounded(study: Study, claim: dict, document: str) -> Finding:
+def confounded(study: Study, claim: dict) -> Finding:
     """A factor between two printed rows that differ in dtype and in every optimization."""
-    (first, second), values = published(document)["rows"][:2], _effects(study)
+    (first, second), values = r.published()["rows"][:2], _effects(study)
     if first["dtype"] == second["dtype"] or first["optimised"] == second["optimised"]:
         return Finding({k: x for k, x in values.items() if "fp32" in k}, "gain", timed=True)
     why = f"{first['ms']} / {second['ms']} ms = {first['ms'] / second['ms']:.2f}"
     return Finding(values, "gain", contradiction=f"{why} changes dtype and optimizations at once")
 
 
-def dtype_first(study: Study, claim: dict, document: str) -> Finding:
+def dtype_first(study: Study, claim: dict) -> Finding:
     """What fp32 alone gains, beside what all optimizations together gain in fp32."""
     effects = _effects(study)
     if len(effects) < 2:
@@ -104,7 +104,7 @@ def quotient(a: Ratio, b: Ratio) -> Ratio:
     return replace(a, value=a.value / b.value, low=a.low / b.high, high=a.high / b.low if b.low else math.inf)
 
 
-def cache_gain(study: Study, claim: dict, document: str) -> Finding:
+def cache_gain(study: Study, claim: dict) -> Finding:
     """The pattern cache on and off; it saves at most the part of a call that building the plan takes."""
     found = by_rows(study, claim)
     share = next((x for cold, _, x in single.built(study) if pattern_of(cold.point) == r.pattern()), None)
@@ -114,7 +114,7 @@ def cache_gain(study: Study, claim: dict, document: str) -> Finding:
                    "cache can save more")  # fmt: skip
 
 
-def best_threshold(study: Study, claim: dict, document: str) -> Finding:
+def best_threshold(study: Study, claim: dict) -> Finding:
     """The published threshold against the others, at the longest length that has them."""
     swept = [on for _, on, _ in single.pool_rows(study) if on.point.batch > 1]
     longest = max((on.point.seq_len for on in swept), default=0)
@@ -125,7 +125,7 @@ def best_threshold(study: Study, claim: dict, document: str) -> Finding:
     return Finding(gains, "time over that with 16 MB", missing=missing, timed=True)
 
 
-def pool_by_length(study: Study, claim: dict, document: str) -> Finding:
+def pool_by_length(study: Study, claim: dict) -> Finding:
     """The pool with the lowest threshold, which lends most, against none, at two lengths."""
     found: dict[int, Ratio] = {}
     for _, on, ratio in single.pool_rows(study):
@@ -137,7 +137,7 @@ def pool_by_length(study: Study, claim: dict, document: str) -> Finding:
     return Finding({"": quotient(found[max(found)], found[min(found)])}, ours=ours, timed=True)
 
 
-def flash_from_turing(study: Study, claim: dict, document: str) -> Finding:
+def flash_from_turing(study: Study, claim: dict) -> Finding:
     asked = [x for x in study.results if "flash" in (name := str(r.switches(x.point)["backend"])) and name[:3] != "cpu"]
     passed = [r.label(x) for x in asked if not objection(x)]
     why = "flash kernels ask for compute capability 8.0 or newer"
@@ -146,7 +146,7 @@ def flash_from_turing(study: Study, claim: dict, document: str) -> Finding:
     return Finding(missing="a flash kernel that passed, or refused the GPU", why=why)
 
 
-def flash_dtype(study: Study, claim: dict, document: str) -> Finding:
+def flash_dtype(study: Study, claim: dict) -> Finding:
     """The dtype that our class of that name chooses, beside the policy for this hardware."""
     p = r.pattern()
     device = "cuda" if study.device_type == "cuda" and torch.cuda.is_available() else "cpu"
@@ -157,9 +157,9 @@ def flash_dtype(study: Study, claim: dict, document: str) -> Finding:
     return Finding(ours=f"our class of that name: {chosen}", holds=holds, why=f"the policy for this hardware: {wanted}")
 
 
-def throughput(study: Study, claim: dict, document: str) -> Finding:
+def throughput(study: Study, claim: dict) -> Finding:
     """Our time of the optimized call over the printed one."""
-    work = published(document)["work"]
+    work = r.published()["work"]
     fastest = best([x for x in r.document_rows(study) if (r.is_plain(x) or r.is_engine(x)) and timed(x)])
     why = (f"the divisions are right; according to its source code a call did {work['done_gflop']} of the "
            f"{work['needed_gflop']} GFLOP of the stated function")  # fmt: skip
@@ -169,14 +169,14 @@ def throughput(study: Study, claim: dict, document: str) -> Finding:
     row = single.document_row(study, r.is_optimised, "float32")
     if row is None or objection(row) or not row.ci:
         return Finding(ours=ours, missing="the optimized call in fp32", why=why)
-    theirs = printed(document, "rows.optimised.ms") / 1e3
+    theirs = printed("000", "rows.optimised.ms") / 1e3
     found = Ratio(row.median / theirs, row.ci[0] / theirs, row.ci[1] / theirs, len(row.seconds), False)
     return Finding({"": found}, ours=ours, why=why, timed=True)
 
 
-def two_cards(study: Study, claim: dict, document: str) -> Finding:
+def two_cards(study: Study, claim: dict) -> Finding:
     """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a shard of q, k, v and out."""
-    s, n, card = published(document)["shape"], claim["tokens"], 8 * 2**30
+    s, n, card = r.shape(), claim["tokens"], 8 * 2**30
     both = 3 * s["heads"] * n * (n // 2) * 4, 1.15 * 4 * (n // 2) * s["heads"] * s["head_dim"] * 4
     theirs, ours = (f"{size(held)} a card and {'fits' if held < card else 'does not fit'}" for held in both)
     needs = f"computed: the original needs {theirs}, this library {ours}"
@@ -189,9 +189,9 @@ def two_cards(study: Study, claim: dict, document: str) -> Finding:
 # documents 001, 003 and 004: ranks
 
 
-def passed(study: Study, claim: dict, document: str) -> Finding:
+def passed(study: Study, claim: dict) -> Finding:
     """Rows as long as the claim says passed on several ranks; without lengths, any row."""
-    rows = rows_of(study, claim.get("system") or published(document)["system"], heads=lambda heads: True)
+    rows = rows_of(study, claim["system"], heads=lambda heads: True)
     longest = max((k for k, row in rows.items() if k[1] > 1 and peak_bytes(row)), default=None)
     heads = ", with one head" if longest and rows[longest].point.heads == 1 else ""
     ours = f"passed: {longest[0]:,} tokens on {longest[1]} ranks{heads}" if longest else None
@@ -208,7 +208,7 @@ def _row(name: str) -> dict:
     return next(x for x in sparse.document()["ring"] if x["name"] == name)
 
 
-def possible_time(study: Study, claim: dict, document: str) -> Finding:
+def possible_time(study: Study, claim: dict) -> Finding:
     """A printed time against the least that the stated work takes on the printed device."""
     theirs, n = _row(claim["row"]), sparse.document()["ring_shape"]["seq_len"]
     least, mine, ours = sparse.least_ms(sparse.work()), sparse.extreme_rows(study).get(n), None
@@ -221,7 +221,7 @@ def possible_time(study: Study, claim: dict, document: str) -> Finding:
     return Finding(ours=ours, elsewhere=f"possible: the stated work takes {number(least)} ms or more", why=source)
 
 
-def possible_memory(study: Study, claim: dict, document: str) -> Finding:
+def possible_memory(study: Study, claim: dict) -> Finding:
     """A printed memory against that of its own tensors; our peak in proportion is that of another function."""
     unit, n = SIZES[claim["unit"]], claim["seq_len"]
     row, floor = sparse.extreme_rows(study).get(n), sparse.work(seq_len=n).floor_bytes
@@ -235,7 +235,7 @@ def possible_memory(study: Study, claim: dict, document: str) -> Finding:
     return Finding(ours=ours, elsewhere="ours is a window, another function than the document's", why=tensors)
 
 
-def ring_sizes(study: Study, claim: dict, document: str) -> Finding:
+def ring_sizes(study: Study, claim: dict) -> Finding:
     found = {x["ring_size"]: x["mb"] * x["ring_size"] for x in sparse.document()["ring"] if "ring_size" in x}
     if len(found) < 2:
         return Finding(missing="a second ring size; the document prints one, on one device")
@@ -246,14 +246,14 @@ def ring_sizes(study: Study, claim: dict, document: str) -> Finding:
     return Finding(holds=True, why=why)
 
 
-def pattern_share(study: Study, claim: dict, document: str) -> Finding:
+def pattern_share(study: Study, claim: dict) -> Finding:
     found = {f"({name})": 100 * x for name, x in sparse.shares(study).items()}
     return Finding(found, "building, of a first call", timed=True)
 
 
-def hit_rate(study: Study, claim: dict, document: str) -> Finding:
+def hit_rate(study: Study, claim: dict) -> Finding:
     """Of as many identical calls as the document made, a cache hits all but the first."""
-    calls, cache = published(document)["source"]["calls"], PatternCache()
+    calls, cache = sparse.document()["source"]["calls"], PatternCache()
     for _ in range(calls):
         cache.get(("pattern",), list)
     hits = cache.stats().hits
@@ -261,7 +261,7 @@ def hit_rate(study: Study, claim: dict, document: str) -> Finding:
     return Finding({f"({hits} of {calls} identical calls)": 100 * hits / calls}, "hits", why=why)
 
 
-def operations(study: Study, claim: dict, document: str) -> Finding:
+def operations(study: Study, claim: dict) -> Finding:
     before, after = (sparse.operators(sparse.in_table(study, s), views=False)
                      for s in (suite.ORIGINAL, suite.OPTIMIZED))  # fmt: skip
     if None in (before, after):
@@ -275,7 +275,7 @@ def operations(study: Study, claim: dict, document: str) -> Finding:
 # document 003: all-gather, P2P ring and plan
 
 
-def best_choice(study: Study, claim: dict, document: str) -> Finding:
+def best_choice(study: Study, claim: dict) -> Finding:
     """Whether the plan is better than the all-gather in both memory and bytes, at some length on several ranks."""
     both, lines = (peak_bytes, sent_bytes), [x for x in ring.by_scheme(study) if x["ranks"] > 1 and not x["causal"]]
     shared = [x for x in lines if None not in [f(x.get(name)) for name in ring.SCHEMES for f in both]]
@@ -291,7 +291,7 @@ def best_choice(study: Study, claim: dict, document: str) -> Finding:
     return Finding(ours=ours, holds=False, why="the plan holds less than the all-gather and sends fewer bytes")
 
 
-FINDERS: dict[str, Callable[[Study, dict, str], Finding]] = {
+FINDERS: dict[str, Callable[[Study, dict], Finding]] = {
     f.__name__: f
     for f in (
         confounded, dtype_first, cache_gain, best_threshold, pool_by_length, flash_from_turing, flash_dtype,
