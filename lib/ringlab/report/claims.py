@@ -71,11 +71,12 @@ class Finding:
         what: what the values are.
         ours: what was measured, in words; by default ``what`` and ``values``.
         holds: the result where it is not a number that lies within the claim's tolerance.
-        why: what a reader should know besides; without values and ``holds``, why nothing is decided.
+        why: what a reader should know besides, by default what the claim says; without values and ``holds``, why
+            nothing is decided.
         impossible: why the printed figure cannot be.
         contradiction: how the document's own figures disagree.
         apart: by which factor they disagree, or the printed figure is impossible.
-        elsewhere: why our rows are not of what the claim is about.
+        elsewhere: why our rows are not of what the claim is about, by default what the claim says.
         missing: what is not measured.
         timed: the rows are compared by time.
     """
@@ -98,19 +99,19 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
 
     A ratio counts only if its interval, widened by the noise floor of the run, lies inside or outside the tolerance.
     """
-    values, unit = finding.values, claim.get("unit", "×")
+    values, unit, besides = finding.values, claim.get("unit", "×"), finding.why or claim.get("why", "")
     ours = finding.ours or in_words(values, unit, finding.what)
     if study.rehearsal and unit == "tokens/s":
         ours = None  # a rate of this CPU, which says nothing of the GPU's
     if finding.impossible:
         return Verdict("impossible as printed", ours, finding.impossible, finding.apart)
     if finding.contradiction:
-        return Verdict("contradicts itself", ours, _sentence(finding.contradiction, finding.why), finding.apart)
+        return Verdict("contradicts itself", ours, _sentence(finding.contradiction, besides), finding.apart)
     if why := _elsewhere(study, claim, finding):
-        return Verdict("not reproduced here" if ours else "untested", ours, _sentence(why, finding.why))
+        return Verdict("not reproduced here" if ours else "untested", ours, _sentence(why, besides))
     if finding.missing or not values and finding.holds is None:
-        missing = finding.missing or ("" if finding.why else NO_PAIR)
-        return Verdict("untested", ours, _sentence(missing and f"not measured: {missing}", finding.why))
+        missing = finding.missing or ("" if besides else NO_PAIR)
+        return Verdict("untested", ours, _sentence(missing and f"not measured: {missing}", besides))
     met, why = (finding.holds, "") if finding.holds is not None else _met(claim, values)
     if met is None:
         word = "untested"
@@ -118,7 +119,7 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
         word = "holds (upper limit)" if claim.get("limit") else "holds"
     else:
         word = "not reproduced here" if claim.get("theirs") else "does not hold"
-    return Verdict(word, ours, _sentence(why, finding.why))
+    return Verdict(word, ours, _sentence(why, besides))
 
 
 def _elsewhere(study: Study, claim: dict, finding: Finding) -> str:
@@ -132,7 +133,7 @@ def _elsewhere(study: Study, claim: dict, finding: Finding) -> str:
         return "these are times of a CPU, not of the GPU"
     if claim.get("gpus") and study.device_type == "cpu":
         return "these ranks are processes of a CPU"
-    return finding.elsewhere
+    return finding.elsewhere or claim.get("elsewhere", "")
 
 
 def _met(claim: dict, values: Mapping[str, Ratio | float]) -> tuple[bool | None, str]:
@@ -234,10 +235,7 @@ def by_rows(study: Study, claim: dict) -> Finding:
     missing = " and ".join(_name(s) + spoilt.get(s, "") for s in absent) if values and not one_fails else ""
     if len(counts) < rows.get("counts", 0):
         missing = "three numbers of ranks or more, which a law needs"
-    return Finding(
-        values, rows["what"], why=claim.get("why", ""), missing=missing, elsewhere=claim.get("elsewhere", ""),
-        timed=quantity in ("time", "tokens/s"),
-    )  # fmt: skip
+    return Finding(values, rows["what"], missing=missing, timed=quantity in ("time", "tokens/s"))
 
 
 def pairs(study: Study, rows: dict) -> dict[str, tuple]:

@@ -60,8 +60,7 @@ def verdict(study: Study, document: str, claim: dict) -> Verdict:
     if "code" in claim:
         found = FINDERS[claim["code"]](study, claim)
     else:
-        by_print = Finding(holds=True if "by" in claim else None, why=claim.get("why", ""))
-        found = by_rows(study, claim) if "rows" in claim else by_print
+        found = by_rows(study, claim) if "rows" in claim else Finding(holds="by" in claim or None)
     if "contradiction" in claim:
         entry = next(x for x in compared() if x.key == f"{document} {claim['contradiction']}")
         if entry.contradict:
@@ -265,10 +264,10 @@ def operations(study: Study, claim: dict) -> Finding:
     before, after = (sparse.operators(sparse.in_table(study, s), views=False)
                      for s in (suite.ORIGINAL, suite.OPTIMIZED))  # fmt: skip
     if None in (before, after):
-        return Finding(missing="operators counted in both rows", why=claim["why"])
+        return Finding(missing="operators counted in both rows")
     holds = claim["before"][0] <= before <= claim["before"][1] and after <= claim["most"]
     ours = f"{before:,} row by row, {after:,} batched, views not counted"
-    return Finding(ours=ours, holds=holds, why=claim["why"])
+    return Finding(ours=ours, holds=holds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
