@@ -211,7 +211,7 @@ def _value(x: Ratio | float, unit: str) -> str:
 
 def by_rows(study: Study, claim: dict) -> Finding:
     """What the rows that a claim names come to, of the groups in its ``points``: one over another, or by themselves."""
-    rows = ({"group": claim["points"]} if claim["points"] else {}) | claim["rows"]
+    rows = ({"group": claim["points"]} if "points" in claim else {}) | claim["rows"]
     quantity, printed, unit = rows.get("quantity", "time"), rows.get("printed"), SIZES.get(claim.get("unit"), 1)
     values, counts = {}, set()
     for where, (a, b) in pairs(study, rows).items():
@@ -230,7 +230,7 @@ def by_rows(study: Study, claim: dict) -> Finding:
     systems = (rows | rows["first"]).get("system")
     absent = [s for s in systems if not any(_name(s) in w for w in values)] if isinstance(systems, list) else []
     one_fails = values and _met(claim, values)[0] is False  # then the others decide nothing
-    failed = filter(objection, study.rows(system=absent, group=claim["points"]))
+    failed = filter(objection, study.rows(system=absent, group=rows.get("group", [])))
     spoilt = {r.point.system: f" ({status(r)})" for r in failed}
     missing = " and ".join(_name(s) + spoilt.get(s, "") for s in absent) if values and not one_fails else ""
     if len(counts) < rows.get("counts", 0):

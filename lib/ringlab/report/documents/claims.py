@@ -85,7 +85,7 @@ def claims(study: Study, *words: str) -> Table | Text:
 
 
 def _line(study: Study, entry: Entry) -> list:
-    groups = ", ".join(entry.claim["points"]) or entry.claim.get("by", "printed figures")
+    groups = ", ".join(entry.claim.get("points", ())) or entry.claim.get("by", "printed figures")
     rows = Cell(groups, page=DOCUMENTS[entry.document].report)
     return [*cells(entry.claim, entry.verdict, entry.document), rows, decider(study, entry)]
 
