@@ -235,7 +235,7 @@ def by_rows(study: Study, claim: dict) -> Finding:
     missing = " and ".join(_name(s) + spoilt.get(s, "") for s in absent) if values and not one_fails else ""
     if len(counts) < rows.get("counts", 0):
         missing = "three numbers of ranks or more, which a law needs"
-    return Finding(values, rows["what"], missing=missing, timed=quantity in ("time", "tokens/s"))
+    return Finding(values, rows.get("what", ""), missing=missing, timed=quantity in ("time", "tokens/s"))
 
 
 def pairs(study: Study, rows: dict) -> dict[str, tuple]:
