@@ -223,6 +223,7 @@ def _each(line: dict, value) -> dict[str, int]:
 def _schemes_lines(study: Study) -> list[str]:
     lines = by_scheme(study)
     several = [x for x in _shared(lines, lambda row: peak_bytes(row) and sent_bytes(row)) if not x["causal"]]
+    found = ["**Several ranks**: not measured."]
     if several:
         last = several[-1]
         each = [_each(last, value).items() for value in (sent_bytes, peak_bytes)]
@@ -235,8 +236,6 @@ def _schemes_lines(study: Study) -> list[str]:
             f"**A rank holds {held}** there; its q, k, v and out alone are {size(columns.floor_bytes(last[PLAN]))}. In "
             f"time, {len(told) - sum(told)} of {len(told)} differences from the plan are within noise.",
         ]
-    else:
-        found = ["**Several ranks**: not measured."]
     single = [x for x in lines if x["ranks"] == 1 and not x["causal"]]
     alone = [(x, r) for x in single if (r := study.ratio(x.get(RING), x.get(GATHER)))]
     if not alone:
