@@ -276,7 +276,8 @@ def operations(study: Study, claim: dict) -> Finding:
 
 def best_choice(study: Study, claim: dict) -> Finding:
     """Whether the plan is better than the all-gather in both memory and bytes, at some length on several ranks."""
-    both, lines = (peak_bytes, sent_bytes), [x for x in ring.by_scheme(study) if x["ranks"] > 1 and not x["causal"]]
+    both = peak_bytes, sent_bytes
+    lines = [x for x in ring.by_scheme(study) if x["ranks"] > 1 and not x["causal"]]
     shared = [x for x in lines if None not in [f(x.get(name)) for name in ring.SCHEMES for f in both]]
     better = [x for x in shared if all(f(x[ring.PLAN]) < f(x[ring.GATHER]) for f in both)]
     if not shared:
