@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from .. import hardware
 from ..measure import Ratio
 from .columns import beyond, peak_bytes, per_token, sent_bytes, timed
-from .published import BETWEEN, DOCUMENTS, KB, MB, published
+from .published import BETWEEN, DOCUMENTS, SIZES, published
 from .study import Study, best
 from .tables import Cell, interval, number
 from .trust import objection, status
@@ -38,7 +38,6 @@ WORDS = {
     "untested": ("untestable", "are untested", "No row decides it, or the difference is within noise."),
 }
 NO_PAIR = "a pair of rows that passed"
-SIZES = {"KB": KB, "MB": MB, "GB": 1e9}
 SAME = ("system", "seq_len", "dtype", "batch", "heads", "kv_heads", "head_dim", "passes", "causal", "world_size")
 UNITS = {  # of a ratio, which is 0 at an end that is not known; others as they are
     "% saved": lambda x: 100 * (1 - 1 / x) if x else -math.inf,
@@ -72,11 +71,12 @@ class Finding:
         what: what the values are.
         ours: what was measured, in words; by default ``what`` and ``values``.
         holds: the result where it is not a number that lies within the claim's tolerance.
-        why: what a reader should know besides; without values and ``holds``, why nothing is decided.
+        why: what a reader should know besides, by default what the claim says; without values and ``holds``, why
+            nothing is decided.
         impossible: why the printed figure cannot be.
         contradiction: how the document's own figures disagree.
         apart: by which factor they disagree, or the printed figure is impossible.
-        elsewhere: why our rows are not of what the claim is about.
+        elsewhere: why our rows are not of what the claim is about, by default what the claim says.
         missing: what is not measured.
         timed: the rows are compared by time.
     """
@@ -99,19 +99,19 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
 
     A ratio counts only if its interval, widened by the noise floor of the run, lies inside or outside the tolerance.
     """
-    values, unit = finding.values, claim.get("unit", "×")
+    values, unit, besides = finding.values, claim.get("unit", "×"), finding.why or claim.get("why", "")
     ours = finding.ours or in_words(values, unit, finding.what)
     if study.rehearsal and unit == "tokens/s":
         ours = None  # a rate of this CPU, which says nothing of the GPU's
     if finding.impossible:
         return Verdict("impossible as printed", ours, finding.impossible, finding.apart)
     if finding.contradiction:
-        return Verdict("contradicts itself", ours, _sentence(finding.contradiction, finding.why), finding.apart)
+        return Verdict("contradicts itself", ours, _sentence(finding.contradiction, besides), finding.apart)
     if why := _elsewhere(study, claim, finding):
-        return Verdict("not reproduced here" if ours else "untested", ours, _sentence(why, finding.why))
+        return Verdict("not reproduced here" if ours else "untested", ours, _sentence(why, besides))
     if finding.missing or not values and finding.holds is None:
-        missing = finding.missing or ("" if finding.why else NO_PAIR)
-        return Verdict("untested", ours, _sentence(missing and f"not measured: {missing}", finding.why))
+        missing = finding.missing or ("" if besides else NO_PAIR)
+        return Verdict("untested", ours, _sentence(missing and f"not measured: {missing}", besides))
     met, why = (finding.holds, "") if finding.holds is not None else _met(claim, values)
     if met is None:
         word = "untested"
@@ -119,7 +119,7 @@ def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
         word = "holds (upper limit)" if claim.get("limit") else "holds"
     else:
         word = "not reproduced here" if claim.get("theirs") else "does not hold"
-    return Verdict(word, ours, _sentence(why, finding.why))
+    return Verdict(word, ours, _sentence(why, besides))
 
 
 def _elsewhere(study: Study, claim: dict, finding: Finding) -> str:
@@ -133,7 +133,7 @@ def _elsewhere(study: Study, claim: dict, finding: Finding) -> str:
         return "these are times of a CPU, not of the GPU"
     if claim.get("gpus") and study.device_type == "cpu":
         return "these ranks are processes of a CPU"
-    return finding.elsewhere
+    return finding.elsewhere or claim.get("elsewhere", "")
 
 
 def _met(claim: dict, values: Mapping[str, Ratio | float]) -> tuple[bool | None, str]:
@@ -142,8 +142,7 @@ def _met(claim: dict, values: Mapping[str, Ratio | float]) -> tuple[bool | None,
     view = UNITS.get(unit, lambda x: x)
     outside, unsure = [], []
     for where, x in values.items():
-        floor = x.noise_floor if isinstance(x, Ratio) else 1.0
-        least, most = (x.low / floor, x.high * floor) if isinstance(x, Ratio) else (x, x)
+        least, most = (x.low / x.noise_floor, x.high * x.noise_floor) if isinstance(x, Ratio) else (x, x)
         if view(most) < low or view(least) > high:
             outside.append(where)
         elif not low <= view(least) <= view(most) <= high:
@@ -212,7 +211,7 @@ def _value(x: Ratio | float, unit: str) -> str:
 
 def by_rows(study: Study, claim: dict) -> Finding:
     """What the rows that a claim names come to, of the groups in its ``points``: one over another, or by themselves."""
-    rows = ({"group": claim["points"]} if claim["points"] else {}) | claim["rows"]
+    rows = ({"group": claim["points"]} if "points" in claim else {}) | claim["rows"]
     quantity, printed, unit = rows.get("quantity", "time"), rows.get("printed"), SIZES.get(claim.get("unit"), 1)
     values, counts = {}, set()
     for where, (a, b) in pairs(study, rows).items():
@@ -231,15 +230,12 @@ def by_rows(study: Study, claim: dict) -> Finding:
     systems = (rows | rows["first"]).get("system")
     absent = [s for s in systems if not any(_name(s) in w for w in values)] if isinstance(systems, list) else []
     one_fails = values and _met(claim, values)[0] is False  # then the others decide nothing
-    failed = filter(objection, study.rows(system=absent, group=claim["points"]))
+    failed = filter(objection, study.rows(system=absent, group=rows.get("group", [])))
     spoilt = {r.point.system: f" ({status(r)})" for r in failed}
     missing = " and ".join(_name(s) + spoilt.get(s, "") for s in absent) if values and not one_fails else ""
     if len(counts) < rows.get("counts", 0):
         missing = "three numbers of ranks or more, which a law needs"
-    return Finding(
-        values, rows["what"], why=claim.get("why", ""), missing=missing, elsewhere=claim.get("elsewhere", ""),
-        timed=quantity in ("time", "tokens/s"),
-    )  # fmt: skip
+    return Finding(values, rows.get("what", ""), missing=missing, timed=quantity in ("time", "tokens/s"))
 
 
 def pairs(study: Study, rows: dict) -> dict[str, tuple]:
@@ -327,9 +323,9 @@ class Compared:
 
     key: str
     text: str
-    unit: str
-    within: float
     parts: tuple[Part, ...]
+    unit: str = "×"
+    within: float = 1.0
     factor: bool = True
 
     @property
@@ -351,9 +347,9 @@ class Compared:
 def compared() -> Iterator[Compared]:
     """All printed figures that are compared, by document, those between documents last."""
     for name in (*DOCUMENTS, BETWEEN):
-        for x in published(name).get("contradictions", ()):
+        for x in published(name)["contradictions"]:
             parts = tuple(_part(p, p.get("document", name)) for p in x["parts"])
-            yield Compared(f"{name} {x['key']}", x["text"], x["unit"], x["within"], parts, x.get("factor", True))
+            yield Compared(**x | {"key": f"{name} {x['key']}", "parts": parts})
 
 
 def _part(part: dict, document: str) -> Part:

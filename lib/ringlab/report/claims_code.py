@@ -1,7 +1,7 @@
 """Claims that need code: each function returns the ``Finding`` on the claims of ``published/*.toml`` that name it.
 
-The functions are in the order of the documents. Each takes (study, claim, document) and compares in the unit of the
-claim. ``judged`` gives the verdict on every claim of a document.
+The functions are in the order of the documents. Each takes (study, claim) and compares in the unit of the claim.
+``judged`` gives the verdict on every claim of a document.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..cache import PatternCache
 from ..measure import Ratio
 from ..measure import suites as suite
 from . import rows as r
-from .claims import COLUMNS, NO_PAIR, Finding, Verdict, by_rows, cells, compared, counted, in_words, judge
+from .claims import COLUMNS, NO_PAIR, Finding, Verdict, by_rows, cells, compared, counted, in_words, judge, printed
 from .columns import peak_bytes, rows_of, sent_bytes, timed
 from .documents import optimization as single
 from .documents import ring
 from .documents import session as sparse
-from .published import MB, number_of, published
+from .published import MB, SIZES, number_of, published
 from .study import Study, best, pattern_of
 from .tables import Table, number, size
 from .trust import objection
@@ -58,10 +58,9 @@ def ledger(study: Study) -> Table:
 def verdict(study: Study, document: str, claim: dict) -> Verdict:
     """The verdict on one claim by the rows of its document's suite."""
     if "code" in claim:
-        found = FINDERS[claim["code"]](study, claim, document)
+        found = FINDERS[claim["code"]](study, claim)
     else:
-        by_print = Finding(holds=True if "by" in claim else None, why=claim.get("why", ""))
-        found = by_rows(study, claim) if "rows" in claim else by_print
+        found = by_rows(study, claim) if "rows" in claim else Finding(holds="by" in claim or None)
     if "contradiction" in claim:
         entry = next(x for x in compared() if x.key == f"{document} {claim['contradiction']}")
         if entry.contradict:
@@ -74,34 +73,29 @@ def verdict(study: Study, document: str, claim: dict) -> Verdict:
 # document 000: optimizations
 
 
-def _effects(study: Study) -> tuple[Ratio | None, Ratio | None]:
-    """What fp32 gains over fp16 without optimizations, and what all optimizations gain in fp32."""
-    ours = r.document_rows(study)
-
-    def row(test: Callable, dtype: str):
-        return best([x for x in ours if test(x) and x.point.dtype == dtype])
-
-    plain = row(r.is_plain, "float32")
-    return study.ratio(row(r.is_plain, "float16"), plain), study.ratio(plain, row(r.is_optimised, "float32"))
+def _effects(study: Study) -> dict[str, Ratio]:
+    """What fp32 gains over fp16 without optimizations, and what all optimizations gain in fp32, where measured."""
+    half, plain = (single.document_row(study, r.is_plain, dtype) for dtype in ("float16", "float32"))
+    optimised = single.document_row(study, r.is_optimised, "float32")
+    both = {"by fp32 alone": study.ratio(half, plain), "by optimizations alone": study.ratio(plain, optimised)}
+    return {name: x for name, x in both.items() if x}
 
 
-def confounded(study: Study, claim: dict, document: str) -> Finding:
+def confounded(study: Study, claim: dict) -> Finding:
     """A factor between two printed rows that differ in dtype and in every optimization."""
-    first, second = published(document)["rows"][:2]
-    values = {k: x for k, x in zip(("by fp32 alone", "by optimizations alone"), _effects(study)) if x}
+    (first, second), values = r.published()["rows"][:2], _effects(study)
     if first["dtype"] == second["dtype"] or first["optimised"] == second["optimised"]:
         return Finding({k: x for k, x in values.items() if "fp32" in k}, "gain", timed=True)
     why = f"{first['ms']} / {second['ms']} ms = {first['ms'] / second['ms']:.2f}"
     return Finding(values, "gain", contradiction=f"{why} changes dtype and optimizations at once")
 
 
-def dtype_first(study: Study, claim: dict, document: str) -> Finding:
+def dtype_first(study: Study, claim: dict) -> Finding:
     """What fp32 alone gains, beside what all optimizations together gain in fp32."""
-    dtype, others = _effects(study)
-    if not dtype or not others:
+    effects = _effects(study)
+    if len(effects) < 2:
         return Finding(missing=f"{NO_PAIR}, for either effect alone")
-    ours = in_words({"by fp32 alone": dtype, "by optimizations alone": others}, what="gain")
-    return Finding({"": quotient(dtype, others)}, ours=ours, timed=True)
+    return Finding({"": quotient(*effects.values())}, ours=in_words(effects, what="gain"), timed=True)
 
 
 def quotient(a: Ratio, b: Ratio) -> Ratio:
@@ -109,7 +103,7 @@ def quotient(a: Ratio, b: Ratio) -> Ratio:
     return replace(a, value=a.value / b.value, low=a.low / b.high, high=a.high / b.low if b.low else math.inf)
 
 
-def cache_gain(study: Study, claim: dict, document: str) -> Finding:
+def cache_gain(study: Study, claim: dict) -> Finding:
     """The pattern cache on and off; it saves at most the part of a call that building the plan takes."""
     found = by_rows(study, claim)
     share = next((x for cold, _, x in single.built(study) if pattern_of(cold.point) == r.pattern()), None)
@@ -119,18 +113,18 @@ def cache_gain(study: Study, claim: dict, document: str) -> Finding:
                    "cache can save more")  # fmt: skip
 
 
-def best_threshold(study: Study, claim: dict, document: str) -> Finding:
+def best_threshold(study: Study, claim: dict) -> Finding:
     """The published threshold against the others, at the longest length that has them."""
     swept = [on for _, on, _ in single.pool_rows(study) if on.point.batch > 1]
     longest = max((on.point.seq_len for on in swept), default=0)
-    by_size = {single.threshold(on.point): on for on in swept if on.point.seq_len == longest}
+    by_size = {on.option("pool_threshold_mb"): on for on in swept if on.point.seq_len == longest}
     mine = by_size.pop(claim["threshold_mb"], None)
     gains = {f"with {mb:g} MB": x for mb, row in sorted(by_size.items()) if (x := study.ratio(row, mine))}
     missing = "" if gains else "it and another threshold in one call"
     return Finding(gains, "time over that with 16 MB", missing=missing, timed=True)
 
 
-def pool_by_length(study: Study, claim: dict, document: str) -> Finding:
+def pool_by_length(study: Study, claim: dict) -> Finding:
     """The pool with the lowest threshold, which lends most, against none, at two lengths."""
     found: dict[int, Ratio] = {}
     for _, on, ratio in single.pool_rows(study):
@@ -142,7 +136,7 @@ def pool_by_length(study: Study, claim: dict, document: str) -> Finding:
     return Finding({"": quotient(found[max(found)], found[min(found)])}, ours=ours, timed=True)
 
 
-def flash_from_turing(study: Study, claim: dict, document: str) -> Finding:
+def flash_from_turing(study: Study, claim: dict) -> Finding:
     asked = [x for x in study.results if "flash" in (name := str(r.switches(x.point)["backend"])) and name[:3] != "cpu"]
     passed = [r.label(x) for x in asked if not objection(x)]
     why = "flash kernels ask for compute capability 8.0 or newer"
@@ -151,7 +145,7 @@ def flash_from_turing(study: Study, claim: dict, document: str) -> Finding:
     return Finding(missing="a flash kernel that passed, or refused the GPU", why=why)
 
 
-def flash_dtype(study: Study, claim: dict, document: str) -> Finding:
+def flash_dtype(study: Study, claim: dict) -> Finding:
     """The dtype that our class of that name chooses, beside the policy for this hardware."""
     p = r.pattern()
     device = "cuda" if study.device_type == "cuda" and torch.cuda.is_available() else "cpu"
@@ -162,41 +156,41 @@ def flash_dtype(study: Study, claim: dict, document: str) -> Finding:
     return Finding(ours=f"our class of that name: {chosen}", holds=holds, why=f"the policy for this hardware: {wanted}")
 
 
-def throughput(study: Study, claim: dict, document: str) -> Finding:
+def throughput(study: Study, claim: dict) -> Finding:
     """Our time of the optimized call over the printed one."""
-    about, work = published(document), published(document)["work"]
+    work = r.published()["work"]
     fastest = best([x for x in r.document_rows(study) if (r.is_plain(x) or r.is_engine(x)) and timed(x)])
     why = (f"the divisions are right; according to its source code a call did {work['done_gflop']} of the "
            f"{work['needed_gflop']} GFLOP of the stated function")  # fmt: skip
     if study.rehearsal:
         return Finding(missing="the call on that device", why=why)
     ours = f"at best {number(fastest.tokens_per_s)} tokens/s" if fastest else None
-    row = best([x for x in r.document_rows(study) if r.is_optimised(x) and x.point.dtype == "float32"])
+    row = single.document_row(study, r.is_optimised, "float32")
     if row is None or objection(row) or not row.ci:
         return Finding(ours=ours, missing="the optimized call in fp32", why=why)
-    theirs = next(x for x in about["rows"] if x["key"] == "optimised")["ms"] / 1e3
+    theirs = printed("000", "rows.optimised.ms") / 1e3
     found = Ratio(row.median / theirs, row.ci[0] / theirs, row.ci[1] / theirs, len(row.seconds), False)
     return Finding({"": found}, ours=ours, why=why, timed=True)
 
 
-def two_cards(study: Study, claim: dict, document: str) -> Finding:
+def two_cards(study: Study, claim: dict) -> Finding:
     """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a shard of q, k, v and out."""
-    s, n, card = published(document)["shape"], claim["tokens"], 8 * 2**30
+    s, n, card = r.shape(), claim["tokens"], 8 * 2**30
     both = 3 * s["heads"] * n * (n // 2) * 4, 1.15 * 4 * (n // 2) * s["heads"] * s["head_dim"] * 4
     theirs, ours = (f"{size(held)} a card and {'fits' if held < card else 'does not fit'}" for held in both)
     needs = f"computed: the original needs {theirs}, this library {ours}"
-    if any(x.point.world_size == 2 and x.point.seq_len >= claim["tokens"] for x in study.good):
+    if any(x.point.world_size == 2 and x.point.seq_len >= n for x in study.good):
         return Finding(ours=needs, holds=False, why="it ran on two ranks here")
-    return Finding(ours=needs, missing=f"{claim['tokens']:,} tokens on two ranks")
+    return Finding(ours=needs, missing=f"{n:,} tokens on two ranks")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # documents 001, 003 and 004: ranks
 
 
-def passed(study: Study, claim: dict, document: str) -> Finding:
+def passed(study: Study, claim: dict) -> Finding:
     """Rows as long as the claim says passed on several ranks; without lengths, any row."""
-    rows = rows_of(study, claim.get("system") or published(document)["system"], heads=lambda heads: True)
+    rows = rows_of(study, claim["system"], heads=lambda heads: True)
     longest = max((k for k, row in rows.items() if k[1] > 1 and peak_bytes(row)), default=None)
     heads = ", with one head" if longest and rows[longest].point.heads == 1 else ""
     ours = f"passed: {longest[0]:,} tokens on {longest[1]} ranks{heads}" if longest else None
@@ -213,7 +207,7 @@ def _row(name: str) -> dict:
     return next(x for x in sparse.document()["ring"] if x["name"] == name)
 
 
-def possible_time(study: Study, claim: dict, document: str) -> Finding:
+def possible_time(study: Study, claim: dict) -> Finding:
     """A printed time against the least that the stated work takes on the printed device."""
     theirs, n = _row(claim["row"]), sparse.document()["ring_shape"]["seq_len"]
     least, mine, ours = sparse.least_ms(sparse.work()), sparse.extreme_rows(study).get(n), None
@@ -226,9 +220,9 @@ def possible_time(study: Study, claim: dict, document: str) -> Finding:
     return Finding(ours=ours, elsewhere=f"possible: the stated work takes {number(least)} ms or more", why=source)
 
 
-def possible_memory(study: Study, claim: dict, document: str) -> Finding:
+def possible_memory(study: Study, claim: dict) -> Finding:
     """A printed memory against that of its own tensors; our peak in proportion is that of another function."""
-    unit, n = {"MB": MB, "GiB": 2**30}[claim["unit"]], claim["seq_len"]
+    unit, n = SIZES[claim["unit"]], claim["seq_len"]
     row, floor = sparse.extreme_rows(study).get(n), sparse.work(seq_len=n).floor_bytes
     ours, tensors = row and sparse.held(row), f"q, k, v and out are {number(floor / MB)} MB in fp16"
     if claim["high"] * unit < floor:
@@ -240,8 +234,8 @@ def possible_memory(study: Study, claim: dict, document: str) -> Finding:
     return Finding(ours=ours, elsewhere="ours is a window, another function than the document's", why=tensors)
 
 
-def ring_sizes(study: Study, claim: dict, document: str) -> Finding:
-    found = {x["ring_size"]: x["mb"] * x["ring_size"] for x in sparse.document()["ring"] if "ring_size" in x}
+def ring_sizes(study: Study, claim: dict) -> Finding:
+    found = {x["ring_size"]: x["mb"] * x["ring_size"] for x in sparse.document()["ring"]}
     if len(found) < 2:
         return Finding(missing="a second ring size; the document prints one, on one device")
     apart = max(found.values()) / min(found.values())
@@ -251,14 +245,14 @@ def ring_sizes(study: Study, claim: dict, document: str) -> Finding:
     return Finding(holds=True, why=why)
 
 
-def pattern_share(study: Study, claim: dict, document: str) -> Finding:
+def pattern_share(study: Study, claim: dict) -> Finding:
     found = {f"({name})": 100 * x for name, x in sparse.shares(study).items()}
     return Finding(found, "building, of a first call", timed=True)
 
 
-def hit_rate(study: Study, claim: dict, document: str) -> Finding:
+def hit_rate(study: Study, claim: dict) -> Finding:
     """Of as many identical calls as the document made, a cache hits all but the first."""
-    calls, cache = published(document)["source"]["calls"], PatternCache()
+    calls, cache = sparse.document()["source"]["calls"], PatternCache()
     for _ in range(calls):
         cache.get(("pattern",), list)
     hits = cache.stats().hits
@@ -266,39 +260,38 @@ def hit_rate(study: Study, claim: dict, document: str) -> Finding:
     return Finding({f"({hits} of {calls} identical calls)": 100 * hits / calls}, "hits", why=why)
 
 
-def operations(study: Study, claim: dict, document: str) -> Finding:
+def operations(study: Study, claim: dict) -> Finding:
     before, after = (sparse.operators(sparse.in_table(study, s), views=False)
                      for s in (suite.ORIGINAL, suite.OPTIMIZED))  # fmt: skip
     if None in (before, after):
-        return Finding(missing="operators counted in both rows", why=claim["why"])
+        return Finding(missing="operators counted in both rows")
     holds = claim["before"][0] <= before <= claim["before"][1] and after <= claim["most"]
     ours = f"{before:,} row by row, {after:,} batched, views not counted"
-    return Finding(ours=ours, holds=holds, why=claim["why"])
+    return Finding(ours=ours, holds=holds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # document 003: all-gather, P2P ring and plan
 
 
-def best_choice(study: Study, claim: dict, document: str) -> Finding:
+def best_choice(study: Study, claim: dict) -> Finding:
     """Whether the plan is better than the all-gather in both memory and bytes, at some length on several ranks."""
-    heads = published(document)["shape"]["heads"]
-    found = {name: rows_of(study, system, heads=heads) for name, system in reversed(ring.SCHEMES.items())}
-    plan, gather, both = found[ring.PLAN], found[ring.GATHER], (peak_bytes, sent_bytes)
-    shared = [k for k in plan if k[1] > 1 and None not in [f(x.get(k)) for x in found.values() for f in both]]
-    better = [k for k in shared if all(f(plan[k]) < f(gather[k]) for f in both)]
+    both = peak_bytes, sent_bytes
+    lines = [x for x in ring.by_scheme(study) if x["ranks"] > 1 and not x["causal"]]
+    shared = [x for x in lines if None not in [f(x.get(name)) for name in ring.SCHEMES for f in both]]
+    better = [x for x in shared if all(f(x[ring.PLAN]) < f(x[ring.GATHER]) for f in both)]
     if not shared:
         return Finding(missing="all three schemes on several ranks")
-    n, p = max(better or shared, key=lambda k: (k[1], k[0]))
-    held = {name: x[n, p] for name, x in found.items()}
+    last = (better or shared)[-1]
+    held = {name: last[name] for name in reversed(ring.SCHEMES)}
     each = [f"{name} holds {size(peak_bytes(row))}, sends {size(sent_bytes(row))}" for name, row in held.items()]
-    ours = f"at {n:,} tokens on {p} ranks: {'; '.join(each)}"
+    ours = f"at {last['tokens']:,} tokens on {last['ranks']} ranks: {'; '.join(each)}"
     if not better:
         return Finding(ours=ours, why="no scheme is better in both memory and bytes")
     return Finding(ours=ours, holds=False, why="the plan holds less than the all-gather and sends fewer bytes")
 
 
-FINDERS: dict[str, Callable[[Study, dict, str], Finding]] = {
+FINDERS: dict[str, Callable[[Study, dict], Finding]] = {
     f.__name__: f
     for f in (
         confounded, dtype_first, cache_gain, best_threshold, pool_by_length, flash_from_turing, flash_dtype,

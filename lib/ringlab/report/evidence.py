@@ -89,10 +89,9 @@ def _compared(study: Study, about: str, quick: tuple, slow: tuple, here: str | N
     ratio = study.ratio(b, a)
     dtype = "" if about == "dtype" else point.dtype
     pattern = next(s["pattern"] for s in (one, two) if s["pattern"] != "dense" or about != "pattern")
-    label = [f"{point.seq_len:,} tokens", SHORT.get(dtype, dtype), "causal" if point.causal else "",
-             "forward" if point.passes == "fwd" else "forward and backward",
+    label = ["" if about == "pattern" else pattern, f"{point.seq_len:,} tokens", SHORT.get(dtype, dtype),
+             "causal" if point.causal else "", "forward" if point.passes == "fwd" else "forward and backward",
              f"{point.world_size} ranks" if point.world_size > 1 else ""]  # fmt: skip
-    label = [pattern, *label] if about != "pattern" else label
     foreign = here is not None and a.provenance.get("machine") != here
     origin = [f"rows at commit {str(a.provenance.get('commit'))[:10]}", "a rehearsal" if study.rehearsal else "",
               f"another machine ({study.device})" if foreign else ""]  # fmt: skip

@@ -104,10 +104,7 @@ def accuracy(study: Study) -> Text:
         return Text(["Nothing was measured to set a prediction of memory beside."])
     off = [f"{r.point.system}, {r.point.seq_len:,} tokens on {counted(r.point.world_size, 'rank')} "
            f"({100 * x:+.1f} %)" for r, x in over if abs(x) > CLOSE]  # fmt: skip
-    exceptions = "; ".join(off)
-    said = (
-        f"`ringlab.estimate` predicts {len(over) - len(off)} of {counted(len(over), 'peak')} of memory to 1 %, without "
-        f"running the calls{f'; not of {exceptions}' if off else ''}."
-    )
+    exceptions = f"; not of {'; '.join(off)}" if off else ""
     many = f" Not predicted: {counted(left, 'row')} whose calls have many operators." if left else ""
-    return Text([said + many])
+    said = f"`ringlab.estimate` predicts {len(over) - len(off)} of {counted(len(over), 'peak')} of memory to 1 %"
+    return Text([f"{said}, without running the calls{exceptions}.{many}"])

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "published"
-KB, MB = 1e3, 1e6  # what the documents print is decimal
+MB = 1e6  # what the documents print is decimal
+SIZES = {"KB": 1e3, "MB": MB, "GB": 1e9, "GiB": 2**30}
 
 
 @dataclass(frozen=True)

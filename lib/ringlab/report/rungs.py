@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 
 from ..measure import suites as suite
-from . import study as studies
 from .columns import PEAK, ROOFLINE, TIME, TOKENS, Column, table, timed
 from .findings import failures, missing_points
-from .study import Study
+from .study import Study, open_study
 from .tables import Cell, Table, interval, number
 
 TITLE = """## Kernels on this GPU
@@ -59,7 +58,7 @@ def appendix(profile: str = "auto", data: str = "") -> None:
     """Display the appendix of a profile, or of the folder ``data``; nothing where no kernel was measured or tuned."""
     from IPython.display import Markdown, display
 
-    study = studies.open_study(profile, data, "kernels")
+    study = open_study(profile, data, "kernels")
     if found := [part for part in (times(study), tuned(study), rejected(study)) if part]:
         display(Markdown(TITLE), *found)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import lru_cache
 
 from ... import hardware
@@ -40,9 +39,9 @@ def answer(study: Study) -> Text:
     far = "; ".join(f"{x.text[0].lower()}{x.text[1:]}, {number(x.apart)}×: {x.said}" for x in apart[:2])
     lines.append(f"**Printed figures furthest apart**: {far}.")
     lines.append(f"**The headlines**: {said}.")
-    decided = Counter(decider(study, e) for e in entries if e.verdict.word in OPEN)
-    if here := decided[_report(study.profile)] if study.rehearsal else 0:
-        lines.append(f"**Decided by {_report(study.profile)}**: {here} claims.")
+    run = _report(study.profile.name)
+    if here := sum(e.verdict.word in OPEN and decider(study, e) == run for e in entries):
+        lines.append(f"**Decided by {run}**: {here} claims.")
     return Text(lines, kind="answer", bullets=True)
 
 
@@ -58,15 +57,13 @@ def decider(study: Study, entry: Entry) -> str:
         return needs
     if entry.claim.get("theirs") and not untested:
         return ORIGINAL
-    if needs and (needs != study.profile.name or study.rehearsal):
-        return _report(hardware.get_profile(needs))
-    if study.rehearsal:
-        return _report(study.profile)
+    if study.rehearsal or needs not in ("", study.profile.name):
+        return _report(needs or study.profile.name)
     return AGAIN if untested else ORIGINAL
 
 
-def _report(profile) -> str:
-    return f"`make report GPU={profile.name}` on a machine with that device"
+def _report(profile: str) -> str:
+    return f"`make report GPU={profile}` on a machine with that device"
 
 
 def claims(study: Study, *words: str) -> Table | Text:
@@ -77,19 +74,18 @@ def claims(study: Study, *words: str) -> Table | Text:
     if not found:
         return Text([f"No claims {WORDS[words[0]][1]}."])
     columns = [*COLUMNS, "Tested by", *(["Decided by"] if words[0] in OPEN else [])]
-    meanings = [f"{word.capitalize()}: {WORDS[word][2]}" for word in words]
     return Table(
         counted((e.verdict for e in found), "claim"),
         columns,
         [_line(study, e)[: len(columns)] for e in found],
-        note=" ".join(meanings),
+        note=" ".join(f"{word.capitalize()}: {WORDS[word][2]}" for word in words),
         folded=words[0] not in PRINTED,
         cards=True,
     )
 
 
 def _line(study: Study, entry: Entry) -> list:
-    groups = ", ".join(entry.claim["points"]) or entry.claim.get("by", "printed figures")
+    groups = ", ".join(entry.claim.get("points", ())) or entry.claim.get("by", "printed figures")
     rows = Cell(groups, page=DOCUMENTS[entry.document].report)
     return [*cells(entry.claim, entry.verdict, entry.document), rows, decider(study, entry)]
 

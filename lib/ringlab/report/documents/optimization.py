@@ -36,6 +36,7 @@ SWITCHES = {  # name: (what it does, off, on)
     "pool": ("Memory pool on", False, True),
 }
 FUNCTION = {k: v for k, v in shape().items() if k in ("batch", "heads", "head_dim", "world_size")}
+CALL = {k: v for k, v in shape().items() if k not in ("seq_len", "world_size")}  # the document's, of any length
 
 
 def answer(study: Study) -> Text:
@@ -56,8 +57,8 @@ def answer_of(study: Study, computed: str, *lines: str) -> Text:
 
 
 def _pays_line(study: Study) -> str:
-    lines = [x for x in entries(study) if x["engine"]]
-    found = [x for line in lines if (x := study.ratio(line["naive"], line["row"]))]
+    ratios = [study.ratio(x["naive"], x["row"]) for x in entries(study) if x["engine"]]
+    found = [x for x in ratios if x]
     if not found:
         return "**What optimizing pays**: not measured, no pair of rows passed its check."
     sure = [x for x in found if x.significantly_slower]
@@ -84,17 +85,17 @@ def fits_line(study: Study, pattern, seq_len: int, ranks=(1,)) -> str:
     if not study.memory_bytes:
         return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
     how = {"dtype": gpu.default_dtype(), "profile": gpu.name, **{k: shape()[k] for k in ("heads", "head_dim")}}
-    said = []
-    for n in ranks:
-        on = "" if ranks == (1,) else f" on {counted(n, 'rank')}"
-        said.append(f"{_longest(pattern, study.memory_bytes, ranks=n, **how):,} tokens{on}")
-    training = ""
+
+    def tokens(**more) -> str:
+        return f"{_longest(pattern, study.memory_bytes, **how, **more):,}"
+
     if ranks == (1,):
-        training = f", {_longest(pattern, study.memory_bytes, passes='fwd+bwd', **how):,} in training"
-    return (
-        f"**How long a sequence fits**: {bound}{size(study.memory_bytes)}{' a rank' * (ranks != (1,))} hold "
-        f"{' or '.join(said)} in a forward call{training}, by `ringlab.longest` for attention alone."
-    )
+        said = f"hold {tokens(ranks=1)} tokens in a forward call, {tokens(passes='fwd+bwd')} in training"
+    else:
+        each = " or ".join(f"{tokens(ranks=n)} tokens on {counted(n, 'rank')}" for n in ranks)
+        said = f"a rank hold {each} in a forward call"
+    held = size(study.memory_bytes)
+    return f"**How long a sequence fits**: {bound}{held} {said}, by `ringlab.longest` for attention alone."
 
 
 def _dense_line(study: Study) -> str:
@@ -120,17 +121,20 @@ def segments(found: dict | None = None) -> str:
 
 def recommended(study: Study) -> Code:
     """What ``advise`` chooses by these rows, as code that runs, under the pairs of rows that differ in one choice."""
-    s = shape()
-    call = {name: s[name] for name in ("batch", "heads", "head_dim", "causal", "passes")}
-    advice = advise(with_rates(study), s["seq_len"], pattern=pattern(), memory_bytes=study.memory_bytes,
-                    rows=evidence(study), **call)  # fmt: skip
+    advice = advise(with_rates(study), shape()["seq_len"], pattern=pattern(), memory_bytes=study.memory_bytes,
+                    rows=evidence(study), **CALL)  # fmt: skip
     found = [e for choice in advice.choices.values() for e in choice.evidence]
-    lines = [f"{e.text.partition(f', {e.label}')[0]}, {e.seq_len:,} tokens" for e in found]
-    lines = lines or ["no pair of rows passed"]
-    lines.insert(0, f"Measured{f', {study.stamp}: the times are of a CPU' if study.stamp else ''}:")
+    said = [f"{e.text.partition(f', {e.label}')[0]}, {e.seq_len:,} tokens" for e in found]
+    of = f", {study.stamp}: the times are of a CPU" if study.stamp else ""
+    lines = [f"Measured{of}:", *(said or ["no pair of rows passed"])]
     if study.profile.kind == "cuda":
         lines.append(f"The torch for it: {hardware.install_line(study.profile.capability)}")
     return Code("".join(f"# {line}\n" for line in lines) + advice.code())
+
+
+def document_row(study: Study, test: Callable, dtype: str):
+    """The document's call in a dtype: the fastest of the rows that pass a test."""
+    return best([r for r in document_rows(study, dtype=dtype) if test(r)])
 
 
 def entries(study: Study) -> list[dict]:
@@ -140,7 +144,7 @@ def entries(study: Study) -> list[dict]:
         for dtype in rows.dtypes(filter(test, some)):
             alike = [r for r in some if test(r) and r.point.dtype == dtype]
             row = best([r for r in alike if shown(r) and is_optimised(r)]) or best(alike)
-            naive = best([r for r in ours if is_plain(r) and r.point.dtype == dtype])
+            naive = document_row(study, is_plain, dtype)
             found.append({
                 "row": row, "engine": test is rows.is_engine, "naive": None if row is naive else naive,
                 "dense": None if some is dense else dense_beside(study, row),
@@ -166,8 +170,8 @@ def implementations(study: Study) -> Table:
         return None
 
     def by_dtype(test) -> str:
-        one, two = (best([r for r in document_rows(study, dtype=d) if test(r)]) for d in ("float16", "float32"))
-        return cell.plain if (cell := times(study.ratio(one, two))) else "not measured"
+        half, single = (document_row(study, test, dtype) for dtype in ("float16", "float32"))
+        return cell.plain if (cell := times(study.ratio(half, single))) else "not measured"
 
     s, d, gpu = shape(), rows.published(), gpu_of(study)
     return table(
@@ -282,16 +286,11 @@ def built(study: Study) -> list[tuple]:
     return sorted(found, key=lambda x: -x[2])
 
 
-def threshold(point) -> float | None:
-    """The threshold of a point's pool in MiB, by default the document's and the library's 16; None without a pool."""
-    s = switches(point)
-    return float(s.get("pool_threshold_mb", 16.0)) if s["pool"] else None
-
-
 def pool_rows(study: Study) -> list[tuple]:
     """(row without a pool, row with one, Ratio) of each call and threshold; the document's calls last."""
     ours = study.rows(system="ringlab", world_size=1)
-    swept = sorted((r for r in ours if "pool_threshold_mb" in switches(r.point)), key=lambda r: threshold(r.point))
+    swept = [r for r in ours if r.option("pool_threshold_mb") is not None]
+    swept.sort(key=lambda r: r.option("pool_threshold_mb"))
     pairs = [(best([r for r in ours if r.point == on.point.but(options=())]), on) for on in swept]
     found = [(off, on, ratio) for off, on in pairs if (ratio := study.ratio(off, on))]
     return found + [x for gather in (False, True) if (x := _pair(study, "pool", gather=gather))]
@@ -320,7 +319,7 @@ def reuse(study: Study) -> Text:
 
 def efficiency(study: Study) -> Text:
     """Time over roofline: of the document's call, of dense attention, of LongNet's own mixing and of other forms."""
-    call = best([r for r in document_rows(study, dtype=rows.hardware_dtype(study)) if is_optimised(r)])
+    call = document_row(study, is_optimised, rows.hardware_dtype(study))
     found = {"the document's call": [call], "dense SDPA": [call and dense_beside(study, call)]}
     forms = {"ringlab": "LongNet's own mixing", "contiguous_segments": "torch's kernel on contiguous segments",
              "copying": "copied branches"}  # fmt: skip
@@ -341,10 +340,10 @@ def kernels_table(study: Study) -> Table:
 
     def here(name: str) -> Cell:
         row = _kernel_row(study, name)
-        if row is None or row.status == "unsupported":
-            return Cell("refused", reason(row), "none") if row else columns.time(row)
+        if row and row.status == "unsupported":
+            return Cell("refused", reason(row), "none")
         time = columns.time(row)
-        return Cell(time.text, f"{SHORT[row.point.dtype]}; {time.sub}", time.kind)
+        return Cell(time.text, f"{SHORT[row.point.dtype]}; {time.sub}", time.kind) if row else time
 
     def by_rule(name: str) -> Cell:
         why = {SHORT[d]: kernels.KERNELS[name].refuses(card, getattr(torch, d), shape()["head_dim"]) for d in DTYPES}
@@ -379,8 +378,7 @@ def folded(study: Study) -> Table | None:
     lines = []
     for eager in study.rows(system="ringlab", options={"merge": "eager"}):
         p = eager.point
-        auto = next((r for r in study.rows(system="ringlab", options={"merge": None}) if together(r, eager)
-                     and r.point == p.but(options={})), None)  # fmt: skip
+        auto = next((r for r in study.rows() if together(r, eager) and r.point == p.but(options={})), None)
         if auto is not None:
             given = patterns.from_dict(p.pattern), p.seq_len, p.heads, p.kv_heads
             kernel = kernels.choose("cpu", torch.float32, p.head_dim, causal=p.causal).kernel
@@ -392,14 +390,14 @@ def folded(study: Study) -> Table | None:
     if not lines:
         return None
 
-    def both(count) -> Callable[[dict], Cell]:
-        return lambda x: Cell(" → ".join(number(count(plan, x["auto"].point)) for plan in x["plans"]))
+    def both(header: str, said: Callable) -> Column:
+        return Column(header, lambda x: " → ".join(said(plan, x["auto"].point) for plan in x["plans"]))
 
-    def merges(plan, p) -> float:
-        return sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / (p.heads * p.seq_len)
+    def merges(plan, p) -> str:
+        return number(sum(c.nodes * c.heads * c.q.rows for c in plan.calls if not c.first) / (p.heads * p.seq_len))
 
-    def pairs(plan, p) -> float:
-        return plan.pairs(p.causal) / (p.heads * p.seq_len)
+    def pairs(plan, p) -> str:
+        return number(plan.pairs(p.causal) / (p.heads * p.seq_len))
 
     def over_roofline(row) -> str | None:
         return f"{number(row.median / roofline_s(row))}×" if columns.timed(row) and roofline_s(row) else None
@@ -407,13 +405,11 @@ def folded(study: Study) -> Table | None:
     return table(
         "Nested branches: branch by branch → folded, each visible pair once",
         [Column("Segments / rates", lambda x: segments(x["auto"].point.pattern)),
-         Column(">Tokens", lambda x: x["auto"].point.seq_len), PASS.of("auto"), MASK.of("auto"),
-         Column(">Calls", lambda x: " → ".join(str(len(plan.calls)) for plan in x["plans"])),
-         Column(">Pairs a position", both(pairs)),
-         Column(">Merges a row", both(merges)),
+         TOKENS.of("auto"), PASS.of("auto"), MASK.of("auto"), both(">Calls", lambda plan, p: str(len(plan.calls))),
+         both(">Pairs a position", pairs), both(">Merges a row", merges),
          Column(">Predicted gain", lambda x: Cell(f"{number(x['gain'])}×", f"chosen: {x['chosen']}")),
          columns.ratio(study, "eager", "auto", ">Measured gain"), TIME.of("auto"), ROOFLINE.of("auto"),
-         Column(">Time over roofline", lambda x: over_roofline(x["auto"]))],
+         Column(">Time over roofline", over_roofline).of("auto")],
         lines, folded=True,
         note="A key that M branches show counts once, with log M added to its scores. The gain is the time branch by "
         "branch over the time chosen; predicted for the forward pass. Pairs: queries times keys that are computed.",
@@ -432,8 +428,7 @@ def _bounds(profile, pattern, seq_len: int) -> str:
     rate, bandwidth = profile.peak(dtype), profile.bandwidth_bytes_per_s
     if not rate or not bandwidth:
         return ""
-    fields = {"dtype": dtype, "seq_len": seq_len}
-    fields |= {k: shape()[k] for k in ("batch", "heads", "head_dim", "causal", "passes")}
+    fields = CALL | {"dtype": dtype, "seq_len": seq_len}
     ours, dense = (cost.count(p, **fields).seconds(rate, bandwidth) for p in (pattern, patterns.Dense()))
     return f"at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms"
 

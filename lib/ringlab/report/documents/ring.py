@@ -32,22 +32,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _about(study: Study) -> tuple[str, str]:
-    """The number of the document that a page answers, and the system that it is about."""
-    number = number_of(study.suite)
-    return number, published(number)["system"]
-
-
-def _rows(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
-    """(tokens, ranks) -> row of a system in the heads that the document has; other rows are no part of its tables."""
-    return rows_of(study, system, heads=published(number_of(study.suite))["shape"]["heads"], **wanted)
+def _document(study: Study) -> dict:
+    """The document that a page answers, as data."""
+    return published(number_of(study.suite))
 
 
 def answer(study: Study) -> Text:
     """The finding first, how long a sequence fits, trust, and what was not measured."""
-    number, system = _about(study)
-    schemes = number == "003"
-    found, fits = _rows(study, system), "**How long a sequence fits**: not known, without a row."
+    system, schemes = _document(study)["system"], study.suite == DOCUMENTS["003"].suite
+    found, fits = rows_of(study, system), "**How long a sequence fits**: not known, without a row."
     counts = tuple(sorted({1, *(p for (_, p), row in found.items() if timed(row))}))
     if found and (study.rehearsal or not schemes):
         fits = fits_line(study, pattern_of(next(iter(found.values())).point), max(n for n, _ in found), counts)
@@ -91,7 +84,7 @@ def _speed_ups(study: Study, found: dict) -> dict[tuple[int, int], object]:
 
 
 def _shards_line(study: Study, system: str) -> str:
-    found = {k: row for k, row in _rows(study, system).items() if not columns.simulated(row)}
+    found = {k: row for k, row in rows_of(study, system).items() if not columns.simulated(row)}
     held, faster = _peaks(found), _speed_ups(study, found)
     less = {(n, p): held[n, 1] / peak for (n, p), peak in held.items() if p > 1 and (n, 1) in held}
     if not less:
@@ -121,30 +114,29 @@ def _longest_run(found: dict) -> str:
     """The longest sequence that was measured, and what failed."""
     held = _peaks(found)
     failed = ", ".join(f"{_at(*key)} ({status(row)})" for key, row in found.items() if objection(row))
-    said = []
+    said = [f"Not shown: {failed}."] if failed else []
     if held:
         last = max(held, key=lambda k: (k[0], -k[1]))
         heads = ", with one head" if found[last].point.heads == 1 else ""
-        said.append(f"The longest run here, {_at(*last)}{heads}, held {size(held[last])} a rank.")
-    return " ".join([*said, *([f"Not shown: {failed}."] if failed else [])])
+        said.insert(0, f"The longest run here, {_at(*last)}{heads}, held {size(held[last])} a rank.")
+    return " ".join(said)
 
 
 AT = (Column(">Tokens", lambda x: x["tokens"]), Column(">Ranks", lambda x: x["ranks"]))
 
 
-def _paper(header: str, key: str, form: str = "{:,}") -> Column:
+def _paper(header: str, key: str) -> Column:
     """A column of what the document prints, in its own unit."""
-    return Column(header, lambda x: form.format(x["paper"][key]) if key in x["paper"] else None)
+    return Column(header, lambda x: f"{x['paper'][key]:,}" if key in x["paper"] else None)
 
 
 def lengths(study: Study) -> Table:
     """001 and 004: time and peak memory by length and ranks, beside what the document prints."""
-    number, system = _about(study)
-    paper = published(number)
-    printed = {(x["seq_len"], x.get("ranks", paper["shape"].get("ranks"))): x for x in paper["rows"]}
-    if study.rehearsal:  # times of a CPU are nothing to set beside a GPU's
-        printed = {}
-    found = {key: row for key, row in _rows(study, system).items() if not columns.simulated(row)}
+    paper = _document(study)
+    system = paper["system"]
+    beside = [] if study.rehearsal else paper["rows"]  # times of a CPU are nothing to set beside a GPU's
+    printed = {(x["seq_len"], x.get("ranks", paper["shape"].get("ranks"))): x for x in beside}
+    found = {key: row for key, row in rows_of(study, system).items() if not columns.simulated(row)}
     apart = any(p > 1 and sent_bytes(row) == 0 for (_, p), row in found.items())
     crossing = f" [Document 003]({DOCUMENTS['003'].report}.md) has a pattern that crosses shards." if apart else ""
     lines = [{"tokens": n, "ranks": p, "row": found.get((n, p)), "paper": printed.get((n, p), {}),
@@ -157,20 +149,13 @@ def lengths(study: Study) -> Table:
          *([_paper(">Published tokens/s", "tokens_per_s"), _paper(">Published (MB)", "mb")] if printed else [])],
         lines,
         note=f"{_work([*found.values()])} Peak memory: of the rank that holds most, with its q, k, v and out.{crossing}"
-        + (f" Published: {paper['device']}. {PRINTED[number]}" if printed else ""),
+        + (f" Published: {paper['device']}. {paper['note']}" if printed else ""),
     )  # fmt: skip
-
-
-PRINTED = {
-    "001": "Batch 2, memory without inputs but with projections; by the source 38 to 56 % of those outputs are zero.",
-    "004": "The first two lengths have batch 2.",
-}
 
 
 def speed_figure(study: Study) -> None:
     """001 and 004: how many times as fast several ranks are as one."""
-    _, system = _about(study)
-    faster = _speed_ups(study, _rows(study, system))
+    faster = _speed_ups(study, rows_of(study, _document(study)["system"]))
     if not faster:
         return
     items = [figures.Bar(_at(*key), x.value, x.low, x.high) for key, x in faster.items()]
@@ -188,7 +173,7 @@ KINDS = {SDPA: "the ring on torch's SDPA kernel", CORRECT: "the ring on the eage
 
 def names(study: Study) -> Table:
     """001: the document's systems where all were measured, and dense attention."""
-    by_system = {system: _rows(study, system) for system in KINDS}
+    by_system = {system: rows_of(study, system) for system in KINDS}
     n = max((n for n, _ in by_system[CORRECT]), default=0)
     lines = [{"system": system, "row": row, "base": by_system[SDPA].get(key) if system != SDPA else None}
              for system, found in by_system.items() for key, row in found.items() if key[0] == n]  # fmt: skip
@@ -212,12 +197,12 @@ PLAN, RING, GATHER = "plan", "ring", "all-gather"
 SCHEMES = {PLAN: "ringlab", RING: ROBUST, GATHER: V2_COLLECTIVE}
 
 
-def _by_scheme(study: Study) -> list[dict]:
+def by_scheme(study: Study) -> list[dict]:
     """For each length, number of ranks and mask the rows of the schemes, by name; the most ranks last."""
     found: dict[tuple, dict] = {}
     for causal in (False, True):
         for name, system in SCHEMES.items():
-            for (n, p), row in _rows(study, system, causal=causal).items():
+            for (n, p), row in rows_of(study, system, causal=causal).items():
                 found.setdefault((p, n, causal), {"tokens": n, "ranks": p, "causal": causal})[name] = row
     return [line for _, line in sorted(found.items())]
 
@@ -236,8 +221,9 @@ def _each(line: dict, value) -> dict[str, int]:
 
 
 def _schemes_lines(study: Study) -> list[str]:
-    lines = _by_scheme(study)
+    lines = by_scheme(study)
     several = [x for x in _shared(lines, lambda row: peak_bytes(row) and sent_bytes(row)) if not x["causal"]]
+    found = ["**Several ranks**: not measured."]
     if several:
         last = several[-1]
         each = [_each(last, value).items() for value in (sent_bytes, peak_bytes)]
@@ -250,8 +236,6 @@ def _schemes_lines(study: Study) -> list[str]:
             f"**A rank holds {held}** there; its q, k, v and out alone are {size(columns.floor_bytes(last[PLAN]))}. In "
             f"time, {len(told) - sum(told)} of {len(told)} differences from the plan are within noise.",
         ]
-    else:
-        found = ["**Several ranks**: not measured."]
     single = [x for x in lines if x["ranks"] == 1 and not x["causal"]]
     alone = [(x, r) for x in single if (r := study.ratio(x.get(RING), x.get(GATHER)))]
     if not alone:
@@ -270,7 +254,7 @@ MASKED = Column(">Tokens", lambda x: Cell(f"{x['tokens']:,}", "causal" if x["cau
 
 def schemes(study: Study) -> Table:
     """003: time and peak memory of each scheme on several ranks."""
-    lines = [x for x in _by_scheme(study) if x["ranks"] > 1]
+    lines = [x for x in by_scheme(study) if x["ranks"] > 1]
     over = [ratio(study, name, PLAN, f">{name.capitalize()} over plan") for name in (RING, GATHER)]
     peaks = [PEAK.of(name, f">Peak memory, {name}") for name in SCHEMES]
     return table(
@@ -286,7 +270,7 @@ def schemes(study: Study) -> Table:
 
 def bytes_figure(study: Study) -> None:
     """003: bytes that the busiest rank sends, by scheme and shape."""
-    lines = _shared(_by_scheme(study), sent_bytes)
+    lines = _shared(by_scheme(study), sent_bytes)
     if not lines:
         return
 
@@ -317,17 +301,16 @@ def _linked(study: Study) -> list[dict]:
         for scheme in RUNNABLE if plan and "network" in plan.ranks else ():
             if timed(line.get(scheme)):
                 p = line[scheme].point
-                names = ("heads", "head_dim", "batch", "kv_heads", "causal", "passes")
-                how = {name: getattr(p, name) for name in names} | {"ranks": p.world_size, "scheme": scheme}
-                call = MetaCall(pattern_of(p), dtype=getattr(torch, p.dtype), **how)
+                shape = {name: value for name, value in p.shape.items() if name != "seq_len"}
+                how = shape | {"dtype": getattr(torch, p.dtype), "ranks": p.world_size, "scheme": scheme}
+                call = MetaCall(pattern_of(p), **how)
                 line["predicted"][scheme] = predict(call, p.seq_len, Network.of(plan.ranks["network"])).seconds
     return [line for _, line in sorted(found.items())]
 
 
-def _off(line: dict, scheme: str) -> float | None:
+def _off(line: dict, scheme: str) -> float:
     """By which part a prediction is off."""
-    told = line["predicted"].get(scheme)
-    return told and told / line[scheme].median - 1
+    return line["predicted"][scheme] / line[scheme].median - 1
 
 
 def links(study: Study) -> Table:
@@ -374,9 +357,8 @@ def links_figure(study: Study) -> None:
         panel = each.setdefault(f"{line['mbit']:,} Mbit/s: ms a call; dashed: predicted", {})
         for scheme, told in line["predicted"].items():
             row = line[scheme]
-            ci = row.ci or (None, None)
-            at = (line["ms"], 1e3 * row.median, *(x and 1e3 * x for x in ci))
-            panel.setdefault(scheme, []).append(at)
+            ends = (x and 1e3 * x for x in row.ci or (None, None))
+            panel.setdefault(scheme, []).append((line["ms"], 1e3 * row.median, *ends))
             panel.setdefault(f"_{scheme}", []).append((line["ms"], 1e3 * told, None, None))
     off = [abs(_off(line, scheme)) for line in lines for scheme in line["predicted"]]
     caption = f"Times on shaped links are predicted to within {math.ceil(100 * max(off))} %."
@@ -385,9 +367,8 @@ def links_figure(study: Study) -> None:
             f"{s} {number(1e3 * line[s].median)} ms, predicted {number(1e3 * t)}" for s, t in line["predicted"].items())
         for line in lines
     )  # fmt: skip
-    predicted = {f"_{scheme}": color for scheme, color in LINK_COLORS.items()}
-    colors = LINK_COLORS | predicted
-    fig = figures.lines(each, xlabel="Round trip (ms)", colors=colors, dashed=[*predicted], height=2.5)
+    dashed = {f"_{scheme}": color for scheme, color in LINK_COLORS.items()}
+    fig = figures.lines(each, xlabel="Round trip (ms)", colors=LINK_COLORS | dashed, dashed=[*dashed], height=2.5)
     figures.show(fig, "comparison-links", caption, f"{caption} {said}.", stamp=study.stamp)
 
 
