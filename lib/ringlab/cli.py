@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import __version__, block_patterns, hardware, network
+from . import __version__, block_patterns, hardware, measure, network
 from .advise import advise, columns
 from .block_patterns import BlockSparse
 from .checks import FLOATS, check_choice
@@ -27,9 +27,12 @@ from .engine import Execution
 from .estimate import Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
+from .measure import provenance, quality, suites
 from .network import Network
 from .patterns import Dense, Dilated, Pattern, from_dict
-from .report.places import ReportError, UsageError, reports_folder
+from .report import compare, pdf
+from .report.evidence import stored
+from .report.places import ReportError, UsageError, plan, reports_folder
 from .ring.launch import launch
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
@@ -65,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except ReportError as error:
         return _refuse(str(error), error.exit_code)
+    except measure.Busy as error:
+        return _refuse(str(error), FAILED)
     except (hardware.UnknownProfile, *given.refuses) as error:
         return _refuse(" ".join(str(error).split()))
     except OSError as error:
@@ -256,15 +261,11 @@ def _show(paths: Sequence[Path]) -> None:
 
 
 def _pdf(given) -> None:
-    from ringlab.report import pdf
-
     _show(pdf.run(given.profile, reports=given.reports))
 
 
 def _compare(given) -> int:
     """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED where one is worse."""
-    from ringlab.report import compare
-
     reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
@@ -296,30 +297,19 @@ def _profiles(given) -> None:
     print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
-def _quality(given) -> int | None:
-    from ringlab import measure
-    from ringlab.measure import quality
-    from ringlab.report.places import plan
-
+def _quality(given) -> None:
     if given.minutes is not None and not given.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {given.minutes:g}")
     reports = reports_folder()
     asked = plan(given.profile, hardware.detect(), reports, strict=True, recorded=False)
     data = given.data or reports / asked.folder / "data"
-    try:
-        rows = quality.run(data, device=asked.device, minutes=given.minutes, progress=True)
-    except measure.Busy as error:
-        return _refuse(str(error), FAILED)
+    rows = quality.run(data, device=asked.device, minutes=given.minutes, progress=True)
     there = sum(row["kind"] == "trained" for row in rows)
     print(f"{there} of {len(quality.runs(quality.SIZES[asked.device]))} runs are there", file=sys.stderr)
     _show([data / quality.NAME])
 
 
-def _measure(given) -> int | None:
-    from ringlab import measure
-    from ringlab.measure import suites
-    from ringlab.report.places import plan
-
+def _measure(given) -> None:
     check_choice("suite", given.suite, ("all", *suites.SUITES))
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]
     reports = reports_folder()
@@ -336,10 +326,7 @@ def _measure(given) -> int | None:
         print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
     data = given.data or reports / asked.folder / "data"
     how |= {"profile": asked.profile, "force": given.force, "minutes": given.minutes}
-    try:
-        measure.run(groups, data, progress=True, **how)
-    except measure.Busy as error:
-        return _refuse(str(error), FAILED)
+    measure.run(groups, data, progress=True, **how)
     _show([data])
 
 
@@ -431,8 +418,6 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 
 
 def _advise(given) -> None:
-    from ringlab.report.evidence import stored
-
     profile, rows = stored(hardware.resolve(given.profile).on(hardware.detect()))
     asked = ("ranks", "batch", "heads", "kv_heads", "head_dim", "layers", "causal", "passes", "pattern", "seconds")
     advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=rows,
@@ -490,8 +475,6 @@ def _tune(given) -> None:
 
 def record(found: list, shape: dict, data: Path, device: torch.device) -> Path:
     """Write what ``tune`` timed beside the rows of a report, over what an earlier tuning wrote; returns the file."""
-    from ringlab.measure import provenance
-
     commit, dirty = provenance.git_state()
     about = {"torch": str(torch.__version__), "commit": commit, "dirty": dirty} | dict(triton_config.stamp(device))
     timed = [
