@@ -427,16 +427,15 @@ def _advise(given) -> None:
 
 def _network(given) -> None:
     """Measure the ranks that torchrun started, else two ranks of this machine."""
-    here = not dist.is_torchelastic_launched()
-    if here:
-        found = launch(network.measure, 2)[0]
-    else:
+    if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
         found = network.measure()
-        first = dist.get_rank() == 0
+        rank = dist.get_rank()
         dist.destroy_process_group()
-    if not here and not first:
-        return
+        if rank > 0:
+            return
+    else:
+        found = launch(network.measure, 2)[0]
     for name, line in found.lines.items():
         yields = f"{8 * line.per_s / 1e6:,.0f} Mbit/s each way"
         print(f"{network.TITLES[name]}: {format_seconds(line.latency_s)} for the least exchange, {yields}")
