@@ -17,8 +17,6 @@ from ..hardware import Profile
 from ..kernels.base import accumulation_dtype
 from ..measure import quality as trainings
 from ..patterns import Dense, Dilated, Pattern
-from ..ring import Problem, choose, contiguous
-from ..ring.volume import sent_bytes
 from . import figures
 from .columns import beyond
 from .documents import landscape as field
@@ -303,10 +301,8 @@ def _decisions(study: Study, advised: dict) -> Table:
 
 def _sent(advice: Advice) -> int:
     """Bytes that ranks would send in a training call by the scheme that ``auto`` takes."""
-    c = advice.call
-    problem = Problem(advice["pattern"], contiguous(advice.seq_len, RANKS), c.causal, c.heads, c.kv_heads)
-    how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": c.dtype, "passes": "fwd+bwd"}
-    return sum(sent_bytes(problem, rank, choose(problem).scheme, **how) for rank in range(RANKS))
+    call = replace(advice.call, pattern=advice["pattern"], passes="fwd+bwd", ranks=RANKS)
+    return sum(call.sent(*call.problem(advice.seq_len)).values())
 
 
 def _time(study: Study, advice: Advice, proposed: Proposal) -> str:
