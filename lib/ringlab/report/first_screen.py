@@ -254,12 +254,9 @@ def _other(study: Study, advice: Advice, name: str) -> Cell | None:
 
 def _overview(study: Study, n: int, advised: dict) -> str:
     advice = advised[n, "fwd"]
-    if isinstance(advice, str):
-        return "does not fit"
-    if advice.fits is False:
-        asked = [(advised[n, passes], word) for passes, word in WORDS.items()]
-        held = [f"{a.enough_ranks} devices hold it {word}" for a, word in asked
-                if isinstance(a, Advice) and a.enough_ranks]  # fmt: skip
+    if isinstance(advice, str) or advice.fits is False:
+        held = [f"{a.enough_ranks} devices hold it {word}" for passes, word in WORDS.items()
+                if isinstance(a := advised[n, passes], Advice) and a.enough_ranks]  # fmt: skip
         return "; ".join(["does not fit", *held])
     training, dense = advised[n, "fwd+bwd"], _other(study, advice, "dense")
     also = "fits" if isinstance(training, Advice) and training.fits else "fits forward only"
