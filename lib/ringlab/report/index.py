@@ -36,8 +36,7 @@ SAID = {
 
 def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
     """Write ``data/manifest.json`` of a profile's folder; ``complete`` is true only when all its pages are whole."""
-    body = {name: value for name, value in manifest.items() if name != "complete"} | {"complete": complete}
-    write(folder / "data" / "manifest.json", json.dumps(body, indent=1) + "\n")
+    write(folder / "data" / "manifest.json", json.dumps(manifest | {"complete": complete}, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:
