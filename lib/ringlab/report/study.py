@@ -76,13 +76,10 @@ class Study:
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
-        theirs = {name for other in suites.SUITES if other != suite for name in self._groups(other)}
-        foreign = theirs - self._groups(suite)
+        groups = {name: {group.name for group in self.asked(name)} for name in suites.SUITES}
+        foreign = set().union(*groups.values()) - groups[suite]
         kept = [r for r in self.results if r.group not in foreign]
         return replace(self, results=kept, suite=suite, whole=self)
-
-    def _groups(self, suite: str) -> set[str]:
-        return {group.name for group in self.asked(suite)}
 
     def asked(self, suite: str) -> list:
         """The groups of points that a suite asks for on the machine that these rows come from."""
@@ -257,9 +254,9 @@ def pattern_of(point):
     return patterns.from_dict(point.pattern)
 
 
-def cost_of(point, **changes):
-    """Cost of a point's work, with ``changes`` of its shape."""
-    return cost.count(pattern_of(point), **{**point.shape, "dtype": getattr(torch, point.dtype), **changes})
+def cost_of(point):
+    """Cost of a point's work."""
+    return cost.count(pattern_of(point), dtype=getattr(torch, point.dtype), **point.shape)
 
 
 def _matches(result, wanted: dict) -> bool:
