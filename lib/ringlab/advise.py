@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from textwrap import wrap
@@ -292,11 +292,11 @@ class Advice:
         return f"**{self.title}**\n\n{self.table()}\n\n```python\n{self.code()}```\n"
 
 
-def columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Rows as lines with aligned columns, the last as long as it is."""
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return ["  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[-1]]).rstrip() for row in rows]
+def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[str]:
+    """Rows as lines with aligned columns; ``sides``: of each column, "<" (all by default) or ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    sides = sides or "<" * len(widths)
+    return ["  ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)).rstrip() for row in rows]
 
 
 def _markdown(rows: list[tuple[str, ...]]) -> str:
