@@ -94,14 +94,11 @@ def write_index(reports: Path) -> list[Path]:
         ]
 
 
-def _overview(found: list[dict]) -> dict | None:
+def _overview(found: list[dict]) -> dict:
     """One line for each profile that has a first screen: what its lengths take and whether they fit."""
     screens = [s["screen"] for s in found if s["screen"] and "overview" in s["screen"]]
-    rows = [[screen["title"], *screen["overview"]] for screen in screens]
-    if not rows:
-        return None
     columns = [f"Device, with {ADVISED}", *(f"{n:,} tokens" for n in OVERVIEW)]
-    return {"columns": columns, "rows": rows, "note": SAID["overview_note"]}
+    return {"columns": columns, "rows": [[screen["title"], *screen["overview"]] for screen in screens]}
 
 
 def _section(folder: Path) -> dict:
