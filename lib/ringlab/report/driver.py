@@ -50,7 +50,8 @@ def run(
 
     ``notebooks`` and ``suite`` replace the built-in ones. Rows that are there already are not measured again, unless
     ``remeasure``. Pages are rendered again, all of them, if anything that they are made from has changed since the last
-    complete run, or with ``force``. Raises UsageError, ReportError and ``measure.Busy`` with messages of one line.
+    complete run, or with ``force``. Raises UsageError, ReportError, UnknownProfile and ``measure.Busy``, each with a
+    message of one line.
     """
     reports = home() / "reports" if reports is None else Path(reports)
     asked = plan(name, machine or hardware.detect(), reports, strict=strict)

@@ -109,13 +109,10 @@ class Plan:
 def plan(name: str, machine: hardware.Machine, reports: Path, *, strict: bool = False, recorded: bool = True) -> Plan:
     """Decide between measuring, rendering what was recorded elsewhere (unless ``recorded`` is false), and a rehearsal.
 
-    Raises UsageError for an unknown profile, for a GPU that is here but that torch cannot drive (one screen with the
+    Raises UnknownProfile, and UsageError for a GPU that is here but that torch cannot drive (one screen with the
     install line), and with ``strict`` for anything but real measurements.
     """
-    try:
-        profile = hardware.resolve(name, machine)
-    except hardware.UnknownProfile as error:
-        raise UsageError(str(error)) from None
+    profile = hardware.resolve(name, machine)
     here = profile.kind == "cpu" or profile.name in (hardware.match(machine), "generic")
     if profile.kind != "cpu" and here and (screen := hardware.drivable(machine)):
         raise UsageError(screen)
