@@ -21,9 +21,8 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 
     Raises FileNotFoundError that says how to measure when there are none.
     """
-    name = hardware.match(hardware.detect()) if profile == "auto" else profile
-    folder = data_folder(name, data)
-    found = read_study(hardware.get_profile(name), folder)
+    about = hardware.resolve(profile)
+    found = read_study(about, data_folder(about.name, data))
     return found.of(suite) if suite else found
 
 
