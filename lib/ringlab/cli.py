@@ -300,9 +300,8 @@ def _profiles(given) -> None:
 def _quality(given) -> None:
     if given.minutes is not None and not given.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {given.minutes:g}")
-    reports = reports_folder()
-    asked = plan(given.profile, hardware.detect(), reports, strict=True, recorded=False)
-    data = given.data or reports / asked.folder / "data"
+    asked = plan(given.profile, hardware.detect(), strict=True)
+    data = given.data or reports_folder() / asked.folder / "data"
     rows = quality.run(data, device=asked.device, minutes=given.minutes, progress=True)
     there = sum(row["kind"] == "trained" for row in rows)
     print(f"{there} of {len(quality.runs(quality.SIZES[asked.device]))} runs are there", file=sys.stderr)
@@ -312,8 +311,7 @@ def _quality(given) -> None:
 def _measure(given) -> None:
     check_choice("suite", given.suite, ("all", *suites.SUITES))
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]
-    reports = reports_folder()
-    asked = plan(given.profile, hardware.detect(), reports, strict=given.strict, recorded=False)
+    asked = plan(given.profile, hardware.detect(), strict=given.strict)
     how = {"device": asked.device, "rehearsal": asked.rehearsal}
     groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)]
     if not groups:
@@ -324,7 +322,7 @@ def _measure(given) -> None:
     groups = [g for g in groups if not given.group or g.name in given.group]
     if asked.why:
         print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
-    data = given.data or reports / asked.folder / "data"
+    data = given.data or reports_folder() / asked.folder / "data"
     how |= {"profile": asked.profile, "force": given.force, "minutes": given.minutes}
     measure.run(groups, data, progress=True, **how)
     _show([data])
