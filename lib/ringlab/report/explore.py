@@ -400,9 +400,8 @@ class Panel:
         self.results: list[tuple[Choice, measure.Result]] = []
         own = fields(Choice)
         self.controls = {f.name: _control(widgets, getattr(start, f.name), *f.metadata["control"]) for f in own}
-        self.places = at = {name: widgets.HTML() for name in ("alert", *SHOWN, "advice", "status", "measured")}
-        for place in at.values():
-            place.add_class("jp-RenderedHTMLCommon")
+        places = "alert", *SHOWN, "advice", "status", "measured"
+        self.places = at = {name: widgets.HTML().add_class("jp-RenderedHTMLCommon") for name in places}
         self.preset = widgets.Dropdown(options=(CUSTOM, *PRESETS), description="preset")
         length = start.seq_len if start.seq_len in SLIDER else "8K"
         look = {"description": "length", "continuous_update": False, "layout": {"width": "500px"}}
