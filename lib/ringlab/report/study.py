@@ -105,8 +105,6 @@ class Study:
     @property
     def origin(self) -> str:
         """Said where the rows come from another machine or engine than the ones at hand; empty otherwise."""
-        if not self.results:
-            return ""
         said, first = [], self.results[0].provenance
         if first.get("machine") != measure.machine_id():
             said.append(f"measured on another machine ({self.device}), commit {str(first.get('commit'))[:10]}")
