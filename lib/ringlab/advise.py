@@ -120,7 +120,7 @@ class Decision:
     @property
     def shown(self) -> str:
         if isinstance(self.value, torch.dtype):
-            return _name(self.value)
+            return dtype_name(self.value)
         if isinstance(self.value, Execution):
             return ", ".join(f"{k}={v}" for k, v in changed(self.value).items()) or "as it stands"
         if isinstance(self.value, bool):
@@ -147,7 +147,8 @@ def changed(execution: Execution) -> dict:
     return {name: value for name, value in vars(execution).items() if value != plain[name]}
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As rows and the command line name it, float32 for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -504,7 +505,7 @@ class _Advisor:
             replace(e, **{side: as_auto.get(getattr(e, side), getattr(e, side)) for side in ("setting", "against")})
             if e.about == "backend" else e for e in self.rows
         )  # fmt: skip
-        decided = self._fastest("backend", "auto", why, suits=lambda e: e.dtype == _name(dtype))
+        decided = self._fastest("backend", "auto", why, suits=lambda e: e.dtype == dtype_name(dtype))
         if decided.value == "auto":
             return decided, kernel
         return replace(decided, value=(decided.value, "auto")), decided.value
@@ -633,7 +634,7 @@ class _Advisor:
         # The ladder, unless rows of the same work and about its density show that it does not pay.
 
         def suits(e: Evidence) -> bool:
-            same = (e.passes, e.causal, e.ranks, e.dtype) == (c.passes, c.causal, 1, _name(c.dtype))
+            same = (e.passes, e.causal, e.ranks, e.dtype) == (c.passes, c.causal, 1, dtype_name(c.dtype))
             return same and 1 / NEAR <= e.share / share <= NEAR and "dilated" in e.setting + e.against
 
         rows = self._measured("pattern", "dense", suits)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from . import __version__, block_patterns, hardware, measure, network
-from .advise import advise, columns
+from .advise import advise, columns, dtype_name
 from .block_patterns import BlockSparse
 from .checks import FLOATS, check_choice
 from .cost import PASSES, format_bytes, format_seconds
@@ -43,7 +43,7 @@ REPORT_PACKAGES = (
     "filelock", "ipykernel", "jinja2", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill",
     "seaborn",
 )  # fmt: skip
-DTYPES = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
+DTYPES = [dtype_name(dtype) for dtype in FLOATS]
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
@@ -290,7 +290,7 @@ def _profiles(given) -> None:
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
         memory = f"{here.memory_bytes / 2**30:.0f} GiB" if here.memory_bytes else "-"
-        dtype = str(here.default_dtype()).removeprefix("torch.")
+        dtype = dtype_name(here.default_dtype())
         marked = f"{name} *" if name == hardware.match(machine) else name
         told = f"{'yes' if runnable else 'no'}: {why}"
         rows.append((marked, here.title, hardware.sm(here.capability), memory, dtype, told))
@@ -371,7 +371,7 @@ def _estimate(given) -> None:
                 raise
     if given.json:
         about = {
-            "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": str(dtype)[6:],
+            "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": dtype_name(dtype),
             "shape": {name: getattr(given, name) for name in ("seq_len", "batch", "heads", "head_dim")},
             "passes": given.passes, "causal": given.causal, "memory_bytes": budget, "longest": most, "estimate": None,
         }  # fmt: skip
@@ -380,7 +380,7 @@ def _estimate(given) -> None:
             about["estimate"] = asdict(found) | {"sent": sent, "bound_s": found.bound_s, "binds": found.binds}
         print(json.dumps(about, indent=1))
         return
-    print(f"{pattern}, {str(dtype)[6:]}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}")
+    print(f"{pattern}, {dtype_name(dtype)}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}")
     if found:
         print(*_estimate_lines(found, given.seq_len, budget), sep="\n")
     if most:
@@ -475,7 +475,7 @@ def record(found: list, shape: dict, data: Path, device: torch.device) -> Path:
     commit, dirty = provenance.git_state()
     about = {"torch": str(torch.__version__), "commit": commit, "dirty": dirty} | dict(triton_config.stamp(device))
     timed = [
-        {"use": str(one.use), "dtype": str(one.use.dtype).removeprefix("torch."), "size": asdict(size)}
+        {"use": str(one.use), "dtype": dtype_name(one.use.dtype), "size": asdict(size)}
         | {name: getattr(one.use, name) for name in ("name", "head_dim", "causal", "joins")}
         | {"seconds": one.seconds.get(size), "why": one.refused.get(size)}
         | {"default": size == one.default, "kept": size == one.best}

@@ -11,7 +11,7 @@ from functools import partial
 from statistics import quantiles
 
 from .. import kernels
-from ..advise import Advice, Proposal, advise, ladder
+from ..advise import Advice, Proposal, advise, dtype_name, ladder
 from ..estimate import longest
 from ..hardware import Profile
 from ..kernels.base import accumulation_dtype
@@ -184,7 +184,7 @@ def _roofline(bounded: dict[int, Advice]) -> str:
 
 
 def _call(advice: Advice) -> str:
-    dtype = SHORT[str(advice["dtype"]).removeprefix("torch.")]
+    dtype = SHORT[dtype_name(advice["dtype"])]
     return (
         f"**A call** is attention alone: one layer, batch {SHAPE['batch']}, {SHAPE['heads']} heads of "
         f"{SHAPE['head_dim']}, {dtype}, not causal; without projections, other layers and an optimizer. Training: "
@@ -201,7 +201,7 @@ def _there(study: Study, advice: Advice) -> str:
     except NotImplementedError as error:
         return f"**On {gpu.title}**: {error}. {how}"
     flash = f"; `flash` is refused: {found.refusals['flash']}" if "flash" in found.refusals else ""
-    kind = SHORT[str(dtype).removeprefix("torch.")]
+    kind = SHORT[dtype_name(dtype)]
     return f"**On {gpu.title}** calls should run in {kind} by the kernel `{found.name}`{flash}. {how}"
 
 
@@ -305,7 +305,7 @@ def _sent(advice: Advice) -> int:
 def _time(study: Study, advice: Advice, proposed: Proposal) -> str:
     """The measured time of a proposal, else its roofline; nothing where no rate of the device is known."""
     c = advice.call
-    wanted = {"seq_len": advice.seq_len, "passes": c.passes, "dtype": str(c.dtype).removeprefix("torch."), **SHAPE}
+    wanted = {"seq_len": advice.seq_len, "passes": c.passes, "dtype": dtype_name(c.dtype), **SHAPE}
     systems = ["ringlab", "dense_sdpa"]
     rows = [] if study.rehearsal else study.rows(system=systems, causal=False, world_size=1, **wanted)
     own = [r for r in rows if pattern_of(r.point) == proposed.pattern and not r.point.options]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import patterns
+from ..advise import dtype_name
 from . import published as documents
 from .study import Study, best, together
 from .trust import objection
@@ -119,7 +120,7 @@ def dtypes(results) -> list[str]:
 
 
 def hardware_dtype(study: Study) -> str:
-    return str(study.profile.default_dtype()).removeprefix("torch.")
+    return dtype_name(study.profile.default_dtype())
 
 
 def dense_beside(study: Study, row):
