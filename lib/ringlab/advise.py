@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from textwrap import wrap
@@ -120,7 +120,7 @@ class Decision:
     @property
     def shown(self) -> str:
         if isinstance(self.value, torch.dtype):
-            return _name(self.value)
+            return dtype_name(self.value)
         if isinstance(self.value, Execution):
             return ", ".join(f"{k}={v}" for k, v in changed(self.value).items()) or "as it stands"
         if isinstance(self.value, bool):
@@ -147,7 +147,8 @@ def changed(execution: Execution) -> dict:
     return {name: value for name, value in vars(execution).items() if value != plain[name]}
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As rows and the command line name it, float32 for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -292,11 +293,11 @@ class Advice:
         return f"**{self.title}**\n\n{self.table()}\n\n```python\n{self.code()}```\n"
 
 
-def columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Rows as lines with aligned columns, the last as long as it is."""
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return ["  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[-1]]).rstrip() for row in rows]
+def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[str]:
+    """Rows as lines with aligned columns; ``sides``: of each column, "<" (all by default) or ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    sides = sides or "<" * len(widths)
+    return ["  ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)).rstrip() for row in rows]
 
 
 def _markdown(rows: list[tuple[str, ...]]) -> str:
@@ -504,7 +505,7 @@ class _Advisor:
             replace(e, **{side: as_auto.get(getattr(e, side), getattr(e, side)) for side in ("setting", "against")})
             if e.about == "backend" else e for e in self.rows
         )  # fmt: skip
-        decided = self._fastest("backend", "auto", why, suits=lambda e: e.dtype == _name(dtype))
+        decided = self._fastest("backend", "auto", why, suits=lambda e: e.dtype == dtype_name(dtype))
         if decided.value == "auto":
             return decided, kernel
         return replace(decided, value=(decided.value, "auto")), decided.value
@@ -633,7 +634,7 @@ class _Advisor:
         # The ladder, unless rows of the same work and about its density show that it does not pay.
 
         def suits(e: Evidence) -> bool:
-            same = (e.passes, e.causal, e.ranks, e.dtype) == (c.passes, c.causal, 1, _name(c.dtype))
+            same = (e.passes, e.causal, e.ranks, e.dtype) == (c.passes, c.causal, 1, dtype_name(c.dtype))
             return same and 1 / NEAR <= e.share / share <= NEAR and "dilated" in e.setting + e.against
 
         rows = self._measured("pattern", "dense", suits)

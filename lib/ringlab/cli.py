@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import __version__, block_patterns, hardware, network
-from .advise import advise, columns
+from . import __version__, block_patterns, hardware, measure, network
+from .advise import advise, columns, dtype_name
 from .block_patterns import BlockSparse
 from .checks import FLOATS, check_choice
 from .cost import PASSES, format_bytes, format_seconds
@@ -27,9 +27,12 @@ from .engine import Execution
 from .estimate import Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
+from .measure import provenance, quality, suites
 from .network import Network
 from .patterns import Dense, Dilated, Pattern, from_dict
-from .report.places import ReportError, UsageError, reports_folder
+from .report import compare, pdf
+from .report.evidence import stored
+from .report.places import ReportError, UsageError, plan, reports_folder
 from .ring.launch import launch
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
@@ -40,7 +43,7 @@ REPORT_PACKAGES = (
     "filelock", "ipykernel", "jinja2", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill",
     "seaborn",
 )  # fmt: skip
-DTYPES = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
+DTYPES = [dtype_name(dtype) for dtype in FLOATS]
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
@@ -65,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except ReportError as error:
         return _refuse(str(error), error.exit_code)
+    except measure.Busy as error:
+        return _refuse(str(error), FAILED)
     except (hardware.UnknownProfile, *given.refuses) as error:
         return _refuse(" ".join(str(error).split()))
     except OSError as error:
@@ -256,15 +261,11 @@ def _show(paths: Sequence[Path]) -> None:
 
 
 def _pdf(given) -> None:
-    from ringlab.report import pdf
-
     _show(pdf.run(given.profile, reports=given.reports))
 
 
 def _compare(given) -> int:
     """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED where one is worse."""
-    from ringlab.report import compare
-
     reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
@@ -289,41 +290,28 @@ def _profiles(given) -> None:
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
         memory = f"{here.memory_bytes / 2**30:.0f} GiB" if here.memory_bytes else "-"
-        dtype = str(here.default_dtype()).removeprefix("torch.")
+        dtype = dtype_name(here.default_dtype())
         marked = f"{name} *" if name == hardware.match(machine) else name
         told = f"{'yes' if runnable else 'no'}: {why}"
         rows.append((marked, here.title, hardware.sm(here.capability), memory, dtype, told))
     print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
-def _quality(given) -> int | None:
-    from ringlab import measure
-    from ringlab.measure import quality
-    from ringlab.report.places import plan
-
+def _quality(given) -> None:
     if given.minutes is not None and not given.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {given.minutes:g}")
-    reports = reports_folder()
-    asked = plan(given.profile, hardware.detect(), reports, strict=True, recorded=False)
-    data = given.data or reports / asked.folder / "data"
-    try:
-        rows = quality.run(data, device=asked.device, minutes=given.minutes, progress=True)
-    except measure.Busy as error:
-        return _refuse(str(error), FAILED)
+    asked = plan(given.profile, hardware.detect(), strict=True)
+    data = given.data or reports_folder() / asked.folder / "data"
+    rows = quality.run(data, device=asked.device, minutes=given.minutes, progress=True)
     there = sum(row["kind"] == "trained" for row in rows)
     print(f"{there} of {len(quality.runs(quality.SIZES[asked.device]))} runs are there", file=sys.stderr)
     _show([data / quality.NAME])
 
 
-def _measure(given) -> int | None:
-    from ringlab import measure
-    from ringlab.measure import suites
-    from ringlab.report.places import plan
-
+def _measure(given) -> None:
     check_choice("suite", given.suite, ("all", *suites.SUITES))
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]
-    reports = reports_folder()
-    asked = plan(given.profile, hardware.detect(), reports, strict=given.strict, recorded=False)
+    asked = plan(given.profile, hardware.detect(), strict=given.strict)
     how = {"device": asked.device, "rehearsal": asked.rehearsal}
     groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)]
     if not groups:
@@ -334,12 +322,9 @@ def _measure(given) -> int | None:
     groups = [g for g in groups if not given.group or g.name in given.group]
     if asked.why:
         print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
-    data = given.data or reports / asked.folder / "data"
+    data = given.data or reports_folder() / asked.folder / "data"
     how |= {"profile": asked.profile, "force": given.force, "minutes": given.minutes}
-    try:
-        measure.run(groups, data, progress=True, **how)
-    except measure.Busy as error:
-        return _refuse(str(error), FAILED)
+    measure.run(groups, data, progress=True, **how)
     _show([data])
 
 
@@ -386,7 +371,7 @@ def _estimate(given) -> None:
                 raise
     if given.json:
         about = {
-            "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": str(dtype)[6:],
+            "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": dtype_name(dtype),
             "shape": {name: getattr(given, name) for name in ("seq_len", "batch", "heads", "head_dim")},
             "passes": given.passes, "causal": given.causal, "memory_bytes": budget, "longest": most, "estimate": None,
         }  # fmt: skip
@@ -395,7 +380,7 @@ def _estimate(given) -> None:
             about["estimate"] = asdict(found) | {"sent": sent, "bound_s": found.bound_s, "binds": found.binds}
         print(json.dumps(about, indent=1))
         return
-    print(f"{pattern}, {str(dtype)[6:]}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}")
+    print(f"{pattern}, {dtype_name(dtype)}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}")
     if found:
         print(*_estimate_lines(found, given.seq_len, budget), sep="\n")
     if most:
@@ -431,8 +416,6 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 
 
 def _advise(given) -> None:
-    from ringlab.report.evidence import stored
-
     profile, rows = stored(hardware.resolve(given.profile).on(hardware.detect()))
     asked = ("ranks", "batch", "heads", "kv_heads", "head_dim", "layers", "causal", "passes", "pattern", "seconds")
     advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=rows,
@@ -442,16 +425,15 @@ def _advise(given) -> None:
 
 def _network(given) -> None:
     """Measure the ranks that torchrun started, else two ranks of this machine."""
-    here = not dist.is_torchelastic_launched()
-    if here:
-        found = launch(network.measure, 2)[0]
-    else:
+    if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
         found = network.measure()
-        first = dist.get_rank() == 0
+        rank = dist.get_rank()
         dist.destroy_process_group()
-    if not here and not first:
-        return
+        if rank > 0:
+            return
+    else:
+        found = launch(network.measure, 2)[0]
     for name, line in found.lines.items():
         yields = f"{8 * line.per_s / 1e6:,.0f} Mbit/s each way"
         print(f"{network.TITLES[name]}: {format_seconds(line.latency_s)} for the least exchange, {yields}")
@@ -490,12 +472,10 @@ def _tune(given) -> None:
 
 def record(found: list, shape: dict, data: Path, device: torch.device) -> Path:
     """Write what ``tune`` timed beside the rows of a report, over what an earlier tuning wrote; returns the file."""
-    from ringlab.measure import provenance
-
     commit, dirty = provenance.git_state()
     about = {"torch": str(torch.__version__), "commit": commit, "dirty": dirty} | dict(triton_config.stamp(device))
     timed = [
-        {"use": str(one.use), "dtype": str(one.use.dtype).removeprefix("torch."), "size": asdict(size)}
+        {"use": str(one.use), "dtype": dtype_name(one.use.dtype), "size": asdict(size)}
         | {name: getattr(one.use, name) for name in ("name", "head_dim", "causal", "joins")}
         | {"seconds": one.seconds.get(size), "why": one.refused.get(size)}
         | {"default": size == one.default, "kept": size == one.best}

@@ -182,8 +182,8 @@ def test_the_index_links_the_explorer_where_it_is(tmp_path):
 
 
 def test_plan(tmp_path):
-    def folder(name, machine, **more):
-        p = driver.plan(name, machine, tmp_path, **more)
+    def folder(name, machine, reports=tmp_path):
+        p = driver.plan(name, machine, reports)
         return p.folder, p.measure, p.rehearsal, p.device
 
     gpu = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
@@ -195,6 +195,6 @@ def test_plan(tmp_path):
     assert folder("cpu", on_card) == ("cpu", True, False, "cpu")
     write_two_rows(tmp_path, "gtx1080")
     assert folder("gtx1080", CPU) == ("gtx1080", False, False, "cpu")
-    assert folder("gtx1080", CPU, recorded=False) == ("gtx1080-rehearsal", True, True, "cpu")
+    assert folder("gtx1080", CPU, None) == ("gtx1080-rehearsal", True, True, "cpu")
     new_torch = replace(on_card, torch="2.13.0", torch_cuda="13.0", arch_list=("sm_75", "sm_80", "sm_90"))
     assert folder("cpu", new_torch) == ("cpu", True, False, "cpu"), "which cannot drive the GPU"

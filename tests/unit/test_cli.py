@@ -127,6 +127,16 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
     assert code == 130 and "run again" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("command, rows", [("report", "--reports"), ("measure", "--data")])
+def test_a_folder_in_use_is_one_line(capsys, monkeypatch, tmp_path, command, rows):
+    def busy(*_, **__):
+        raise measure.Busy("it is in use by another measurement")
+
+    monkeypatch.setattr(measure, "run", busy)
+    found = said(capsys, command, "--profile", "cpu", rows, str(tmp_path))
+    assert found == (1, "", "ringlab: it is in use by another measurement\n")
+
+
 def test_a_network_is_measured_written_and_used(capsys, monkeypatch, tmp_path):
     path = tmp_path / "network.json"
     monkeypatch.setattr(cli, "launch", lambda measure, ranks: launch(measure, ranks, 0.2, ("float32",)))

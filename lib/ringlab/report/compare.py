@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from .. import measure
+from ..advise import columns
 from ..measure import stats, store
 from ..measure.points import Result
 from ..measure.stats import Ratio
@@ -392,10 +393,10 @@ def sections(found: Comparison, pairs: Sequence[Pair]) -> list[Table | str]:
     abouts = found.first.about(), found.second.about()
     parts = [Table("Where the rows come from", ["", first, second], [[k, *(a[k] for a in abouts)] for k in abouts[0]])]
     if pairs:
-        columns = [f">{first} (ms)", f">{second} (ms)", f">{first} / {second}", ">95 % interval", f"{first} is"]
-        columns += [*(f">{what}" for what in BYTES), "Group", "Point"]
+        heads = [f">{first} (ms)", f">{second} (ms)", f">{first} / {second}", ">95 % interval", f"{first} is"]
+        heads += [*(f">{what}" for what in BYTES), "Group", "Point"]
         caption = f"Times of {first} and {second}; peak memory and bytes sent of {first} over those of {second}"
-        parts.append(Table(caption, columns, [_row(pair) for pair in pairs]))
+        parts.append(Table(caption, heads, [_row(pair) for pair in pairs]))
     excluded = [[pair.reason, pair.first.group, _name(pair.first)] for pair in found.pairs if pair.reason]
     if excluded:
         parts.append(Table(f"{len(excluded)} rows whose times are in no mean", ["Why", "Group", "Point"], excluded))
@@ -480,10 +481,8 @@ def aligned(table: Table) -> str:
     ring       –
     """
     rows = [[c.lstrip(">") for c in table.columns], *([cell(x).plain for x in row] for row in table.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
     sides = [">" if c.startswith(">") else "<" for c in table.columns]
-    lines = ("  ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)).rstrip() for row in rows)
-    return "\n".join([table.caption, "", *lines])
+    return "\n".join([table.caption, "", *columns(rows, sides)])
 
 
 def text(parts: Iterable[Table | str], markdown: bool = False) -> str:

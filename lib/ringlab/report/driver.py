@@ -50,7 +50,8 @@ def run(
 
     ``notebooks`` and ``suite`` replace the built-in ones. Rows that are there already are not measured again, unless
     ``remeasure``. Pages are rendered again, all of them, if anything that they are made from has changed since the last
-    complete run, or with ``force``. Raises UsageError and ReportError with messages of one line.
+    complete run, or with ``force``. Raises UsageError, ReportError, UnknownProfile and ``measure.Busy``, each with a
+    message of one line.
     """
     reports = home() / "reports" if reports is None else Path(reports)
     asked = plan(name, machine or hardware.detect(), reports, strict=strict)
@@ -75,8 +76,6 @@ def run(
         finally:  # after Ctrl-C too: the index says at once what is unfinished
             listed = index.write_index(reports)
         return written + listed
-    except measure.Busy as error:
-        raise ReportError(str(error)) from None
     except OSError as error:  # a full disk, a folder that may not be written; earlier pages are still whole
         raise ReportError(f"cannot use {error.filename or pages.folder}: {error.strerror or error}") from error
 

@@ -113,13 +113,13 @@ class Choice:
     def shape(self) -> dict:
         """What ``estimate`` and ``advise`` both take."""
         names = ("batch", "heads", "kv_heads", "head_dim", "causal", "passes", "ranks")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"dtype": getattr(torch, self.dtype)}
 
     @property
     def call(self) -> dict:
         """Everything that ``estimate`` takes besides the pattern, the length and the profile."""
         across = {"scheme": self.scheme, "layout": self.layout} if self.ranks > 1 else {}
-        return self.shape | across | {"dtype": getattr(torch, self.dtype)}
+        return self.shape | across
 
     @property
     def hardware(self) -> Profile:
@@ -200,9 +200,7 @@ def _longest(choice: Choice) -> int | str:
 
 def code(choice: Choice) -> str:
     """The call as Python that runs, with the settings that ``advise`` chooses for this pattern."""
-    dtype = getattr(torch, choice.dtype)
-    shape = choice.shape | {"pattern": choice.pattern, "dtype": dtype, "estimates": False}
-    return advise(choice.hardware, choice.n, **shape).code()
+    return advise(choice.hardware, choice.n, pattern=choice.pattern, estimates=False, **choice.shape).code()
 
 
 def seen(choice: Choice) -> Figure:
@@ -287,10 +285,10 @@ def compared(choice: Choice) -> Table:
 def over_length(choice: Choice) -> Figure:
     """Rooflines of the variants over length, as on the first screen of a report."""
     choice = replace(choice, kind="dense")  # whose longest sequence is soon found
-    found, dtype = {}, getattr(torch, choice.dtype)
+    found = {}
     for n in LENGTHS:
         try:
-            found[n] = advise(choice.hardware, n, dtype=dtype, **choice.shape)
+            found[n] = advise(choice.hardware, n, **choice.shape)
         except ValueError:  # not even the inputs fit
             break
     if not found:
@@ -313,11 +311,9 @@ def here() -> Profile:
 
 def point(choice: Choice) -> measure.Point:
     """The point of a choice."""
-    shape = choice.shape
-    ranks = shape.pop("ranks")
-    options = {"scheme": choice.scheme, "layout": choice.layout} if ranks > 1 else {}
-    more = {"seq_len": choice.n, "dtype": choice.dtype, "world_size": ranks, "options": options}
-    return measure.Point("ringlab", choice.pattern, **shape, **more)
+    call = choice.call
+    ranks, options = call.pop("ranks"), {name: call.pop(name) for name in ("scheme", "layout") if name in call}
+    return measure.Point("ringlab", choice.pattern, seq_len=choice.n, world_size=ranks, options=options, **call)
 
 
 def run(choice: Choice, profile: Profile) -> measure.Result:
@@ -404,9 +400,8 @@ class Panel:
         self.results: list[tuple[Choice, measure.Result]] = []
         own = fields(Choice)
         self.controls = {f.name: _control(widgets, getattr(start, f.name), *f.metadata["control"]) for f in own}
-        self.places = at = {name: widgets.HTML() for name in ("alert", *SHOWN, "advice", "status", "measured")}
-        for place in at.values():
-            place.add_class("jp-RenderedHTMLCommon")
+        places = "alert", *SHOWN, "advice", "status", "measured"
+        self.places = at = {name: widgets.HTML().add_class("jp-RenderedHTMLCommon") for name in places}
         self.preset = widgets.Dropdown(options=(CUSTOM, *PRESETS), description="preset")
         length = start.seq_len if start.seq_len in SLIDER else "8K"
         look = {"description": "length", "continuous_update": False, "layout": {"width": "500px"}}
@@ -482,10 +477,10 @@ class Panel:
             control.layout.display = "none" if name in hidden else None
 
     def advise(self, _=None) -> None:
-        """Show what to use for the length, shape, hardware and number of ranks, whatever the pattern, with code."""
+        """Show what to use for the length, shape, hardware and ranks, whatever the pattern and the dtype, with code."""
         choice = self.choice
         try:
-            advice = advise(choice.hardware, choice.n, **choice.shape)
+            advice = advise(choice.hardware, choice.n, **choice.shape | {"dtype": None})
             html = f"<pre>{escape(advice.text())}</pre>{_folded('Advised call as code', advice.code())}"
         except Exception as error:  # noqa: BLE001  as above
             html = _alert(error)

@@ -11,14 +11,12 @@ from functools import partial
 from statistics import quantiles
 
 from .. import kernels
-from ..advise import Advice, Proposal, advise, ladder
+from ..advise import Advice, Proposal, advise, dtype_name, ladder
 from ..estimate import longest
 from ..hardware import Profile
 from ..kernels.base import accumulation_dtype
 from ..measure import quality as trainings
 from ..patterns import Dense, Dilated, Pattern
-from ..ring import Problem, choose, contiguous
-from ..ring.volume import sent_bytes
 from . import figures
 from .columns import beyond
 from .documents import landscape as field
@@ -186,7 +184,7 @@ def _roofline(bounded: dict[int, Advice]) -> str:
 
 
 def _call(advice: Advice) -> str:
-    dtype = SHORT[str(advice["dtype"]).removeprefix("torch.")]
+    dtype = SHORT[dtype_name(advice["dtype"])]
     return (
         f"**A call** is attention alone: one layer, batch {SHAPE['batch']}, {SHAPE['heads']} heads of "
         f"{SHAPE['head_dim']}, {dtype}, not causal; without projections, other layers and an optimizer. Training: "
@@ -203,7 +201,7 @@ def _there(study: Study, advice: Advice) -> str:
     except NotImplementedError as error:
         return f"**On {gpu.title}**: {error}. {how}"
     flash = f"; `flash` is refused: {found.refusals['flash']}" if "flash" in found.refusals else ""
-    kind = SHORT[str(dtype).removeprefix("torch.")]
+    kind = SHORT[dtype_name(dtype)]
     return f"**On {gpu.title}** calls should run in {kind} by the kernel `{found.name}`{flash}. {how}"
 
 
@@ -256,12 +254,9 @@ def _other(study: Study, advice: Advice, name: str) -> Cell | None:
 
 def _overview(study: Study, n: int, advised: dict) -> str:
     advice = advised[n, "fwd"]
-    if isinstance(advice, str):
-        return "does not fit"
-    if advice.fits is False:
-        asked = [(advised[n, passes], word) for passes, word in WORDS.items()]
-        held = [f"{a.enough_ranks} devices hold it {word}" for a, word in asked
-                if isinstance(a, Advice) and a.enough_ranks]  # fmt: skip
+    if isinstance(advice, str) or advice.fits is False:
+        held = [f"{a.enough_ranks} devices hold it {word}" for passes, word in WORDS.items()
+                if isinstance(a := advised[n, passes], Advice) and a.enough_ranks]  # fmt: skip
         return "; ".join(["does not fit", *held])
     training, dense = advised[n, "fwd+bwd"], _other(study, advice, "dense")
     also = "fits" if isinstance(training, Advice) and training.fits else "fits forward only"
@@ -303,16 +298,14 @@ def _decisions(study: Study, advised: dict) -> Table:
 
 def _sent(advice: Advice) -> int:
     """Bytes that ranks would send in a training call by the scheme that ``auto`` takes."""
-    c = advice.call
-    problem = Problem(advice["pattern"], contiguous(advice.seq_len, RANKS), c.causal, c.heads, c.kv_heads)
-    how = {"batch": c.batch, "head_dim": c.head_dim, "dtype": c.dtype, "passes": "fwd+bwd"}
-    return sum(sent_bytes(problem, rank, choose(problem).scheme, **how) for rank in range(RANKS))
+    call = replace(advice.call, pattern=advice["pattern"], passes="fwd+bwd", ranks=RANKS)
+    return sum(call.sent(*call.problem(advice.seq_len)).values())
 
 
 def _time(study: Study, advice: Advice, proposed: Proposal) -> str:
     """The measured time of a proposal, else its roofline; nothing where no rate of the device is known."""
     c = advice.call
-    wanted = {"seq_len": advice.seq_len, "passes": c.passes, "dtype": str(c.dtype).removeprefix("torch."), **SHAPE}
+    wanted = {"seq_len": advice.seq_len, "passes": c.passes, "dtype": dtype_name(c.dtype), **SHAPE}
     systems = ["ringlab", "dense_sdpa"]
     rows = [] if study.rehearsal else study.rows(system=systems, causal=False, world_size=1, **wanted)
     own = [r for r in rows if pattern_of(r.point) == proposed.pattern and not r.point.options]

@@ -36,8 +36,7 @@ SAID = {
 
 def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
     """Write ``data/manifest.json`` of a profile's folder; ``complete`` is true only when all its pages are whole."""
-    body = {name: value for name, value in manifest.items() if name != "complete"} | {"complete": complete}
-    write(folder / "data" / "manifest.json", json.dumps(body, indent=1) + "\n")
+    write(folder / "data" / "manifest.json", json.dumps(manifest | {"complete": complete}, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:
@@ -95,14 +94,11 @@ def write_index(reports: Path) -> list[Path]:
         ]
 
 
-def _overview(found: list[dict]) -> dict | None:
+def _overview(found: list[dict]) -> dict:
     """One line for each profile that has a first screen: what its lengths take and whether they fit."""
     screens = [s["screen"] for s in found if s["screen"] and "overview" in s["screen"]]
-    rows = [[screen["title"], *screen["overview"]] for screen in screens]
-    if not rows:
-        return None
     columns = [f"Device, with {ADVISED}", *(f"{n:,} tokens" for n in OVERVIEW)]
-    return {"columns": columns, "rows": rows, "note": SAID["overview_note"]}
+    return {"columns": columns, "rows": [[screen["title"], *screen["overview"]] for screen in screens]}
 
 
 def _section(folder: Path) -> dict:

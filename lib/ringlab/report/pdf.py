@@ -50,8 +50,7 @@ def pages(name: str, reports: Path, machine: hardware.Machine | None = None) -> 
     profile = hardware.resolve(name.removesuffix(f"-{REHEARSAL}"), machine).name
     own = [] if name.endswith(REHEARSAL) else [profile]
     for folder in (*own, f"{profile}-{REHEARSAL}", *(["*"] if name == "auto" else [])):
-        found = sorted(reports.glob(f"{folder}/*.html"))
-        if found:
+        if found := sorted(reports.glob(f"{folder}/*.html")):
             return found
     given = "" if name == "auto" else f" GPU={name}"
     raise UsageError(f"no report in {os.path.relpath(reports / profile)} yet; write it first: make report{given}")

@@ -106,16 +106,13 @@ class Plan:
     why: str = ""  # this profile cannot be measured here
 
 
-def plan(name: str, machine: hardware.Machine, reports: Path, *, strict: bool = False, recorded: bool = True) -> Plan:
-    """Decide between measuring, rendering what was recorded elsewhere (unless ``recorded`` is false), and a rehearsal.
+def plan(name: str, machine: hardware.Machine, reports: Path | None = None, *, strict: bool = False) -> Plan:
+    """Decide between measuring, rendering what ``reports`` has from elsewhere, and a rehearsal.
 
-    Raises UsageError for an unknown profile, for a GPU that is here but that torch cannot drive (one screen with the
+    Raises UnknownProfile, and UsageError for a GPU that is here but that torch cannot drive (one screen with the
     install line), and with ``strict`` for anything but real measurements.
     """
-    try:
-        profile = hardware.resolve(name, machine)
-    except hardware.UnknownProfile as error:
-        raise UsageError(str(error)) from None
+    profile = hardware.resolve(name, machine)
     here = profile.kind == "cpu" or profile.name in (hardware.match(machine), "generic")
     if profile.kind != "cpu" and here and (screen := hardware.drivable(machine)):
         raise UsageError(screen)
@@ -126,6 +123,6 @@ def plan(name: str, machine: hardware.Machine, reports: Path, *, strict: bool = 
         raise UsageError(
             f"profile {profile.name!r} cannot be measured here and a rehearsal was refused (strict): {why}"
         )
-    if recorded and (reports / profile.name / "data" / "samples.jsonl").is_file():
+    if reports and (reports / profile.name / "data" / "samples.jsonl").is_file():
         return Plan(profile, profile.name, False, False, "cpu", why)
     return Plan(profile, f"{profile.name}-{REHEARSAL}", True, True, "cpu", why)

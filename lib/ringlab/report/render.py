@@ -17,6 +17,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from html import unescape
 from pathlib import Path
+from unittest.mock import patch
 
 import nbformat
 import papermill
@@ -133,28 +134,23 @@ def execute(source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: i
 @contextmanager
 def own_jupyter():
     """Jupyter with a kernel of this interpreter, without what else is installed or set; yields a temporary folder."""
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder, patch.dict(os.environ):  # restored at the end
         spec = Path(folder, "kernels", KERNEL, "kernel.json")
         spec.parent.mkdir(parents=True)
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=CRITICAL"]
         spec.write_text(json.dumps({"argv": argv, "display_name": "ringlab", "language": "python"}))
         paths = [str(PACKAGE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        try:
-            for name in FOREIGN:
-                os.environ.pop(name, None)
-            os.environ.update(
-                JUPYTER_PREFER_ENV_PATH="1",
-                JUPYTER_PATH=folder,
-                JUPYTER_RUNTIME_DIR=f"{folder}/run",
-                IPYTHONDIR=f"{folder}/ipython",
-                PYDEVD_DISABLE_FILE_VALIDATION="1",
-                PYTHONPATH=os.pathsep.join(map(os.path.abspath, paths)),  # this ringlab, wherever the kernel starts
-            )
-            yield Path(folder)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        for name in FOREIGN:
+            os.environ.pop(name, None)
+        os.environ.update(
+            JUPYTER_PREFER_ENV_PATH="1",
+            JUPYTER_PATH=folder,
+            JUPYTER_RUNTIME_DIR=f"{folder}/run",
+            IPYTHONDIR=f"{folder}/ipython",
+            PYDEVD_DISABLE_FILE_VALIDATION="1",
+            PYTHONPATH=os.pathsep.join(map(os.path.abspath, paths)),  # this ringlab, wherever the kernel starts
+        )
+        yield Path(folder)
 
 
 def _where(notebook: nbformat.NotebookNode) -> str:

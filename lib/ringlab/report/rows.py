@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import patterns
+from ..advise import dtype_name
 from . import published as documents
 from .study import Study, best, together
 from .trust import objection
@@ -76,8 +77,6 @@ def label(result) -> str:
         return names.get(point.system, point.system)
     if is_plain(result):
         return "Naive (ours)"
-    if is_optimised(result):
-        return "All optimizations"
     s = switches(point)
     if "twin" in s:
         return f"{label(replace(result, point=point.first))}, once more"
@@ -90,7 +89,7 @@ def label(result) -> str:
     if "pool_threshold_mb" in s:
         return f"Strided, pool from {s['pool_threshold_mb']:g} MiB"
     if s == FULL | {"backend": s["backend"]}:
-        return f"All optimizations, {s['backend']} kernel"
+        return "All optimizations" + ("" if s["backend"] == "auto" else f", {s['backend']} kernel")
     said = ["Gathered (ours)" if s["gather"] else "Strided", "cache on" if s["cache"] else "cache off"]
     said += ["pool on" if s["pool"] else "pool off"] + ([] if s["backend"] == "auto" else [s["backend"]])
     return ", ".join(said)
@@ -121,7 +120,7 @@ def dtypes(results) -> list[str]:
 
 
 def hardware_dtype(study: Study) -> str:
-    return str(study.profile.default_dtype()).removeprefix("torch.")
+    return dtype_name(study.profile.default_dtype())
 
 
 def dense_beside(study: Study, row):

@@ -21,9 +21,8 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 
     Raises FileNotFoundError that says how to measure when there are none.
     """
-    name = hardware.match(hardware.detect()) if profile == "auto" else profile
-    folder = data_folder(name, data)
-    found = read_study(hardware.get_profile(name), folder)
+    about = hardware.resolve(profile)
+    found = read_study(about, data_folder(about.name, data))
     return found.of(suite) if suite else found
 
 
@@ -76,13 +75,10 @@ class Study:
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
-        theirs = {name for other in suites.SUITES if other != suite for name in self._groups(other)}
-        foreign = theirs - self._groups(suite)
+        groups = {name: {group.name for group in self.asked(name)} for name in suites.SUITES}
+        foreign = set().union(*groups.values()) - groups[suite]
         kept = [r for r in self.results if r.group not in foreign]
         return replace(self, results=kept, suite=suite, whole=self)
-
-    def _groups(self, suite: str) -> set[str]:
-        return {group.name for group in self.asked(suite)}
 
     def asked(self, suite: str) -> list:
         """The groups of points that a suite asks for on the machine that these rows come from."""
@@ -109,8 +105,6 @@ class Study:
     @property
     def origin(self) -> str:
         """Said where the rows come from another machine or engine than the ones at hand; empty otherwise."""
-        if not self.results:
-            return ""
         said, first = [], self.results[0].provenance
         if first.get("machine") != measure.machine_id():
             said.append(f"measured on another machine ({self.device}), commit {str(first.get('commit'))[:10]}")
@@ -257,9 +251,9 @@ def pattern_of(point):
     return patterns.from_dict(point.pattern)
 
 
-def cost_of(point, **changes):
-    """Cost of a point's work, with ``changes`` of its shape."""
-    return cost.count(pattern_of(point), **{**point.shape, "dtype": getattr(torch, point.dtype), **changes})
+def cost_of(point):
+    """Cost of a point's work."""
+    return cost.count(pattern_of(point), dtype=getattr(torch, point.dtype), **point.shape)
 
 
 def _matches(result, wanted: dict) -> bool:
