@@ -4,6 +4,7 @@ come from.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -29,8 +30,8 @@ def trust_line(study: Study) -> str:
     twice = f"{agreed} of {again} times agree with an earlier run" if again else "no second run to compare with"
     floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
     if study.pace:
-        pace = 100 * 2**0.5 * NORMAL * study.pace  # of two rows, 95 % of them
-        floor += f"; most calls that came twice in the run, by less than {number(pace, 2)} %"
+        pace = math.exp(2**0.5 * NORMAL * study.pace)  # of two rows, 95 % of them
+        floor += f"; most calls that came twice in the run, by less than {number(pace)}×"
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"

@@ -115,7 +115,7 @@ def fastest(study: Study) -> str:
     if ratio := study.ratio(dense, advised):
         speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as torch's dense attention"
         speed += "" if beyond(ratio) else " (within noise)"
-        said += f" {field.ADVISED}, which the table below advises, takes {speed}."
+        said += f" {field.ADVISED}, advised below for its reach, takes {speed}."
     return f"{said}{_training(study)} This ranks speed, not how well a model learns."
 
 
@@ -163,8 +163,8 @@ def _memory(study: Study, most: dict[str, tuple[int, int]]) -> str:
     right, end = sum(close for _, close in found), max((r.point.seq_len for r, _ in found), default=0)
     sure = f" On {study.device} {right} of {len(found)} measured peaks, of calls up to {end:,} tokens, are as computed "
     return (
-        f"**{size(study.memory_bytes)} hold {said}** with {field.ADVISED}, computed for memory that holds nothing "
-        f"else; dense attention {dense}. "
+        f"**{size(study.memory_bytes)} hold {said}** with {field.ADVISED}, computed with all of it free; dense "
+        f"attention {dense}. "
         "Sparse patterns save time in such a call, not memory; in generation their cache is smaller."
         f"{f'{sure}to 1 %.' if found else ''}"
     )
@@ -219,7 +219,7 @@ def _trust(study: Study) -> str:
         low, middle, high = (number(x, 2) for x in quantiles(above, n=4))
         over = f"The middle half of the calls on {study.device} take {low} to {high} times their roofline"
     if study.rehearsal:
-        return f"**Trust**: computed times are lower bounds. {over}; this device was not tried."
+        return f"**Trust**: computed times are lower bounds, and nothing was measured on this device. {over}."
     return f"{trust_line(study)} {over}."
 
 
@@ -288,10 +288,10 @@ def _decisions(study: Study, advised: dict) -> Table:
         lines,
         note="Advised: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the "
         "sequence, so that a query sees keys from all of it. Window: about 2,048 neighbours and a global block, in "
-        "blocks of 128 tokens, longer ones from half a million tokens on, which show more. ≥ marks a "
-        f"computed lower bound{'; other times are measured' if measured else ''}. Beside a time stands the peak of "
-        f"memory, computed.{across} `python -m ringlab advise --profile {study.profile.name} --seq-len N` "
-        "answers for other lengths and shapes.",
+        "blocks of 128 tokens; from half a million tokens on in longer blocks, which show more. ≥ marks a "
+        f"computed lower bound{'; other times are measured' if measured else ''}. Beside what is advised stands the "
+        f"peak of memory, computed.{across} `.venv/bin/python -m ringlab advise --profile {study.profile.name} "
+        "--seq-len N` answers for other lengths and shapes.",
         cards=True,
     )  # fmt: skip
 

@@ -26,10 +26,11 @@ SAID = {
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
     "overview_note": "Times are of a forward call: measured, or computed lower bounds (≥), which real calls exceed "
-    "(see Trust). The first time in a cell is of LongNet's pattern whose first segment has 2,048 tokens, as in its "
-    "paper: its cost grows as the length does, and still a query sees keys from all of the sequence. A window is often "
-    "faster, but shows neighbours of a query. Cost and reach choose here, not what a model learns: see “What small "
-    "models learned”, where some were trained. Fits: in memory, one call of attention, forward and in training.",
+    "by the factor under Trust. The first time in a cell is of LongNet's pattern whose first segment has 2,048 tokens, "
+    "as in its paper: its cost grows as the length does, and still a query sees keys from all of the sequence. A "
+    "window is often faster, but a query sees its neighbours alone. Cost and reach choose here, not what a model "
+    "learns: “What small models learned” says which patterns were trained. Fits: in memory, one call of attention, "
+    "forward and in training.",
     "columns": ("Report", "Answer", "Files"),
 }
 

@@ -205,9 +205,9 @@ def _use_line(q: Quality) -> str:
     said = "; ".join(f"{listed([pattern])} to {', to '.join(x.words for x in mine)}" for pattern, mine in uses.items())
     widths = {task: _width(q.layers(task, "Window")[0]) for task in ("recall", "text")}
     return (
-        f"**What small models learned**, of {q.sizes.layers} layers: use {said}. Of patterns that tie for best this is "
-        f"the one that trains fastest. A layer's window shows at most {widths['recall']} tokens, {widths['text']} for "
-        "source code, and LongNet's first segment has "
+        f"**What small models learned**, of {q.sizes.layers} layers: use {said}. Where patterns tie for best, "
+        f"the one that trains fastest is named. A layer's window shows at most {widths['recall']} tokens, "
+        f"{widths['text']} for source code, and LongNet's first segment has "
         f"{q.layers('recall', 'LongNet')[0].segment_lengths[0]}: LongNet from 2,048 was not trained."
     )
 
