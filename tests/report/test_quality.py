@@ -77,12 +77,11 @@ def test_intervals_are_those_of_student(rows):
     assert document.lines(one)[-1].endswith("; one seed."), "it tells no difference"
 
 
-def test_what_layers_connect_is_what_a_window_reaches(rows):
-    q = document.Quality(rows)
-    found = document.connected(q, "Window")
+def test_what_layers_connect_is_what_a_window_reaches():
+    found = document.connected("cpu", "recall", "Window")
     assert found[128] == 1 and found[508] == 0 and 0 < found[256] < 0.2, "four layers of 32 to 48 keys"
-    assert set(document.connected(q, "Dense").values()) == {1.0}
-    assert document.connected(q, "Adaptive") is None
+    assert set(document.connected("cpu", "recall", "Dense").values()) == {1.0}
+    assert document.connected("cpu", "recall", "Adaptive") is None
 
 
 def test_seconds_are_tokens_times_the_time_of_a_step(rows):

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +19,7 @@ from ...block_patterns import BlockSparse
 from ...kv_cache import cache_bytes
 from ...measure import learning
 from ...measure import quality as suite
-from ...measure.tasks import TASKS, VALUES
+from ...measure.tasks import TASKS, VALUES, distances
 from .. import figures
 from ..columns import Column, table
 from ..compare import quantile
@@ -130,8 +131,12 @@ class Quality:
         return [name for name in COLORS if name in there]
 
     @property
+    def kind(self) -> str:
+        return self.rows[0]["origin"]["device"]
+
+    @property
     def sizes(self) -> learning.Sizes:
-        return learning.SIZES[self.rows[0]["origin"]["device"]]
+        return learning.SIZES[self.kind]
 
     def length(self, task: str) -> int:
         """Tokens of the longest sequences of a task."""
@@ -382,25 +387,32 @@ def scores(q: Quality) -> Table:
                  note=f"Guessing one of the {VALUES} values is right in {100 / VALUES:.2g} %.")  # fmt: skip
 
 
-def connected(q: Quality, pattern: str) -> dict[int, float] | None:
+@cache
+def connected(device: str, task: str, pattern: str) -> dict[int, float] | None:
     """Of each range of distances, the part of (query, key) pairs that the layers together connect; None by content.
 
-    Of sequences of recall. A key counts as seen if it or its successor is, of which the embedding shows the token
-    before.
+    A key counts as seen if it or its successor is, of which the embedding shows the token before.
     """
-    n, heads = q.length("recall"), q.sizes.heads
+    sizes = learning.SIZES[device]
+    run = learning.Run(task, pattern, 0, sizes)
+    n = run.phases[-1][0]
     reached, at = torch.eye(n, dtype=torch.bool), torch.arange(n)
-    for layer in q.layers("recall", pattern):
+    causal = at[:, None] >= at
+    for layer in run.layers(n):
         if isinstance(layer, Adaptive):
             return None
-        seen = torch.eye(n, dtype=torch.bool)
-        for head in range(heads):
-            seen |= layer.multiplicity(at, at, n=n, head=head, heads=heads) > 0
-        reached = seen.tril().float() @ reached.float() > 0
+        seen = torch.zeros(n, n, dtype=torch.bool)
+        for head in range(sizes.heads):
+            seen |= layer.multiplicity(at, at, n=n, head=head, heads=sizes.heads) > 0
+        step = (seen & causal | torch.eye(n, dtype=torch.bool)).float()
+        reached = (step @ reached.float()) > 0
     reached[:, :-1] |= reached[:, 1:]
-    apart = at[:, None] - at
-    ranges = {end: (apart > low) & (apart <= end) for low, end in pairwise([0, *q.ends("recall")])}
-    return {end: float(reached[mine].float().mean()) for end, mine in ranges.items()}
+    apart, found, before = at[:, None] - at, {}, 0
+    for end in distances(n, {"recall": 8, "copy": 16}[task]):
+        mine = (apart > before) & (apart <= end)
+        found[end] = float(reached[mine].float().mean())
+        before = end
+    return found
 
 
 def reach_table(q: Quality) -> Table:
@@ -408,7 +420,7 @@ def reach_table(q: Quality) -> Table:
     ends = q.ends("recall")
 
     def reach(p: str) -> Cell:
-        found = connected(q, p)
+        found = connected(q.kind, "recall", p)
         if found is None:
             return Cell("chosen by content")
         whole, part = (max(takewhile(lambda end, least=least: found[end] > least, found), default=0)
