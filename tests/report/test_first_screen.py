@@ -162,7 +162,7 @@ def test_a_device_of_unknown_rates_and_memory_has_a_first_screen():
 def test_too_few_rooflines_are_said_to_be_too_few():
     few = study("gtx1080")
     few.results = few.results[:1]
-    assert "lower bounds. Too few of the times" in first_screen.first_screen(few).lines[-1]
+    assert "measured on this device. Too few of the times" in first_screen.first_screen(few).lines[-1]
 
 
 def test_the_index_shows_all_of_it(tmp_path):
