@@ -68,8 +68,8 @@ def first_screen(study: Study) -> FirstScreen:
     measured = not study.rehearsal and bool(field.ranked(study))
     bounded = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)
                and a.fits is not False and a.proposals[0].bound_s}  # fmt: skip
-    lines = [fastest(study) if measured else _roofline(bounded), _memory(study, most), *_learned(study), _call(known),
-             *([_there(study, known)] if study.rehearsal else []), _trust(study)]  # fmt: skip
+    lines = [fastest(study) if measured else _roofline(bounded), _memory(study, most), _trust(study), *_learned(study),
+             _call(known), *([_there(study, known)] if study.rehearsal else [])]  # fmt: skip
     found = [_measured_figure(study)] if measured else []
     if bounded:
         there = replace(study.profile, memory_bytes=study.memory_bytes)
