@@ -159,9 +159,11 @@ def small(seed: int = 0, **options) -> LanguageModel:
 def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
     t = torch.randn(1, 7, 2, 8, dtype=torch.float64)
     pairs = torch.complex(*t.chunk(2, -1))  # (1, 7, 2, 4)
-    angles = torch.arange(7)[:, None] * 100.0 ** (-torch.arange(4) / 4)
-    want = pairs * torch.polar(torch.ones(()), angles)[None, :, None]
-    torch.testing.assert_close(rotary(t, torch.arange(7), 100.0), torch.cat([want.real, want.imag], -1))
+    angles = torch.arange(7)[:, None] * 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    want = pairs * torch.polar(torch.ones((), dtype=torch.float64), angles)[None, :, None]
+    torch.testing.assert_close(
+        rotary(t, torch.arange(7), 100.0), torch.cat([want.real, want.imag], -1), rtol=1e-12, atol=1e-12
+    )
     scores = [rotary(t, at + torch.arange(7)) @ rotary(t, at + torch.arange(7)).mT for at in (0, 1000)]
     torch.testing.assert_close(*scores)
 
