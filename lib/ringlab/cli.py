@@ -243,7 +243,10 @@ def size_in_bytes(text: str) -> int:
 
 
 def numbers_and_commas(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not numbers and commas, as 2048,4096: {text!r}") from None
 
 
 def _report(given) -> int | None:

@@ -136,7 +136,8 @@ class KVCache:
     def load_state_dict(self, state: dict) -> None:
         """Restore what ``state_dict`` gave.
 
-        ValueError, and nothing changes, for a damaged state and that of a cache that was made otherwise.
+        ValueError, and nothing changes, for the state of a cache that was made otherwise, and where names, dtypes or
+        shapes are not those of a state. The values are taken as they are.
         """
         made, parts = (state.get(name) if isinstance(state, dict) else None for name in ("made", "parts"))
         if made != self._made():

@@ -57,7 +57,7 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
     (["reprot"], "invalid choice: 'reprot'"),
     (["profiles", "x"], "unrecognized arguments: x"),
     (["measure", "--minutes", "soon"], "argument --minutes: invalid float value: 'soon'"),
-    (["estimate", "--rates", "1;2"], "argument --rates: invalid numbers_and_commas value: '1;2'"),
+    (["estimate", "--rates", "1;2"], "argument --rates: not numbers and commas, as 2048,4096: '1;2'"),
     (["estimate", "--dtype", "nn"], "argument --dtype: invalid choice: 'nn' (choose from 'float64', 'float32',"),
     (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
     (["measure", "--data", __file__], "test_cli.py is a file, not a folder"),

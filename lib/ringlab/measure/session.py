@@ -188,7 +188,7 @@ class Session:
             todo = [(group, points) for group, points in missing if points]
             apart = {name for r in there for name in provenance.differs(r.provenance, self.here)}
             if self.show and todo and apart:
-                warn(f"rows of another {', '.join(sorted(apart))} do not count")
+                warn(f"rows that differ from this run in {', '.join(sorted(apart))} do not count: measuring anew")
             elif self.show and not todo:
                 newest = max((r.provenance.get("utc", "") for r in kept), default="")
                 warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
