@@ -372,7 +372,8 @@ def test_every_claim_says_what_is_printed_what_was_to_be_met_and_which_points_te
     assert len(set(keys)) == len(keys)
     for claim in published(number)["claims"]:
         assert claim["text"] and claim["where"] and claim["printed"], claim["key"]
-        assert set(claim.get("points", ())) <= groups, claim["key"]
+        assert "points" not in claim or claim["points"] and set(claim["points"]) <= groups, claim["key"]
+        assert "points" in claim or {"by", "code", "contradiction"} & claim.keys(), f"{claim['key']}: of which rows?"
         assert {"rule", "low", "high"} & claim.keys(), claim["key"]
         assert {"rows", "code", "contradiction"} & claim.keys(), claim["key"]
         assert "limit" not in claim or {"low", "high"} - claim.keys(), f"{claim['key']}: a limit has one side"

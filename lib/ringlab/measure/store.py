@@ -5,8 +5,9 @@ interruptions) and ``rehearsal``, and all but the first kind ``point`` (its id).
 
     run     a group is begun: ``group``, ``members`` (a digest of its points), ``key`` (engine, torch, machine, ...)
     sample  one time: ``round``, ``seconds`` for one call, ``loops`` calls that were timed together
-    result  an attempt ended: all of ``points.Result`` except for ``seconds``, which are the ``samples`` rows of this
-            run and point; ``definition`` is the whole point, ``duration`` all seconds spent on it
+    result  an attempt ended: the fields of ``points.Result`` but for ``seconds`` and ``rounds``, which are the rows
+            "sample" of this run and point, as many as ``samples`` says; ``definition`` is the whole point,
+            ``duration`` all seconds spent on it
 
 Lines that cannot be read are skipped with a warning; a result without all of its samples does not count.
 """
